@@ -1,8 +1,8 @@
 // The C ABI of the native library, which Python calls through ctypes.
 //
-// The library does not use torch. Pointers are host memory, and counts are elements. src/twinflow/native/library.py has
-// the same fields as tf_segment and tf_packing. The loader compares tf_segment_size() and tf_packing_size(), and
-// refuses a library that differs.
+// The library does not use torch. Pointers refer to host memory, and sizes are counted in elements.
+// src/twinflow/native/library.py repeats the fields of tf_segment and tf_packing. The loader compares their sizes with
+// tf_segment_size() and tf_packing_size(), and rejects a library with other sizes.
 #pragma once
 #include <stdint.h>
 
@@ -21,7 +21,7 @@ enum tf_dtype { TF_NONE = 0, TF_F32 = 1, TF_BF16 = 2, TF_F16 = 3 };
 enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2 };
 
 // Consecutive elements of one parameter, with their hyper-parameters. In an update in place every *_in pointer equals
-// its counterpart. In an update out of place none of them does.
+// the pointer of the same name without _in. In an update out of place all of these pointers differ.
 typedef struct tf_segment {
   const void* grad;          // grad_type
   const void* weight_in;     // read only when the master is split: its upper halves (bf16)
@@ -36,16 +36,16 @@ typedef struct tf_segment {
   int64_t first_index;  // position of element 0 in its parameter: a multiple of 128
   int32_t rule, format, grad_type, weight_type;
   int32_t split_master;  // not 0: the master is split, and the bf16 weight holds its upper halves
-  float factor;          // multiplies the gradient; combines unscaling and clipping
+  float factor;          // the gradient is multiplied by it, for unscaling and clipping
   float hyper[7];        // see rules.h
   uint32_t key[2];       // hash of (step, parameter) for stochastic rounding
 } tf_segment;
 
-// Arguments for packed numbers. src/twinflow/codes/code.py describes the format of a row. `exponents` is NULL, or
-// has k + 127 for each element of `values`, and 0 for elements that are left out.
+// Arguments of tf_encode, tf_mean and tf_decode. src/twinflow/codes/code.py describes the format of a row. `exponents`
+// is NULL, or has k + 127 for each element of `values`, and 0 for elements that are left out.
 typedef struct tf_packing {
-  void* packed;              // num_rows adjacent rows: written by tf_encode, read by the others
-  void* values;              // values_type: read by tf_encode, written by the others
+  void* packed;              // num_rows adjacent rows: tf_encode writes them, tf_mean and tf_decode read them
+  void* values;              // values_type: tf_encode reads them, tf_mean and tf_decode write them
   const void* base;          // base_type; NULL when base_type is TF_NONE
   float* error;              // NULL: the rounding error is dropped
   const uint8_t* exponents;  //
@@ -54,15 +54,15 @@ typedef struct tf_packing {
   int32_t bits;   // 1, 4 or 8
   int32_t values_type, base_type;
   int32_t is_scaled;  // not 0: multiply by 2^k; 0: exponents only tell which elements are left out
-  int32_t is_added;   // tf_decode: not 0: add to `values`
+  int32_t is_added;   // not 0: tf_decode adds to `values`; 0: it overwrites them
   float factor;       // factor of `values` in tf_encode, and of the result in tf_mean and tf_decode
   float base_factor;
 } tf_packing;
 
 // These functions are thread safe, run on the thread pool of the library and return when the work is done.
 TF_PUBLIC void tf_update(const tf_segment* segments, int64_t num_segments);
-// sums[i] = sum of squares of tensor i in fp64. The bits do not depend on the number of threads and the ISA. A sum is
-// not finite if and only if the tensor has a NaN or an infinity.
+// sums[i] = sum of squares of tensor i in fp64. The bits depend neither on the number of threads nor on the ISA. A sum
+// is not finite if and only if the tensor has a NaN or an infinity.
 TF_PUBLIC void tf_sum_squares(const void* const* tensors, const int64_t* numels, const int32_t* dtypes,
                               int64_t num_tensors, double* sums);
 TF_PUBLIC void tf_accumulate(float* into, const void* from, int32_t from_type, int64_t numel);
@@ -74,15 +74,15 @@ TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* value
 TF_PUBLIC void tf_encode(const tf_packing* packing);
 // values = (the sum of all rows, in their order) * factor * 2^-k.
 TF_PUBLIC void tf_mean(const tf_packing* packing);
-// values = (the decoded rows, one after the other) * factor * 2^-k, or values + that if is_added.
+// values = (the decoded rows, one after the other) * factor * 2^-k. If is_added, this result is added to `values`.
 TF_PUBLIC void tf_decode(const tf_packing* packing);
 // For benchmarks: values[i] = values[i] * factor in place. Its memory rate is the upper limit for kernels.
 TF_PUBLIC void tf_scale_in_place(float* values, float factor, int64_t numel);
 
 TF_PUBLIC void tf_set_threads(int32_t num_threads);
 TF_PUBLIC int32_t tf_get_threads(void);
-// The ISA variants that this CPU can run, the fastest first, separated by spaces; the variant in use; a function to
-// select one (returns 0 on success).
+// The first function returns the ISA variants that this CPU can run, the fastest first, separated by spaces. The others
+// return the variant in use, and select a variant (0 on success).
 TF_PUBLIC const char* tf_isa_available(void);
 TF_PUBLIC const char* tf_isa(void);
 TF_PUBLIC int32_t tf_set_isa(const char* name);
@@ -91,19 +91,20 @@ TF_PUBLIC const char* tf_rules(void);
 TF_PUBLIC int32_t tf_api_version(void);
 TF_PUBLIC int64_t tf_segment_size(void);
 TF_PUBLIC int64_t tf_packing_size(void);
-// The executor (executor.h) copies gradients to the host, updates buckets there and sends weights back, with its own
-// threads. All functions are thread safe. Functions that block return -1 if the executor has failed or is closing.
+// The executor (executor.h) copies gradients to the host, updates buckets there and copies the new weights to the
+// device. It has its own threads. "To send" weights means to copy them from the host into the parameters. All functions
+// are thread safe. Functions that block return -1 if the executor has failed or is closing.
 typedef struct tf_executor tf_executor;
 typedef struct tf_event tf_event;  // a point in a stream's work
 
-// Events of Python's streams. On a CPU an event is created here and signalled by the stream. On a GPU it is recorded in
-// a CUDA stream.
+// Events of the streams that Python uses. Without a GPU, Python creates an event here and the stream signals it. On a
+// GPU an event is recorded in a CUDA stream.
 TF_PUBLIC tf_event* tf_event_new(void);
 TF_PUBLIC void tf_event_signal(tf_event* event, int32_t failed);
 TF_PUBLIC tf_event* tf_event_record(int32_t device, void* stream);
-TF_PUBLIC void tf_event_hold(const tf_event* event, void* stream);  // lets a CUDA stream wait for the event
+TF_PUBLIC void tf_event_hold(const tf_event* event, void* stream);  // makes a CUDA stream wait for the event
 TF_PUBLIC int32_t tf_event_state(const tf_event* event);            // 1: done, 0: not yet, -1: the work has failed
-TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; 1 or -1
+TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; returns 1 or -1, as tf_event_state
 TF_PUBLIC void tf_event_free(tf_event* event);
 TF_PUBLIC int32_t tf_has_cuda(void);
 
@@ -125,7 +126,7 @@ typedef struct tf_settings {
   int32_t device;         // CUDA device; -1: no GPU, streams are threads
   int32_t holds_on_host;  // gradients wait for the clipping decision in host slots and not on the device
   int32_t sums_on_host;   // gradients of several backwards are summed on the host
-  int32_t is_external;    // the caller makes the updates (tf_next_update), with an optimizer in Python
+  int32_t is_external;    // the caller makes the updates with an optimizer in Python (tf_next_update)
   int64_t slot_bytes;
   int32_t num_slots, num_weight_slots;
 } tf_settings;
@@ -141,11 +142,11 @@ typedef struct tf_bucket {
   int64_t numel;
   int64_t layout;  // buckets with equal layouts can exchange stores
   const tf_slice* slices;
-  int64_t* steps;  // number of updates of each slice: Python owns the memory, the executor counts
+  int64_t* steps;  // number of updates of each slice: Python owns the memory, and the executor writes the counts
   int32_t num_slices;
   int32_t type;  // dtype of gradients and weights
   int32_t rule, format, is_split;
-  int32_t is_shared;         // other ranks have parts of the bucket: its weights are complete when they are published
+  int32_t is_shared;         // ranks share the bucket: its weights are complete when those of all ranks are gathered
   int32_t has_weight_slots;  // new weights are written to a slot; otherwise they are sent from the state
 } tf_bucket;
 
@@ -165,7 +166,7 @@ typedef struct tf_job {
   int32_t runs_ahead;  // updates may be written to speculative stores before the decision
 } tf_job;
 
-typedef struct tf_hyper {  // scalars of the rule for slices of a group with step - 1 updates so far
+typedef struct tf_hyper {  // scalars of the rule for update number `step` of the slices in a param group
   int64_t step;
   int32_t group;
   float sign;  // -1: maximise
@@ -181,7 +182,7 @@ typedef struct tf_decision {
   double norm, factor;
   int32_t skip, clipped;
   int32_t num_ahead;    // updates before the decision
-  int32_t num_dropped;  // updates among them that were discarded
+  int32_t num_dropped;  // number of these that were discarded
   int32_t num_waiting;  // updates that have waited for the decision
 } tf_decision;
 
@@ -194,7 +195,7 @@ typedef struct tf_update_task {  // an update that the caller makes
 } tf_update_task;
 
 typedef struct tf_fetch_item {
-  int64_t bucket;  // the weights of this bucket are copied when they are updated; -1: `from` is never updated
+  int64_t bucket;  // the copy waits for the updates of this bucket; -1: `from` is never updated
   const void* from;
   void* into;
   int64_t num_bytes;
@@ -223,20 +224,20 @@ enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2 }
 
 TF_PUBLIC tf_executor* tf_executor_new(const tf_settings* settings);  // NULL if there is no such device
 TF_PUBLIC void tf_executor_close(tf_executor* executor);              // ends threads and streams; state is not lost
-// after tf_executor_close, when no caller makes an update
+// Call it after tf_executor_close, when no caller makes an update.
 TF_PUBLIC void tf_executor_free_slots(tf_executor* executor);
 TF_PUBLIC void tf_executor_free(tf_executor* executor);
 TF_PUBLIC void tf_executor_fail(tf_executor* executor);      // all waiting calls return -1
-TF_PUBLIC int32_t tf_executor_state(tf_executor* executor);  // 0: works, 1: a stream has failed, 2: failed from outside
+TF_PUBLIC int32_t tf_executor_state(tf_executor* executor);  // 0: works, 1: a stream has failed, 2: tf_executor_fail
 TF_PUBLIC void tf_executor_disable(tf_executor* executor, int32_t sync_points);
 TF_PUBLIC void tf_executor_delay(tf_executor* executor, int32_t stream, double seconds);
 TF_PUBLIC void tf_executor_counters(tf_executor* executor, tf_counters* counters);
 TF_PUBLIC void tf_executor_record_spans(tf_executor* executor, int32_t enabled);
-// Returns the number of spans that were written, at most max_spans. `anchor`: a CUDA event that was recorded at
-// anchor_s.
+// Returns the number of spans that were written to `spans`, at most max_spans. `anchor`: a CUDA event that was recorded
+// at the time anchor_s.
 TF_PUBLIC int64_t tf_executor_spans(tf_executor* executor, void* anchor, double anchor_s, tf_span* spans,
                                     int64_t max_spans);
-// Changes the numbers of slots and of backwards in a step. Call it between steps.
+// Changes the numbers of slots, and whether the host sums gradients. Call it between steps.
 TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int32_t num_weight_slots,
                                   int32_t sums_on_host, int32_t keeps_weight_slots);
 TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);
@@ -245,7 +246,8 @@ TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointer
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
 TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
 TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none
-// Buckets for which a speculative store was missing since the last call. Returns their number, at most max_buckets.
+// Writes the buckets for which a speculative store was missing since the last call. Returns their number, at most
+// max_buckets.
 TF_PUBLIC int64_t tf_store_missing_speculative(tf_executor* executor, int64_t* buckets, int64_t max_buckets);
 
 TF_PUBLIC void tf_bucket_set(tf_executor* executor, int64_t bucket, const tf_bucket* spec, int64_t store);
@@ -253,25 +255,26 @@ TF_PUBLIC int64_t tf_bucket_store(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_set_deadline(tf_executor* executor, int64_t bucket, int64_t deadline);
 TF_PUBLIC void tf_bucket_set_total(tf_executor* executor, int64_t bucket, float* total);
 TF_PUBLIC int64_t tf_bucket_added(tf_executor* executor, int64_t bucket, uint8_t* slices);  // slices in the total
-// The slices whose weights were sent since the last call. Returns their number.
+// Writes the slices whose weights were sent since the last call. Returns their number.
 TF_PUBLIC int64_t tf_bucket_take_sent(tf_executor* executor, int64_t bucket, uint8_t* slices);
 TF_PUBLIC void tf_buckets_set_due(tf_executor* executor, const int64_t* buckets, int64_t num_buckets,
                                   int64_t job_number);
 TF_PUBLIC int64_t tf_bucket_due(tf_executor* executor, int64_t bucket);
 TF_PUBLIC int64_t tf_bucket_shown(tf_executor* executor, int64_t bucket);
-// The caller has queued work that writes the weights of a job to the state or to the parameters.
+// The caller has queued work on the device that applies a job to the state.
 TF_PUBLIC void tf_bucket_note_updated(tf_executor* executor, int64_t bucket, int64_t job_number);
 // The state of a bucket on the device includes a job whose weights have not been sent yet.
 TF_PUBLIC void tf_bucket_set_unsent(tf_executor* executor, int64_t bucket, int64_t job_number);
 TF_PUBLIC void tf_bucket_note_sent(tf_executor* executor, int64_t bucket, int64_t job_number, const tf_event* event);
 TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, int64_t job_number,
                                         const tf_event* event);
-// The event at which the last copy of a bucket's weights ends, and the event for the copies from all ranks. NULL: no
+// The end of the last copy of a bucket's weights, and the end of the last copy of the weights from all ranks. NULL: no
 // copy is in progress.
 TF_PUBLIC tf_event* tf_bucket_weights_copied_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
-TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);  // a frozen bucket that an update waits for
+// Waits for an update of a frozen bucket, and returns the bucket.
+TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);
 
 TF_PUBLIC int64_t tf_job_new(tf_executor* executor, const tf_job* spec);
 TF_PUBLIC void tf_job_free(tf_executor* executor, int64_t job);
@@ -283,50 +286,54 @@ TF_PUBLIC int64_t tf_submit(tf_executor* executor, int64_t job, int64_t bucket, 
                             int32_t is_held);
 // Submits a task that has only gradients of earlier backwards.
 TF_PUBLIC int64_t tf_submit_sum(tf_executor* executor, int64_t job, int64_t bucket);
-// params that have a gradient on any rank
+// Sets which parameters have a gradient on any rank.
 TF_PUBLIC void tf_agree(tf_executor* executor, int64_t job, const uint8_t* params);
-// All tasks are submitted. After `event`, `decision` has the decision (norm, factor, skip).
+// Closes a job whose tasks are all submitted. After `event`, `decision` contains the clipping decision (norm, factor,
+// skip).
 TF_PUBLIC void tf_job_close(tf_executor* executor, int64_t job, const double* decision, const tf_event* event);
-// As tf_job_close, but the decision is computed from the norms of all buckets, after all sums and `event`.
+// As tf_job_close, but the executor computes the decision from the norms of all buckets, after all sums and `event`.
 TF_PUBLIC void tf_job_close_sums(tf_executor* executor, int64_t job, double* norms, int64_t num_norms,
                                  const tf_event* event);
 TF_PUBLIC void tf_job_set_norms(tf_executor* executor, int64_t job, double* norms);
 // As tf_job_close, but the caller gives the decision.
 TF_PUBLIC void tf_job_decide(tf_executor* executor, int64_t job, double norm, double factor, int32_t skip,
                              int32_t clipped);
-TF_PUBLIC void tf_job_drop(tf_executor* executor, int64_t job);  // before it is closed: the job has no effect
+TF_PUBLIC void tf_job_drop(tf_executor* executor, int64_t job);  // discards a job that is not closed yet
 TF_PUBLIC void tf_job_release(tf_executor* executor, int64_t job, const tf_event* after);
-TF_PUBLIC int32_t tf_job_decision(tf_executor* executor, int64_t job, tf_decision* decision);  // 1 if there is one
+TF_PUBLIC int32_t tf_job_decision(tf_executor* executor, int64_t job, tf_decision* decision);  // 1 if it is known
 TF_PUBLIC int32_t tf_job_is_done(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_decision(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_done(tf_executor* executor, int64_t job);
 TF_PUBLIC int32_t tf_job_wait_summed(tf_executor* executor, int64_t job);
-TF_PUBLIC int32_t tf_wait_sums(tf_executor* executor);  // until all tasks are added to totals
+TF_PUBLIC int32_t tf_wait_sums(tf_executor* executor);  // blocks until the gradients of all tasks are in the totals
 TF_PUBLIC void tf_forget_sums(tf_executor* executor);
-// A task for weights that are in the state and are sent when their job is released.
+// Makes a task for new weights that are in the state already. They are sent when their job is released.
 TF_PUBLIC int64_t tf_hold_back(tf_executor* executor, int64_t job, int64_t bucket);
-TF_PUBLIC int64_t tf_take_unsent(tf_executor* executor, int64_t bucket);  // gives up such a task; -1: there is none
+TF_PUBLIC int64_t tf_take_unsent(tf_executor* executor, int64_t bucket);  // discards such a task; -1: there is none
 TF_PUBLIC void tf_reset(tf_executor* executor, int64_t job_number);  // sets the job number when no task is in progress
 
-// Tasks whose gradients the executor does not need any more. The event marks the end of the last copy; NULL: it has
-// ended. Returns their number, at most max_tasks.
+// Writes the tasks whose gradients the executor does not need any more. Each event marks the end of the last copy of
+// the gradients; NULL: it has ended. Returns the number of tasks, at most max_tasks.
 TF_PUBLIC int64_t tf_released(tf_executor* executor, int64_t* tasks, tf_event** events, int64_t max_tasks);
-// whether more tasks will be released without an action of the caller
+// Whether the executor will release more tasks without an action of the caller.
 TF_PUBLIC int32_t tf_will_release(tf_executor* executor);
 TF_PUBLIC int32_t tf_wait_released(tf_executor* executor, double timeout_s);
-TF_PUBLIC const void* tf_task_grads(tf_executor* executor, int64_t task);  // waits for them; NULL: not on the host
+// Waits for the gradients of a task on the host, and returns their address; NULL: they are not on the host.
+TF_PUBLIC const void* tf_task_grads(tf_executor* executor, int64_t task);
 
-// Waits until the copies of all due weights of these buckets are queued. Then `streams` wait for the copies, or the
-// caller waits if there are no streams. Returns the seconds for which the caller was blocked before that, or -1 as
-// above.
+// Blocks until the copies of all due weights of these buckets are queued. Then it makes `streams` wait for the copies.
+// If there are no streams, the caller waits for the copies. Returns the seconds until the copies were queued, or -1 if
+// the executor has failed or is closing.
 TF_PUBLIC double tf_hold(tf_executor* executor, const int64_t* buckets, int64_t num_buckets, void* const* streams,
                          int64_t num_streams);
 TF_PUBLIC int32_t tf_wait_shown(tf_executor* executor, const int64_t* buckets, int64_t num_buckets);
 TF_PUBLIC int32_t tf_wait_weights(tf_executor* executor, const int64_t* buckets, int64_t num_buckets);
-TF_PUBLIC int32_t tf_wait_sent(tf_executor* executor, int64_t bucket, int64_t job_number, double timeout_s);  // 0: late
+// Returns 0 after the timeout.
+TF_PUBLIC int32_t tf_wait_sent(tf_executor* executor, int64_t bucket, int64_t job_number, double timeout_s);
 
 TF_PUBLIC int64_t tf_fetch(tf_executor* executor, const tf_fetch_item* items, int64_t num_items, const tf_event* after);
-TF_PUBLIC tf_event* tf_fetch_wait(tf_executor* executor, int64_t fetch);  // until it is queued; when it will be there
+// Blocks until the fetch is queued. Returns the event at its end.
+TF_PUBLIC tf_event* tf_fetch_wait(tf_executor* executor, int64_t fetch);
 
 // For an optimizer in Python: returns 1 and the next update, or 0 after the timeout.
 TF_PUBLIC int32_t tf_next_update(tf_executor* executor, double timeout_s, tf_update_task* task, uint8_t* present);

@@ -1,5 +1,5 @@
-// The clipping decision from the norms of all buckets: pure functions, without threads or state. They give the same
-// bits as `decide` in offload/clipping.py, so that a step does not depend on the place of the decision.
+// Computes the clipping decision from the norms of all buckets, with pure functions, without threads or state. They
+// give the same bits as `decide` in offload/clipping.py, so that a step does not depend on where the decision is made.
 #pragma once
 #include <stdint.h>
 

@@ -1,9 +1,9 @@
 // Conversions between state formats in memory and fp32 tiles. They are plain loops over short arrays in L1, which the
 // compiler vectorises for each ISA. They give the same bits as src/twinflow/rules/formats.py.
 //
-// Only fp16 needs intrinsics, because gcc does not vectorise it. None of these loops depends on flush mode: integer
-// operations move bit patterns, and where floats are scaled, a perturbation below 2^-126 is added to a number of at
-// least 2^-15.
+// Only fp16 needs intrinsics, because gcc does not vectorise its conversion. The result of these loops does not depend
+// on flush mode (rules.h). Most of them use integer operations on bit patterns. Where floats are scaled, a difference
+// below 2^-126 is added to a number of at least 2^-15 and is lost.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -27,8 +27,8 @@ constexpr int kBlock = 128;               // elements that share a scale in the 
 constexpr float kMomentMax = 448.0f;      // largest e4m3 value
 constexpr float kVarianceMax = 61440.0f;  // largest e5m3 value in use: 1.875 * 2^15
 
-// Calls function(i, count) for each block of n elements. count is a constant except for the last block if it is
-// partial.
+// Calls function(i, count) for each block of n elements. count is a compile-time constant, except for a partial last
+// block.
 template <class Function>
 TF_INLINE void for_blocks(int n, const Function& function) {
   int i = 0;
@@ -151,8 +151,8 @@ TF_INLINE void split_one(float x, uint16_t& upper, int16_t& lower) {
   lower = (int16_t)(number ? u : 0u);
 }
 
-// `split` without the treatment of NaN, in half the instructions. No bit is lost: the joined halves are x again, so
-// that mend_nans can repeat the split.
+// `split` without the special case for NaN, in half the instructions. No bit is lost: joining the halves gives x again,
+// so mend_nans can repeat the split.
 TF_INLINE void split_number(float x, uint16_t& upper, int16_t& lower) {
   const uint32_t u = bits(x);
   upper = (uint16_t)((uint16_t)(u >> 16) + ((uint16_t)u >> 15));
@@ -176,8 +176,8 @@ static void mend_nans(uint16_t* __restrict upper, int16_t* __restrict lower, int
 }
 
 // ---- stochastic rounding: 16 random bits for each element, from (step, parameter) = key and the element's index.
-// A 32-bit hash of the block of 128 is the seed of a 16-bit mix of the position in the block. 16-bit lanes are twice as
-// many as 32-bit lanes.
+// A 32-bit hash of the index of the block of 128 is the seed of a 16-bit hash of the position in the block. A vector
+// has twice as many 16-bit lanes as 32-bit lanes.
 
 struct Key {
   uint32_t first, second;
@@ -203,8 +203,8 @@ TF_INLINE void random_block(uint32_t block, Key key, uint16_t* __restrict into, 
   }
 }
 
-// The carry from the lower half rounds up. For numbers >= 0. The largest bf16 number never becomes infinite, and
-// infinity and NaN stay.
+// Rounds numbers >= 0. The random bits are added to the lower half, and a carry rounds up. The largest bf16 number
+// never becomes infinite. Infinity and NaN do not change.
 TF_INLINE uint16_t to_bf16_stochastic(float x, uint16_t random) {
   const uint32_t u = bits(x), rounded = u + random;
   return (uint16_t)((u >= 0x7f7f0000u ? u : rounded) >> 16);
@@ -221,7 +221,7 @@ TF_INLINE float largest_magnitude(const float* __restrict from, int n) {  // a N
   return value((uint32_t)largest);
 }
 
-// Narrows codes to bytes. It is an intrinsic, because gcc needs two steps of three instructions each.
+// Converts codes to bytes. It uses an intrinsic, because gcc generates two steps of three instructions each.
 TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, int n) {
   int i = 0;
 #if defined(__AVX512F__)
@@ -231,8 +231,8 @@ TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, 
   for (; i < n; ++i) into[i] = (uint8_t)from[i];
 }
 
-// e4m3: sign, 4 exponent bits (bias 7), 3 bits of mantissa; 448 is the largest value. The sum of a number and 2^20
-// times its power of two (at least 2^-6) has the rounded mantissa in its lowest bits.
+// e4m3: sign, 4 exponent bits (bias 7), 3 bits of mantissa. 448 is the largest value. Let P be the power of two of a
+// number, at least 2^-6. The sum of the number and 2^20 P has the rounded mantissa in its lowest bits.
 TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
   alignas(64) int32_t codes[kBlock];
   for (int i = 0; i < n; ++i) {

@@ -18,7 +18,7 @@
 namespace tf {
 namespace {
 
-// about 0.1 ms of one core: small enough for a balanced load, large enough to amortise the overhead
+// Elements of one task, about 0.1 ms of one core: small enough for a balanced load, large enough for a small overhead.
 constexpr int64_t kTaskNumel = 16384;
 
 std::vector<const Kernels*> find_variants() {  // the fastest first

@@ -1,9 +1,10 @@
 // The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
-// Every function here is called by Python, from any of its threads; those that may block are called without the GIL
-// (native/executor.py). Each takes `mutex_` and reads or changes records (executor.h). It does not copy or update, with
-// one exception: `hold_back` casts weights, because no task of the bucket runs then. A function that changes what a
-// thread may wait for notifies `changed_`. A caller that waits for an event of a stream does so without the lock.
+// Python calls these functions from any of its threads. It calls those that may block without the GIL
+// (native/executor.py). Each function locks `mutex_` and reads or changes records (executor.h). No function copies or
+// updates data, with one exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A
+// function that changes a condition that a thread may wait for notifies `changed_`. A caller waits for an event of a
+// stream without the mutex.
 #include "executor.h"
 
 namespace tf {
@@ -465,7 +466,8 @@ bool Executor::will_release() {
   if (!released_.empty()) return true;
   return std::any_of(tasks_.begin(), tasks_.end(), [&](auto& task) {
     bool is_under_way = task->phase != Phase::kToSend && task->phase != Phase::kDone;
-    bool is_stuck = task->is_held && !sums_on_host_;  // ranks agree only after all buckets of the step are submitted
+    // A held task waits for the other ranks, which answer only after all buckets of the step are submitted.
+    bool is_stuck = task->is_held && !sums_on_host_;
     return is_under_way && task->has_flat && !task->is_released && !is_stuck;
   });
 }

@@ -1,10 +1,11 @@
-// The executor: host updates that overlap with the work of the model.
+// The executor makes updates on the host that overlap with the work of the model.
 //
-// It has two threads, and Python submits tasks. The mover starts copies, reads the clipping decision and marks
-// gradients that have arrived; it never waits for a copy. The worker updates one bucket at a time with all threads of
-// the pool. If the optimizer is in Python, there is no worker: a Python thread asks for the next update.
+// Python submits tasks, and two threads process them. The mover starts copies, reads the clipping decision and marks
+// gradients that have arrived on the host. It never waits for a copy. The worker updates one bucket at a time with all
+// threads of the pool. If the optimizer is in Python, there is no worker: a Python thread asks for the next update.
 //
-// A task is one bucket's part in one step. It is in exactly one phase, and only the owner of the phase moves it on:
+// A task is the work for one bucket in one step. It is in exactly one phase. Only the owner of the phase moves the task
+// to the next phase:
 //
 //   phase        owner      what it waits for                                        next
 //   kOnDevice    mover      a free slot and permission (below)                       kOnHost
@@ -14,13 +15,15 @@
 //   kToSend      mover      the release of the job, few queued copies                kDone
 //   kDone        none
 //
-// Permission to leave the device: the decision is made, or a speculative store is free for an update ahead of it, or
-// gradients may wait on the host (`holds_on_host_`). The copy itself waits for the gradients on its stream. A skipped
-// or dropped job takes its tasks from any phase to kToSend or kDone (`give_up`). `enter` asserts all transitions.
+// A task has permission to leave the device in three cases: the clipping decision is made, a speculative store is free
+// for an update before the decision, or gradients may wait on the host (`holds_on_host_`). The stream of the copy waits
+// for the gradients. If a job is skipped or dropped, its tasks go from any phase to kToSend or kDone (`give_up`).
+// `enter` asserts that each transition is valid.
 //
-// Every field is read and written under `mutex_`. The worker releases it while a kernel runs. Meanwhile it writes only
-// to buffers: the store, the slot of the weights, the total and its norm. It may read the slices and `present` of its
-// task, because no thread changes them in kUpdating. Only `resize` and `spans` wait for a device under the lock.
+// Every field is read and written under `mutex_`. The worker releases the mutex while a kernel runs. Meanwhile it
+// writes only to buffers: the store, the slot of the weights, the total and its norm. It may read the slices and
+// `present` of its task, because no thread changes them in kUpdating. Only `resize` and `spans` wait for a device under
+// the mutex.
 //
 // To add a phase, change the table, `Phase`, `enter`, the functions that enter and leave it, `looks_at_events` if the
 // phase waits for an event, and the functions that read phases (`apply`, `will_release`, `take_unsent`, `reset`,
@@ -55,8 +58,8 @@
 
 namespace tf {
 
-constexpr int32_t kAlways = 0;  // instead of a tf_sync_point: a wait that tests cannot switch off
-constexpr auto kLook = std::chrono::milliseconds(5);
+constexpr int32_t kAlways = 0;                        // instead of a tf_sync_point: a wait that tests cannot switch off
+constexpr auto kLook = std::chrono::milliseconds(5);  // longest sleep of a thread while there is work
 
 enum class Phase { kOnDevice, kOnHost, kUpdating, kAhead, kToSend, kDone };
 
@@ -73,8 +76,8 @@ struct Bucket {
   int64_t deadline = 0;
   int64_t due = 0;        // the last job whose weights the next forward must use
   int64_t updated = 0;    // the last job whose update is in the state
-  int64_t sent = 0;       // the last job whose weights are being copied to the parameters
-  int64_t published = 0;  // the last job whose weights are being copied from all ranks
+  int64_t sent = 0;       // the last job whose weights are copied to the parameters; the copy is queued or done
+  int64_t published = 0;  // the last job whose weights are copied from all ranks; the copy is queued or done
   // End of the last copy of its weights, to the parameters or by a fetch. The copy may read the state, so updates wait
   // for this event.
   EventRef weights_copied_event;
@@ -85,7 +88,7 @@ struct Bucket {
   std::vector<uint8_t> added;  // the slices in the total
   bool is_full = false;        // the total is complete and waits for its update
   std::deque<Task*> parts;     // tasks that are not yet added to the total, in order
-  std::deque<Task*> open;      // tasks whose update is neither kept nor dropped finally, in order
+  std::deque<Task*> open;      // tasks whose update is not yet final (kept or dropped), in order
 
   int64_t shown() const { return spec.is_shared ? published : sent; }
   EventRef& shown_event() { return spec.is_shared ? published_event : weights_copied_event; }
@@ -106,7 +109,7 @@ struct Job {
   int64_t num_norms = 0;    // the decision is computed from them unless `decision_at` has it
   bool has_decision = false;
   tf_decision decision{};
-  int64_t num_left = 0;  // tasks whose update is neither kept nor dropped finally
+  int64_t num_left = 0;  // number of tasks whose update is not yet final (kept or dropped)
   bool is_forgotten = false;
   std::vector<tf_hyper> hypers;
 
@@ -125,7 +128,7 @@ struct Task {
   EventRef ready, arrived;
   bool is_complete = false;  // `ready` is known to be done
   bool has_arrived = false;
-  bool has_flat = false;     // its gradients are in a flat buffer that other buckets wait for
+  bool has_flat = false;     // its gradients are in a flat buffer of the pool, which other buckets may wait for
   bool is_released = false;  // the caller was told that its gradients are not needed any more
   bool is_held = false;      // waits until the ranks have agreed which slices have a gradient
   bool has_agreed = false;
@@ -253,13 +256,13 @@ class Executor {
     --num_waiting_;
     return condition();
   }
-  // Work that is not a task of the executor sends the weights of a bucket. The threads here wait for it only if they
-  // have tasks. To wake them without need would take longer than the rest of the caller's work for a bucket.
+  // Called when work outside of the executor sends the weights of a bucket. The threads of the executor are woken only
+  // if they may wait for it, because waking them takes longer than the rest of the caller's work for a bucket.
   void tell_of_weights() {
     if (num_waiting_ || !tasks_.empty() || !fetch_queue_.empty()) changed_.notify_all();
   }
-  // Waits until something changes. While there is work, a thread checks again after a short time: an event that was
-  // missed then costs milliseconds and does not stop training.
+  // Waits until `changed_` is notified. While there is work, a thread also wakes up after a short time. A missed
+  // notification then costs milliseconds and does not stop training.
   void rest(Lock& lock) {
     if (tasks_.empty() && fetch_queue_.empty())
       changed_.wait(lock);
@@ -291,7 +294,7 @@ class Executor {
   bool is_allowed(const Task& task) const {
     return is_to_sum(task) || (!task.is_held && (task.job->is_open() || task.speculative_store >= 0));
   }
-  // An update starts from the result of the previous update of the bucket, which must not wait for its decision.
+  // An update starts from the result of the previous update of the bucket, so the previous update must be final.
   bool is_next(const Task& task) const { return task.bucket->open.front() == &task; }
   bool may_update(Task& task);
   bool may_change(Bucket& bucket);
@@ -348,7 +351,7 @@ class Executor {
   std::deque<int64_t> fetch_queue_;
   std::deque<std::pair<int64_t, EventRef>> released_;
   std::deque<EventRef> sends_;
-  std::deque<bool> wasted_;  // whether the last steps discarded their updates before the decision
+  std::deque<bool> wasted_;  // for each of the last steps: whether it discarded updates made before the decision
   int64_t next_id_ = 1;
   int32_t disabled_ = 0;
   int32_t failure_ = kWorks;

@@ -1,10 +1,10 @@
 // The mover: the thread that starts copies, reads decisions and marks gradients that have arrived.
 //
-// It holds `mutex_` except while it rests, and never waits for a copy. It queues copies on three streams (`out_`,
-// `in_`, `fetch_`), which no other thread uses. A copy out waits on its stream for `ready` of the task. A copy back
-// waits for `after` of a delayed job. A fetch waits for `after` of the fetch, the end of the last use of its memory.
-// `arrived` lets the worker start. `weights_copied_event` of a bucket prevents the worker from changing state that a
-// copy still reads.
+// The mover holds `mutex_` except while it sleeps (`rest`), and never waits for a copy. It queues copies on three
+// streams (`out_`, `in_`, `fetch_`), which no other thread uses. On its stream, a copy of gradients waits for the event
+// `ready` of the task. A copy of weights of a delayed job waits for the job's event `after`. A fetch waits for its own
+// event `after`, the end of the last use of its memory. The worker starts an update after the event `arrived` of the
+// task. The event `weights_copied_event` of a bucket prevents the worker from changing state that a copy still reads.
 #include "clip_decision.h"
 #include "executor.h"
 
@@ -105,7 +105,7 @@ bool Executor::send_weights() {
     bool writes = task->has_weights && one.slices[0].target;
     if (writes && sends_.size() >= kSendsAtOnce) break;
     if ((writes || (one.spec.is_shared && task->job->spec.is_delayed)) && one.is_frozen) {
-      one.is_wanted = true;  // a reader still needs the old parameters of a delayed update
+      one.is_wanted = true;  // a background checkpoint still reads the parameters before a delayed update
       continue;
     }
     if (writes) copy_back(*task);
@@ -123,7 +123,7 @@ void Executor::copy_back(Task& task) {
   int64_t size = bytes_of(one.spec.type);
   if (task.job->after && !is_off(TF_OLD_WEIGHTS)) in_->wait(task.job->after);
   in_->begin_span();
-  // Slices that are adjacent in source and target are one copy.
+  // Slices that are adjacent in source and target are copied together.
   char* into = nullptr;
   const char* from = nullptr;
   int64_t num_bytes = 0;
@@ -188,7 +188,7 @@ bool Executor::fill_slots() {
   bool did = false;
   for (;;) {
     std::vector<Task*> complete, rest;
-    // gradients are complete in the order of submission, so none after an incomplete one is complete
+    // Gradients become complete in the order of submission, so after an incomplete task all later ones are incomplete.
     bool is_prefix = true;
     for (auto& task : tasks_) {
       if (task->phase != Phase::kOnDevice) continue;

@@ -1,8 +1,8 @@
 // Transitions of tasks between phases, effects of the clipping decision, and release of slots and stores.
 //
-// All of these functions run with `mutex_` held, in the thread that owns the phase of the task (see the table in
-// executor.h), or in the thread that has the decision: the mover, or a caller of `decide_job`. A task owns its slots
-// and its speculative store until `free_slot`, `free_speculative_store` or `keep`.
+// All of these functions run with `mutex_` held. They run in the thread that owns the phase of the task (see the table
+// in executor.h), or in the thread that has the decision, which is the mover or a caller of `decide_job`. A task owns
+// its slots and its speculative store until `free_slot`, `free_speculative_store` or `keep`.
 #include "executor.h"
 
 namespace tf {
@@ -40,7 +40,7 @@ void Executor::enter(Task& task, Phase phase) {
   task.phase = phase;
 }
 
-// Takes a speculative store for an update before the decision.
+// Takes a speculative store, so that the task can be updated before the decision.
 bool Executor::reserve(Task& task) {
   bool may = task.job->spec.runs_ahead && !task.is_held && !is_external_ && !task.job->has_decision && is_next(task);
   if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are not updated
@@ -55,7 +55,7 @@ bool Executor::reserve(Task& task) {
   return true;
 }
 
-// Update before the decision unless half of the recent steps discarded that work.
+// Whether updates run before the decision: not if half of the recent steps have discarded such updates.
 bool Executor::speculates() const {
   size_t num_wasted = std::count(wasted_.begin(), wasted_.end(), true);
   return 2 * num_wasted < std::max<size_t>(2, wasted_.size());
@@ -120,7 +120,7 @@ void Executor::settle(Task& task) {
   }
 }
 
-// The update is final: counts it, frees its buffers, and sends the weights.
+// Makes an update final: counts it, frees its buffers, and sends the weights.
 void Executor::keep(Task& task) {
   Bucket& one = *task.bucket;
   free_gradients(task);
@@ -132,7 +132,7 @@ void Executor::keep(Task& task) {
 
 // Drops a task: state and weights are not changed.
 void Executor::give_up(Task& task) {
-  // its gradients are being added to a total; `summed` calls this function again
+  // The gradients of the task are being added to a total. `summed` calls this function again.
   if (task.phase == Phase::kUpdating) return;
   auto& parts = task.bucket->parts;
   parts.erase(std::remove(parts.begin(), parts.end(), &task), parts.end());

@@ -2,9 +2,9 @@
 //
 // `pick` chooses a task and moves it to kUpdating, with `mutex_` held. From then on the worker owns the task. It
 // releases the lock while the kernel runs, and takes it again to move the task to its next phase. An optimizer in
-// Python replaces this thread by `next_update` and `finish_update`, with the same phases. The gradients are on the
-// host, because the mover has checked `arrived`. The state may change, because `may_change` has checked that no copy
-// reads it.
+// Python replaces this thread by `next_update` and `finish_update`, with the same phases. The gradients of a chosen
+// task are on the host, because the mover has checked its event `arrived`. The update may change the state, because
+// `may_change` has checked that no copy reads the state.
 #include <math.h>
 #include <string.h>
 
@@ -63,8 +63,8 @@ bool Executor::may_update(Task& task) {
   return is_next(task) && may_change(one);
 }
 
-// Whether the state may change. Weights may be sent from the state: it must not change before they are sent, nor while
-// a reader has frozen it.
+// Whether an update may change the state of a bucket. It must not change before weights that are copied from it are
+// sent, nor while a background checkpoint reads it (it is frozen).
 bool Executor::may_change(Bucket& one) {
   if (one.sent < one.updated || !has_come(one.weights_copied_event, TF_WEIGHT_SENT)) return false;
   if (!one.is_frozen) return true;
@@ -79,7 +79,7 @@ bool Executor::prepare(Task& task) {
   bool is_ahead = !task.job->is_open();
   if (!is_ahead && task.speculative_store >= 0) free_speculative_store(task);
   if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
-  // Before the decision the slot stays in use until the decision is made, so the pool may grow.
+  // An update before the decision keeps its slot until the decision is made, so the pool may grow.
   task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
   return task.weight_slot != nullptr;
 }

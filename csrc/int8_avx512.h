@@ -1,10 +1,11 @@
 // Adam and AdamW on int8 states with a split master, written with intrinsics for AVX-512.
 //
-// Why intrinsics: with 512-bit vectors two ports do all the arithmetic, and on the measured cores int8 states are
-// limited by the number of instructions and not by memory. The plain loops use more than half of their instructions to
-// move 8- and 16-bit numbers into and out of 32-bit lanes in order. Here 32 elements are two vectors, the elements at
-// even and at odd places. A pair of 16-bit arrays becomes a pair of 32-bit vectors, and back, with one instruction each
-// (lows, highs). Steps of the encoding that need at most 16 bits process 32 elements at once.
+// Why intrinsics: with 512-bit vectors only two ports of the core do arithmetic, and on the measured cores updates of
+// int8 states are limited by the number of instructions and not by memory. The plain loops use more than half of their
+// instructions to move 8- and 16-bit numbers into and out of 32-bit lanes in order. Here 32 elements are two vectors,
+// one with the elements at even places and one with those at odd places. A pair of 16-bit arrays becomes a pair of
+// 32-bit vectors, and back, with one instruction each (lows, highs). Steps of the encoding that need at most 16 bits
+// process 32 elements at once.
 //
 // Why the bits are the same: the rule has the same operations in the same order. The codes are computed differently:
 // - m: s = m * inverse, P = the power of two below |s|, 2^-6 at least. 2^20 P + s, rounded once, is what codecs.h
@@ -13,8 +14,8 @@
 //   curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is right on both sides.
 // - Both inverses include a power of two that removes the bias of the exponent from the byte of the code.
 // - There is no clamp: top / largest * x exceeds top by at most two units in the last place, too few for the next code.
-// - Rare blocks use the plain loops: blocks with a NaN among the weights (there is one if m or v has one), or with a
-//   state of 2^100 and more (for which the shifted inverse could underflow).
+// - Rare blocks use the plain loops. These are blocks with a NaN among the weights (if m or v has a NaN, a weight is
+//   NaN too), and blocks with a state of 2^100 or more (its inverse, times the power of two, could underflow).
 #pragma once
 #include "loop.h"
 
@@ -84,8 +85,9 @@ TF_INLINE __m512 flush(__m512 x) {
   return _mm512_maskz_mov_ps(keep, x);
 }
 
-// Codes of one block as fp16 numbers (codecs.h: decode_codes). Of each 64, elements at even places come first. They go
-// through memory, because a conversion from memory needs one instruction less than one from a register.
+// Codes of one block as fp16 numbers (codecs.h: decode_codes). In each group of 64, the elements at even places come
+// first. The numbers are stored in memory, because a conversion from memory needs one instruction less than a
+// conversion from a register.
 TF_INLINE void to_halves(__m512i m_codes, __m512i v_codes, uint16_t* m, uint16_t* v) {
   const __m512i m_bits = words(0xbf80), v_bits = words(0x7f80);
   // times 128 with the sign extended: the sign is in bits 15 and 14, and the mask leaves one of them
@@ -164,8 +166,8 @@ struct Int8Tile {
     return largest;
   }
 
-  // Scales and inverses of a block (codecs.h). Inverses of m are multiplied by 2^-13 and those of v by 2^-16. False for
-  // a block that must use the plain loops.
+  // Computes the scales and inverses of a block (codecs.h). Inverses of m are multiplied by 2^-13 and those of v by
+  // 2^-16. Returns false for a block that must use the plain loops.
   TF_INLINE_MEMBER bool scan(const Largest& largest, int at, float* inverse) const {
     const __m512 a = _mm512_shuffle_f32x4(largest.m, largest.v, 0x44);
     const __m512 b = _mm512_shuffle_f32x4(largest.m, largest.v, 0xee);
@@ -261,8 +263,9 @@ struct Int8Tile {
     }
   }
 
-  // False if the plain loops must still compute codes and scales, from m and v in scratch memory. The rule runs for all
-  // blocks first, because the largest number of a block and its inverse are a long chain of dependent operations.
+  // Returns false if the plain loops must still compute codes and scales, from m and v in scratch memory. The rule runs
+  // for all blocks first: computing the largest number of a block and its inverse is a long chain of dependent
+  // operations, and the chains of several blocks then overlap.
   template <bool kScaled>
   bool run(uint32_t block, Key key, int n) const {
     float inverse[2 * kTile / kBlock];

@@ -1,6 +1,6 @@
 // The kernels of one ISA variant. CMake compiles this file once for each variant with -DTF_ISA=name. All functions have
-// internal linkage or are in namespace TF_ISA, so that code for one CPU is never linked into the variant of another.
-// For the same reason the C++ library is not used.
+// internal linkage or are in namespace TF_ISA, so that the linker never mixes code of different variants. For the same
+// reason the C++ standard library is not used.
 //
 // An update processes tiles that stay in L1. The loop over elements is in loop.h, the rules are in rules.h, and
 // conversions are in codecs.h.
@@ -25,8 +25,8 @@ namespace {
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Switches flush-to-zero and denormals-are-zero on or off for a scope, for any mode of the calling thread. On aarch64
-// it is always off, because subnormal numbers are not slow there.
+// Switches flush-to-zero and denormals-are-zero on or off for a scope, whatever mode the calling thread is in. On
+// aarch64 both are always off, because subnormal numbers are not slow there.
 struct FlushMode {
 #if defined(__x86_64__)
   static constexpr unsigned kBits = 0x8040u;
@@ -48,7 +48,7 @@ struct FlushMode {
 #endif
 };
 
-// Copies without caching, for data that is written once and not read again here.
+// Copies that bypass the cache, for data that is written once and not read again here ("streamed").
 #if defined(__x86_64__)
 constexpr bool kCanStream = true;
 
@@ -87,22 +87,22 @@ struct alignas(64) Scratch {
   uint8_t code[2 * kTile];
 };
 
-// One update of a segment, tile by tile: decodes states that the loop cannot read, runs the rule, encodes, and streams
-// results from scratch to memory without caching.
+// One update of a segment, tile by tile. It decodes states that the loop cannot read, runs the rule, encodes the
+// states, and copies results from scratch memory to their final address without caching.
 struct Update {
   const tf_segment& s;
   Scratch& t;
   const bool out_of_place = s.master_in != s.master;
   const bool through_scratch = kCanStream && out_of_place;
 
-  // The target of the loop: scratch for an update out of place if it can be streamed from there, otherwise memory
-  // itself.
+  // The address to which the loop writes. This is scratch memory if the update is out of place and the result can be
+  // streamed from there. Otherwise it is the final address.
   template <class T>
   T* out(void* base, T* scratch, int64_t at) const {
     return through_scratch ? scratch : (T*)base + at;
   }
 
-  // Copies results of the loop from scratch to memory, if they are not there already.
+  // Copies results of the loop from scratch memory to their final address, if the loop has not written them there.
   template <class T>
   void flush_out(void* base, const T* scratch, int64_t at, int n) const {
     if (through_scratch && base) stream((T*)base + at, scratch, (int64_t)n * (int64_t)sizeof(T));
@@ -118,8 +118,8 @@ struct Update {
   }
 
   // Computes for each block the scale of its codes, and in `inverse` the factor that scales its values into the range
-  // of the codes. Both are NaN for a block with an infinity or a NaN. This is separate from the encoding, because each
-  // is a long chain of dependent operations, and many chains overlap here.
+  // of the codes. Both are NaN for a block with an infinity or a NaN. This loop is separate from the encoding, because
+  // the computation for a block is a long chain of dependent operations, and the chains of many blocks overlap here.
   void scan(int which, const float* values, float* inverse, int64_t at, int n) const {
     float* scales = s.scale[which] + at / kBlock;
     const float top = which == 0 ? kMomentMax : kVarianceMax, nan = value(0x7fc00000u);
@@ -253,7 +253,7 @@ struct Update {
     flush_out(s.master, t.p, at, n);
   }
 
-  // Writes the weight, rounded from the master. It is never read here, so it is streamed without caching if possible.
+  // Writes the weight, rounded from the master. The weight is never read here, so it bypasses the cache if possible.
   void put_weight(const float* p, int64_t at, int n) const {
     if (s.weight_type == TF_NONE) return;
     if (s.weight_type == TF_F32) return stream((float*)s.weight + at, p, (int64_t)n * 4);
@@ -321,7 +321,7 @@ void update(const tf_segment& s, int64_t begin, int64_t end) {
   });
 }
 
-// The result is defined by sixteen lanes, each summed in order, which are then added in halves.
+// The order of additions is fixed: sixteen lanes are summed, each in order, and the lanes are then added in halves.
 double sum_squares(const void* tensor, int dtype, int64_t begin, int64_t end) {
   FlushMode mode(true);  // values below 2^-100 count as zero, as in the rules
   alignas(64) float x[kTile];

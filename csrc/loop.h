@@ -1,7 +1,7 @@
 // The loop over elements, for every rule and every format of weights and states.
 //
-// A rule works on fp32 numbers in registers. Small accessors read and write them. The loop is fused on purpose: the
-// conversions of the next vectors overlap with the division of the current vector.
+// A rule computes with fp32 numbers in registers. Accessors read and write these numbers. Conversions and rule are in
+// one loop on purpose: the conversions of the next vectors overlap with the division of the current vector.
 #pragma once
 #include "codecs.h"
 #include "rules.h"
@@ -12,7 +12,7 @@ namespace TF_ISA {
 TF_INLINE float widen(float x) { return x; }
 TF_INLINE float widen(uint16_t x) { return from_bf16(x); }
 
-// A factor of 1 changes nothing, so the common case omits the product.
+// A factor of 1 changes nothing, so this common case omits the multiplication (kScaled is false).
 template <bool kScaled, class T>
 TF_INLINE float scaled(T grad, float factor) {
   return kScaled ? widen(grad) * factor : widen(grad);
@@ -47,7 +47,7 @@ struct Split {
   TF_INLINE_MEMBER float get(int i) const { return join_one(upper_in[i], lower_in[i]); }
   TF_INLINE_MEMBER void put(int i, float x) const { split_number(x, upper[i], lower[i]); }
   TF_INLINE_MEMBER uint32_t seen(float x) const { return magnitude_bits(x); }
-  // The loop splits a NaN like a number. If the largest magnitude shows that there is a NaN, it is split again here.
+  // The loop splits a NaN like a number, which is wrong. If the largest magnitude is a NaN, NaNs are split again here.
   void mend(uint32_t largest, int n) const {
     if (largest > 0xff000000u) mend_nans(upper, lower, n);
   }
@@ -73,8 +73,8 @@ struct Nothing {  // a state that the rule does not have
   TF_INLINE_MEMBER void put(int, float) const {}
 };
 
-// ivdep: iterations are independent. An element is read before it is written, so updates in place are correct. Returns
-// the argument for `mend` of the master.
+// `ivdep` tells the compiler that iterations are independent. An element is read before it is written, so updates in
+// place are correct. Returns the argument for `mend` of the master.
 template <class Rule, class Grad, class Master, class First, class Second>
 __attribute__((noinline)) static uint32_t loop(Rule rule, Grad grad, Master master, First first, Second second, int n) {
   uint32_t largest = 0;

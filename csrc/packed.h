@@ -14,7 +14,7 @@ constexpr int kWord = 32;               // elements of one word of signs
 constexpr uint32_t kNan = 0x7fc00000u;  // the scale of a block with a number that is not finite
 
 struct alignas(64) PackingScratch {
-  float c[kPacked], values[kPacked], base[kPacked];  // the last two: inputs that gather cannot read directly
+  float c[kPacked], values[kPacked], base[kPacked];  // values and base: inputs that must be converted to fp32 first
   uint8_t codes[kPacked];
 };
 
@@ -60,13 +60,13 @@ struct AllIn {  // without exponents: no scaling, and no element is left out
 template <bool kScaled>
 struct Exponents {
   const uint8_t* in;
-  // The power of two is made as bf16, so that half of the shifts are of 16 bits.
+  // The power of two is computed as bf16, so that half of the shifts work on 16 bits.
   TF_INLINE_MEMBER float times(int i, float x) const { return kScaled ? x * from_bf16((uint16_t)(in[i] << 7)) : x; }
   TF_INLINE_MEMBER float divided(int i, float x) const {
     return kScaled ? x * from_bf16((uint16_t)((254 - in[i]) << 7)) : x;
   }
-  // A mask, because gcc would move later operations before a selection and do them twice. A mask of bytes is cheap to
-  // widen.
+  // A mask instead of `?:`, because gcc would move later operations before the selection and do them twice. The mask is
+  // made of bytes, which are cheap to widen.
   TF_INLINE_MEMBER float choose(int i, float x, float otherwise) const {
     const int8_t is_in = in[i] != 0 ? -1 : 0;
     const uint32_t keep = (uint32_t)(int32_t)is_in;

@@ -1,4 +1,4 @@
-// Packs numbers into rows, block by block. It gives the same bits as src/twinflow/codes/reference.py.
+// Packs numbers into rows, block by block. The results have the same bits as those of src/twinflow/codes/reference.py.
 //
 // A block is processed in scratch memory in L1 and L2, so that memory is read and written once. Each loop does one
 // operation for a whole tile. Loops are compiled for each dtype, and with or without exponents, base and errors, so
@@ -27,7 +27,7 @@ static float count(const Exponents<kScaled>& chosen, int n) {
 
 // One bit for each number below zero, in groups of 64. It uses intrinsics, because compilers do not vectorise it.
 #if defined(__aarch64__)
-// 16 elements; each is the weight of its bit, or zero
+// Returns 16 bytes: the weight of its bit for each element below zero, and zero for the others.
 TF_INLINE uint8x16_t weigh_signs(const float* c, uint8x16_t weights) {
   const uint16x8_t low =
       vuzp1q_u16(vreinterpretq_u16_u32(vcltzq_f32(vld1q_f32(c))), vreinterpretq_u16_u32(vcltzq_f32(vld1q_f32(c + 4))));
@@ -64,8 +64,8 @@ TF_INLINE void pack_signs(const float* c, uint8_t* into) {
 #endif
 }
 
-// Statistics of c, which are computed while it is gathered, 64 elements at once. For the 1-bit code: the signs, and the
-// sum of magnitudes in lanes, each in order, which are then added in halves.
+// Statistics of c, which are computed while c is gathered, 64 elements at once. The 1-bit code needs the signs and the
+// sum of magnitudes. The sum is computed in lanes, each in order, which are then added in halves.
 struct Signs {
   static constexpr bool kReadsBf16 = true;  // with a separate loop, because the 1-bit code has to be fast
   alignas(64) float lanes[kLanes];
@@ -84,7 +84,7 @@ struct Signs {
   }
 };
 
-// For more bits: the largest magnitude, also in lanes. A NaN is the largest.
+// The statistic of the 4-bit and 8-bit codes: the largest magnitude, also in lanes. A NaN is the largest.
 struct Largest {
   static constexpr bool kReadsBf16 = false;
   alignas(64) int32_t lanes[kLanes] = {0};
@@ -112,7 +112,7 @@ TF_INLINE void gather_some(const T* values, float factor, const Base& base, cons
   }
 }
 
-// c = (base + values * factor) * 2^k + error. The last 64 elements are filled with zeros.
+// c = (base + values * factor) * 2^k + error. The last group of 64 elements is padded with zeros.
 template <class T, class Base, class Chosen, class Error, class Seen>
 __attribute__((noinline)) static void gather(const T* __restrict values, float factor, Base base, Chosen chosen,
                                              Error error, Seen& seen, float* __restrict c, int n) {
@@ -155,7 +155,8 @@ __attribute__((noinline)) static void leave_signs(const float* __restrict c, flo
   for (int i = 0; i < n; ++i) error.put(i, chosen.choose(i, c[i] - (below_zero(c[i]) ? minus : scale), 0.0f));
 }
 
-// A block that cannot be packed keeps its error, except for elements that are left out.
+// The error of a block that cannot be packed, because it is not finite, does not change, except for elements that are
+// left out.
 template <class Chosen>
 static void keep_error(const Chosen&, const NoError&, int) {}
 

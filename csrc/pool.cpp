@@ -23,7 +23,8 @@ void relax() {
 #endif
 }
 
-// Polls for a short time, so that successive calls do not need a wake-up each. False: the thread should sleep.
+// Polls for a short time, so that a thread need not be woken for each of several calls in a row. Returns false if the
+// thread should sleep.
 template <class Condition>
 bool spin(Condition condition) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(30);
@@ -109,7 +110,7 @@ class Pool {
         job = job_;
       }
       share(job);
-      std::lock_guard<std::mutex> lock(mutex_);  // the caller is either before its check or asleep
+      std::lock_guard<std::mutex> lock(mutex_);  // the caller has not checked `active_` yet, or sleeps
       if (active_.fetch_sub(1, std::memory_order_release) == 1) finished_.notify_one();
     }
   }
@@ -124,7 +125,7 @@ class Pool {
   std::atomic<int> active_{0};  // workers inside the job
 };
 
-// Rebuilt in a forked child, which has no threads of the parent and in which a lock may be held.
+// A forked child makes a new one, because the parent's threads do not exist there and a lock may be held.
 struct Shared {
   std::mutex turn;
   Pool* pool = nullptr;

@@ -2,9 +2,9 @@
 // src/twinflow/rules/*.py, so that results have the same bits. A rule is a struct, a code with a name, and a line in
 // with_rule(). No other code in csrc depends on a rule.
 //
-// Why flushing is part of each rule: on x86 an operation on subnormal numbers is some hundred times slower, and the
+// Why flushing is part of each rule: on x86 an operation on subnormal numbers is about a hundred times slower, and the
 // momentum of unused embedding rows decays into that range. So every rule sets states and weights below 2^-100 in
-// magnitude to +0, on every machine.
+// magnitude to +0 ("flushes" them), on every machine.
 //
 // Why x86 may then run with flush-to-zero and denormals-are-zero without changing a bit: flush mode replaces operands
 // and results below 2^-126 by zero. This is called a perturbation here. Every number that a rule stores is
@@ -35,13 +35,13 @@ constexpr uint32_t kTinyBits = 27u << 23;  // 2^-100
 // Compares bits: integer comparisons vectorise to two or three instructions on all machines, while on NEON a float
 // comparison that keeps NaN takes seven. The shift removes the sign.
 static inline float flush(float x) { return (bits(x) << 1) < (kTinyBits << 1) ? 0.0f : x; }
-// a mask, because gcc would select again after a square root of the result
+// This uses a mask, because with `?:` gcc would repeat the selection after a square root of the result.
 static inline float flush_positive(float x) {
   const uint32_t keep = bits(x) < kTinyBits ? 0u : ~0u;
   return value(bits(x) & keep);
 }
-// flush as a mask, for places where gcc would move later operations (a conversion, or the halves of a split master)
-// before the selection. On AVX-512 gcc would make branches of them, and the loop would not vectorise.
+// `flush` with a mask, for places where gcc would move later operations (a conversion, or the halves of a split master)
+// before the selection. On AVX-512 gcc would turn them into branches, and the loop would not vectorise.
 static inline float flush_mask(float x) {
   const uint32_t keep = (bits(x) << 1) < (kTinyBits << 1) ? 0u : ~0u;
   return value(bits(x) & keep);
@@ -59,8 +59,8 @@ static inline bool harmless(float x) {
   return magnitude == 0 || (magnitude >= 0x00800000u && magnitude <= 0x3f800000u);
 }
 
-// A rule takes the gradient g and updates weight p, first state m and second state v of one element. flush_safe:
-// whether flush mode cannot change a bit with these scalars (the note at the top).
+// A rule takes the gradient g and updates weight p, first state m and second state v of one element. flush_safe returns
+// whether flush mode changes no bit with these scalars (see the note at the top).
 
 // coupled: weight decay is added to the gradient (Adam); otherwise it multiplies the weight (AdamW)
 template <bool kCoupled>

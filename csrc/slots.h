@@ -1,8 +1,8 @@
 // Page-locked buffers ("slots") for the copies of gradients and weights between device and host.
 //
-// A pool has no lock: the executor calls it with its mutex held. The pool owns the memory. A slot belongs to the task
+// A pool has no lock: the executor calls it with `mutex_` held. The pool owns the memory. A slot belongs to the task
 // that has taken it. A stream may still read a slot after the task has returned it. The event `read_until` marks the
-// end of this read, and the slot is taken again only after it.
+// end of this read, and the slot is used again only after this event.
 #pragma once
 #include <algorithm>
 #include <memory>

@@ -1,9 +1,9 @@
 // Streams and events (streams.h), for machines with a GPU and for machines without one.
 //
 // Without a GPU each stream is a thread, which owns its queue and processes it in order. An event is a flag that the
-// thread sets. With a GPU the CUDA driver has the queues: the functions here only enqueue, from any thread that has
-// called `enter_thread`. One thread at a time uses a stream (under the lock of the executor). Any thread may use an
-// event.
+// thread sets. With a GPU the CUDA driver has the queues. The functions here only enqueue work. Any thread that has
+// called `enter_thread` may call them. One thread at a time uses a stream (under the mutex of the executor). Any thread
+// may use an event.
 #include "streams.h"
 
 #include <dlfcn.h>
@@ -46,7 +46,7 @@ namespace {
 void* map_hidden(size_t num_bytes) {
   void* buffer = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (buffer == MAP_FAILED) return nullptr;
-  madvise(buffer, num_bytes, MADV_DONTFORK);  // a forked child, as of a DataLoader, must not copy page-locked pages
+  madvise(buffer, num_bytes, MADV_DONTFORK);  // a forked child, as of a DataLoader, does not inherit page-locked pages
   return buffer;
 }
 

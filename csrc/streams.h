@@ -43,7 +43,7 @@ class SpanLog {
   volatile bool enabled_ = false;
 };
 
-// Copies in order, concurrently with other streams.
+// Makes copies in order, concurrently with other streams.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -66,7 +66,7 @@ class Driver {
   virtual void* new_pinned(size_t num_bytes, bool* is_locked) = 0;  // nullptr if there is no memory
   virtual void free_pinned(void* buffer, size_t num_bytes, bool is_locked) = 0;
   virtual void enter_thread() = 0;  // called once by every thread of the library that uses streams
-  // lets a stream of the caller wait; null: the caller waits
+  // Makes a stream of the caller wait for the event. If `stream` is null, the calling thread waits.
   virtual void hold(void* stream, const EventRef& event) = 0;
 };
 

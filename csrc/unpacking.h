@@ -1,4 +1,4 @@
-// Unpacks one row, or computes the mean of several rows. It gives the same bits as src/twinflow/codes/reference.py.
+// Unpacks one row, or computes the mean of several rows. The bits are those of src/twinflow/codes/reference.py.
 #pragma once
 #include "packed.h"
 
@@ -12,7 +12,7 @@ alignas(64) static const uint32_t kBits[kWord] = {
     1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15, 1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21,
     1u << 22, 1u << 23, 1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
 
-// Codes and scales of several rows at the same elements.
+// The codes and scales of several rows, for the same range of elements.
 struct Said {
   const uint8_t* codes[kMostRows];
   float scales[kMostRows];
@@ -68,7 +68,7 @@ static void add_bytes(const uint8_t* __restrict codes, float scale, float* __res
 
 template <bool kFirst>
 static void add_nibbles(const uint8_t* __restrict codes, float scale, float* __restrict into, int n) {
-  for (int i = 0; 2 * i < n; ++i) {  // for an odd number one more element is written, and not used
+  for (int i = 0; 2 * i < n; ++i) {  // for an odd n one more element is written, which is not used
     const float low = (float)((codes[i] & 15) - 8) * scale, high = (float)((codes[i] >> 4) - 8) * scale;
     into[2 * i] = kFirst ? low : into[2 * i] + low;
     into[2 * i + 1] = kFirst ? high : into[2 * i + 1] + high;

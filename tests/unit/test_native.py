@@ -94,7 +94,7 @@ def test_without_the_library_only_host_optimizers_work(kind: str, tmp_path: Path
         )
     lines = [line for line in result.stderr.splitlines() if "twinflow" in line]
     assert len(lines) == 1, result.stderr
-    assert "torch references, and offloaded training is not possible" in lines[0]
+    assert "torch functions, and offloaded training is not possible" in lines[0]
 
 
 def test_a_library_with_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,7 @@ BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     "values strides": ({"values": torch.zeros(200)[::2]}, "values strides"),
     "rows": (
         {"values": torch.zeros(99)},
-        r"packed shape is \(2, 16\), but must be two dimensions, the first a divisor of 99",
+        r"packed shape is \(2, 16\), but must be a shape of two dimensions whose first one divides 99",
     ),
     "no rows": ({"packed": GOOD[:0]}, "packed shape"),
     "one dimension": ({"packed": GOOD.view(-1)}, "packed shape"),

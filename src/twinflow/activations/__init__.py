@@ -1,4 +1,4 @@
-"""Activation checkpointing of any model: layers run again in backward. Inputs are saved on the device or the host."""
+"""Activation checkpointing of any model: layers run again in backward. Their inputs are saved on the device or host."""
 
 from __future__ import annotations
 

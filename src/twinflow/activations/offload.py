@@ -1,15 +1,15 @@
-"""Offload of the inputs of checkpointed layers: between forward and backward they are on the host.
+"""Offload of the inputs of checkpointed layers: the inputs are on the host between forward and backward.
 
-Copy out: before a layer runs, its large inputs are copied to page-locked memory. A stream of its own makes these copies
-while the layer runs. The originals of the last few layers stay on the device, because backward needs them first. An
-older original is freed after the model's stream has been told to wait for the copy. The host never waits. Freed memory
-is reused in the order of the model's stream, so a thread that queues a whole forward ahead of the GPU does not keep all
-inputs on the device.
+Copy out: before a layer runs, the copy of its large inputs to page-locked memory is queued on a separate stream, so
+that it overlaps with the layer. The inputs of the last few layers stay on the device, because backward needs them
+first. An older input is freed on the device after the model's stream was made to wait for its copy. The calling thread
+never waits. Freed memory is reused in the order of the model's stream. A thread that queues a whole forward ahead of
+the GPU therefore does not keep all inputs on the device.
 
 Copy back: when backward reads the input of a layer, the inputs of the preceding layers are prefetched.
 
 One stream copies in both directions. A host buffer can therefore be reused as soon as its contents are not needed any
-more: copies that still read or write the buffer are queued before the next one.
+more, because copies that still read or write the buffer are ahead of the next copy on the stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 MIN_BYTES = 1 << 20  # smaller inputs stay on the device: the memory saved is not worth a copy
 STREAM = "activations"
-# Synchronisation points. Tests switch each of them off.
+# Synchronisation points: waits that tests switch off one by one, to show that each is needed.
 MADE = "activation made"  # a copy out starts after the work that computed the input
 KEPT = "activation kept"  # the memory of an original is reused after its copy out
 ROOM = "activation room"  # a copy back starts after the work that used its target memory before
@@ -54,7 +54,7 @@ class Saved:
 
     owner: Offload
     call: Call
-    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it when another layer is given it
+    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     original: Tensor | None  # None after it was freed on the device
     size: torch.Size
@@ -73,8 +73,10 @@ class Saved:
 
 
 class Offload:
-    """Copies inputs to the host and back. Besides the inputs of the running layer, those of `window` layers whose
-    copies out are in progress and of `ahead` layers whose copies back are in progress are on the device.
+    """Copies inputs to the host and back.
+
+    On the device are the inputs of the running layer, of `window` layers whose copies to the host are in progress, and
+    of `ahead` layers whose copies back are in progress.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Offload:
         self.bytes_out = 0
         self.bytes_back = 0
         self._where, self._min_bytes, self._window, self._ahead = where, min_bytes, window, ahead
-        # made here, because the garbage collector may need it and must not create it
+        # The stream is created here, because the garbage collector may use it and must not create it.
         self._stream = device.stream(STREAM)
         self._pool = HostPool(device, self._stream)
         self._leaving: deque[weakref.ref[Call]] = deque()  # oldest first
@@ -133,8 +135,7 @@ class Offload:
         """Start the copy of an input to the host, unless another layer has saved the same tensor."""
         known = self._known.get(id(tensor))
         if known is not None and known.source() is tensor and known.version == tensor._version:
-            # This is an input of several layers, such as a mask or the output of an encoder. Its memory is in use
-            # anyway.
+            # Several layers have this input, for example a mask or the output of an encoder. It stays on the device.
             known.original, known.is_shared = tensor.detach(), True
             return known
         original, num_bytes = tensor.detach(), tensor.numel() * tensor.element_size()
@@ -167,7 +168,7 @@ class Offload:
             saved.is_ordered = True
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """Return the input on the device, ordered for the model's stream, and prefetch inputs of preceding calls."""
+        """Return the input on the device, and prefetch the inputs of preceding calls. The model's stream may use it."""
         if self._is_closed:
             raise wrong_state(
                 f"backward() cannot read the offloaded input of {saved.call.layer}",
@@ -182,7 +183,7 @@ class Offload:
                 "Write the result to a new tensor, or do not checkpoint this layer.",
             )
         if found is not None:
-            self._order(saved)  # Backward may free the original only after its copy out.
+            self._order(saved)  # Backward may free the original, so the model's stream must wait for its copy out.
         else:
             self._bring(saved)
             assert saved.back is not None
@@ -227,7 +228,7 @@ class Offload:
         self._pool.give(saved.buffer)
 
     def _outlive_copies(self, tensor: Tensor) -> None:
-        """Tell the allocator to reuse the tensor's memory only after the copies that are queued on the stream.
+        """Make the allocator reuse the tensor's memory only after the copies that are queued on the stream.
 
         This function may run in any thread and in the garbage collector, so it must not wait for a copy itself. On the
         CPU the queued copy holds references to its tensors.
@@ -245,9 +246,9 @@ class Offload:
 class HostPool:
     """A pool of page-locked buffers. Buffers are kept between steps, because page-locking takes longer than a copy.
 
-    A new buffer is made only if no free one is large enough. It then replaces the largest free buffer. Also with
-    changing sequence lengths there are never more buffers than were in use at one time, and none is larger than
-    requested.
+    A new buffer is allocated only if no free buffer is large enough. It then replaces the largest free buffer. Even if
+    sequence lengths change, there are never more buffers than were in use at the same time, and no buffer is larger
+    than the largest request.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
@@ -294,7 +295,7 @@ def _alive(call: Call | None) -> Iterator[Saved]:
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A copy that drops its references when it is done, because the thread of a stream keeps its last function."""
+    """A function that copies, and then drops its references, because the thread of a stream keeps its last function."""
     pair = [(target, source)]
 
     def work() -> None:
@@ -307,8 +308,8 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
 def hooks_for(
     found: Mapping[tuple[object, ...], T], is_worth_it: Callable[[Tensor], bool], restore: Callable[[T], Tensor]
 ) -> saved_tensors_hooks:
-    """Hooks with which autograd saves the object that `found` has for a tensor, by its memory_key. `restore` gives the
-    tensor back in backward.
+    """Hooks with which autograd saves an object of `found` instead of a tensor. `found`: objects by memory_key of the
+    tensor. `restore` returns the tensor for such an object in backward.
     """
 
     def pack(tensor: Tensor) -> Tensor | T:

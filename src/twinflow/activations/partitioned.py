@@ -1,11 +1,12 @@
 """Inputs of checkpointed layers, sharded over tensor-parallel ranks between forward and backward.
 
 Under tensor parallelism the input of a layer is the same on every rank. Each rank saves only its part of a large input.
-When the layer runs again in backward, the ranks gather the whole input: this costs one all-gather per layer and saves
-the memory of the other copies. All ranks must run the same layers again in the same order, as tensor ranks do anyway.
+When the layer runs again in backward, the ranks gather the whole input. This takes one all-gather per layer, and each
+rank needs memory for its part only. All ranks must run the same layers again in the same order, as tensor ranks always
+do.
 
-Inputs must not differ between the ranks. With sequence parallelism they do, and are sharded already. `is_checked`
-compares the inputs of all ranks in every call. It is meant for tests and for debugging.
+Inputs must not differ between the ranks. With sequence parallelism they differ, because they are sharded already.
+`is_checked` compares the inputs of all ranks in every call. It is meant for tests and for debugging.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Ranks(Protocol):
 class Part:
     """This rank's part of one input between forward and backward."""
 
-    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it when another layer is given it
+    source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     size: torch.Size
     kept: Tensor  # flat; the parts of all ranks concatenated are the input, padded with zeros
@@ -106,5 +107,5 @@ class Partition:
             raise wrong_state(
                 f"The activations of the checkpointed layer {layer} cannot be partitioned",
                 "one of its inputs is not the same on all tensor ranks",
-                "Set partition_activations to false with sequence parallelism.",
+                "If you use sequence parallelism, set activation_checkpointing.partition_activations to false.",
             )

@@ -2,8 +2,8 @@
 
 The `forward` of a layer is replaced on the instance, so that the hooks of the layer are outside of the checkpoint. A
 hook that waits for weights before a layer (TwinOptimizer) runs once, in forward, and not when the layer runs again. The
-hooks of modules inside the layer do run again, and detect that backward is running. A deep copy of the model, and a
-pickled one, has its original forwards.
+hooks of modules inside the layer do run again, and detect that backward is running. Deep copies and pickles of the
+model have the original forwards.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def checkpoint_layers(
     """Checkpoint layers of the model. `layers`: names of classes, or modules.
 
     With `offload`, floating-point inputs of at least `min_bytes` are kept in page-locked host memory until backward.
-    The streams for the copies are those of `device`, which then belongs to the handle, or new ones that record to
-    `trace`. With `partition`, each tensor rank keeps a part of the inputs. A model that has its own checkpointing
+    The copies use streams of `device`, which the handle then owns. Without `device` new streams are made, which record
+    to `trace`. With `partition`, each tensor rank keeps a part of the inputs. A model that has its own checkpointing
     switched on is not changed. A layer inside another checkpointed layer is not checkpointed separately.
 
     Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
@@ -58,13 +58,16 @@ def checkpoint_layers(
         lost = ", and nothing is offloaded" if offload else ""
         LOGGER.info(
             f"activation checkpointing: the model has its own checkpointing ({itself}) and is not changed{lost}. "
-            "Switch it off to let twinflow checkpoint these layers."
+            "Switch the model's own checkpointing off to let twinflow checkpoint these layers."
         )
         return Handle([], None)
     taken = [name for name, module in chosen.items() if isinstance(vars(module).get("forward"), Checkpointed)]
     if taken:
         raise invalid_value(
-            KEY, taken[0], "layers that are not checkpointed yet", "Call remove() of their handle first."
+            f"A layer of {KEY}",
+            taken[0],
+            "a layer that is not checkpointed yet",
+            "Call remove() of the handle that checkpoint_layers() has returned for it.",
         )
     mover: Offload | Partition | None = partition
     if offload:
@@ -86,8 +89,9 @@ class Handle:
         return [layer.name for layer in self._layers]
 
     def remove(self) -> None:
-        """Restore the forwards of the layers, and release memory and thread of the offload. Call it after backward,
-        because the inputs on the host are lost.
+        """Restore the forwards of the layers, and release the memory and the thread of the offload.
+
+        Call it after backward, because a later backward cannot read the inputs on the host any more.
         """
         for layer in self._layers:
             layer.remove()
@@ -121,7 +125,7 @@ class Checkpointed:
             if is_tensor and slots.setdefault(id(leaf), len(tensors)) == len(tensors):
                 tensors.append(leaf)
             places.append(slots[id(leaf)] if is_tensor else None)
-            leaves[i] = None if is_tensor else leaf  # a tensor in the closure would stay on the device
+            leaves[i] = None if is_tensor else leaf  # `run` must not refer to a tensor, which would stay on the device
 
         def run(*given: Tensor) -> Any:
             filled = [given[place] if place is not None else leaves[i] for i, place in enumerate(places)]
@@ -136,7 +140,7 @@ class Checkpointed:
             return checkpoint(run, *tensors, use_reentrant=False)
 
     def remove(self) -> None:
-        """Restore the forward. An object that another library has wrapped stays, and calls the original forward."""
+        """Restore the forward. If another library has wrapped this object, it stays and calls the original forward."""
         self._is_on = False
         if vars(self._module).get("forward") is self:
             if self._was_own:
@@ -171,7 +175,7 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         if name not in classes:
             near = get_close_matches(name, classes, 3)
             remedy = f"Did you mean {' or '.join(repr(other) for other in near)}?" if near else ""
-            raise invalid_value(KEY, name, f"classes of the model's modules: {', '.join(classes)}", remedy)
+            raise invalid_value(KEY, name, f"a class of the model's modules: {', '.join(classes)}", remedy)
     return {name: module for name, module in named.items() if class_of(module) in layers}
 
 
@@ -183,7 +187,7 @@ def class_of(module: nn.Module) -> str:
 
 
 def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are not inside another one of them. Inner layers run again with the outer layer."""
+    """The modules of `found` that are not inside another one of them. Inner layers run again with the outer layer."""
     inside = {id(part) for module in found.values() for part in module.modules() if part is not module}
     kept = {name: module for name, module in found.items() if id(module) not in inside}
     if len(kept) < len(found):
@@ -195,7 +199,7 @@ def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn
 
 
 def _checkpoints_itself(model: nn.Module) -> str | None:
-    """Name of the switch by which the model checkpoints itself: Hugging Face's on any module, or that of our GPT."""
+    """Name of the option with which the model checkpoints itself, of a Hugging Face module or of twinflow's GPT."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"{name or type(module).__name__}.gradient_checkpointing"

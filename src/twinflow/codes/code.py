@@ -3,11 +3,13 @@
 A row of numbers is divided into blocks of 4096. A packed row consists of the fp32 scale of each block and the codes of
 all elements, and is padded to 16 bytes:
 
-- 1 bit: set for numbers below zero; the scale is the mean magnitude of the block, a number is plus or minus it;
-- 4 bits: -7 to 7, stored plus 8, the first of two in the lower half of a byte; the scale is the largest magnitude / 7;
-- 8 bits: -127 to 127 as int8; the scale is the largest magnitude / 127.
+- 1 bit: the bit is set for numbers below zero. The scale is the mean magnitude of the block. A decoded number is plus
+  or minus the scale.
+- 4 bits: codes are -7 to 7, stored with 8 added, two in a byte, the first one in the lower half. The scale is the
+  largest magnitude / 7.
+- 8 bits: codes are -127 to 127, stored as int8. The scale is the largest magnitude / 127.
 
-A block that holds an infinity or a NaN has the scale NaN and codes of zero.
+A block with an infinity or a NaN has the scale NaN, and its codes are zero.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 `encode` packs c = (base_factor * base + factor * values) * 2**k + error. It stores the rounding error, c minus the
 decoded codes, in `error`. `mean` computes the mean of rows that several ranks have packed. `decode` unpacks rows.
 
-`exponents` holds k + 127 for each element, as in the exponent of an fp32 number. It is 0 for elements that are left
-out: they are zero and do not count for a scale. Factors 2**k bring numbers of very different magnitudes to about the
-same magnitude before they share a scale. Powers of two add no rounding error. If `is_scaled` is false, `exponents` only
-tells which elements are left out.
+`exponents` has k + 127 for each element, which is the exponent field of the fp32 number 2**k. It is 0 for elements that
+are left out: these are decoded as zero and do not affect a scale. The factors 2**k bring numbers of very different
+magnitudes to about the same magnitude before they share a scale. Multiplying by a power of two adds no rounding error.
+If `is_scaled` is false, `exponents` only tells which elements are left out.
 
 All arithmetic is fp32, and each operation is rounded. The scale of the 1-bit code is defined by this order of
 summation: the magnitudes of a block are summed in 64 lanes, each lane in order, and the lanes are then added in halves.
@@ -22,8 +22,8 @@ from torch import Tensor
 from twinflow.codes.code import BLOCK, Code
 
 LANES = 64
-MAX_EXPONENT = 127 + 46  # decoded numbers stay so large that the rules do not flush their squares to zero
-TINY = 2.0**-100  # a smaller scale becomes zero; all values then go to the error
+MAX_EXPONENT = 127 + 46  # with this limit the rules do not flush the squares of decoded numbers to zero
+TINY = 2.0**-100  # a smaller scale becomes zero, and the rounding error is then the whole value
 
 
 def encode(
@@ -38,9 +38,7 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack `values` into the rows of `packed`. Each row takes an equal part. See the module
-    docstring for the formula.
-    """
+    """Pack `values` into the rows of `packed`. Each row gets an equal part. The module docstring has the formula."""
     num_rows = packed.shape[0]
     numel = values.numel() // num_rows
     given = values.float() * factor
@@ -108,8 +106,8 @@ def two_to(exponents: Tensor, sign: int = 1) -> Tensor:
 
 
 def exponents_of(variance: Tensor, eps: float) -> Tensor:
-    """Biased exponents k + 127 for which 2**k is nearest, in the logarithm, to 1 / (sqrt(variance) + eps); 0 where the
-    variance is zero.
+    """Biased exponents k + 127 where 2**k is the power of two nearest to 1 / (sqrt(variance) + eps) on a logarithmic
+    scale. They are 0 where the variance is zero.
     """
     inverse = 1.0 / (variance.float().sqrt() + eps)
     biased = ((inverse * math.sqrt(2.0)).view(torch.int32) >> 23).clamp(1, MAX_EXPONENT).to(torch.uint8)

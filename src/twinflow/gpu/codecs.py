@@ -2,11 +2,12 @@
 """Conversions between state formats and fp32, for Triton. They give the same bits as rules/formats.py and
 csrc/codecs.h.
 
-Every decision about a NaN is made on integers. Triton may tell LLVM that floats are never NaN, and LLVM could then
-remove a comparison of floats. Integers are int32 unless they are hashed. Bit patterns of numbers >= 0 compare like the
-numbers, and a NaN is the largest.
+NaNs are detected by integer comparisons of bit patterns. Triton may tell LLVM that floats are never NaN, and LLVM could
+then remove a comparison of floats. Integers are int32, except in hashes. The bit patterns of numbers >= 0, compared as
+integers, have the order of the numbers, and a NaN is the largest.
 
-A tile is [blocks, 128]. Values per block, such as scale and hash, are [blocks, 1] and computed once.
+A tile has the shape [blocks, 128]. Values per block, such as scale and hash, have the shape [blocks, 1] and are
+computed once.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def to_bf16(x):
 
 @triton.jit
 def to_bf16_stochastic(x, random):
-    """Round numbers >= 0 up or down at random: the carry from the lower half rounds up. The largest never becomes
-    infinite.
+    """Round numbers >= 0 to bf16, up or down at random.
+
+    The random bits are added to the lower half, and a carry into the upper half rounds up. A finite number never
+    becomes infinite.
     """
     u = x.to(tl.uint32, bitcast=True)  # unsigned, because a NaN may have a sign
     return (tl.where(u >= 0x7F7F0000, u, u + random.to(tl.uint32)) >> 16).to(tl.int16)
@@ -92,8 +95,8 @@ def random_bits(first_block, key_pointer, BLOCKS: tl.constexpr):
 
 @triton.jit
 def block_scales(x, TOP: tl.constexpr):
-    """For each block: the factor that scales it into the range of the codes, the inverse scale, and whether all of it
-    is finite.
+    """Return for each block: the inverse scale, which brings its elements into the range of the codes, the scale, and
+    whether all elements are finite.
 
     A block with an infinity or a NaN has the scale NaN, and its codes are 0.
     """
@@ -108,7 +111,8 @@ def block_scales(x, TOP: tl.constexpr):
 def encode_e4m3(x):
     """Codes (rounded to nearest) and scales.
 
-    The sum of a number and 2**20 times its power of two (at least 2**-6) has the rounded mantissa in its lowest bits.
+    Let P be the power of two of a number, at least 2**-6. The sum of the number and 2**20 * P has the rounded mantissa
+    in its lowest bits.
     """
     inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
     u = bits(x * inverse)
@@ -124,7 +128,7 @@ def encode_e5m3(x, random):
     """Codes (rounded stochastically; only 0 has the code 0) and scales, for x >= 0."""
     inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
     scaled = x * inverse
-    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the distance of codes is 2**-17
+    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the values of adjacent codes differ by 2**-17
     u = bits(tl.where(is_small, scaled + 2.0**-14, scaled))
     code = ((u + (random << 4)) >> 20) - tl.where(is_small, 113 << 3, 112 << 3)
     code = tl.minimum(tl.maximum(code, tl.minimum(bits(x), 1)), 247)

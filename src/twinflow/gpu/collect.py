@@ -27,8 +27,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernel runs on this device. This is tried once, because compiling needs more than an installed
-    Triton.
+    """Whether the kernel runs on this device.
+
+    The first call for a device runs the kernel, because it may not compile although Triton is installed.
     """
     if not is_available() or (device.type == "cuda") == is_interpreting():
         return False
@@ -36,7 +37,8 @@ def is_usable(device: torch.device) -> bool:
         put_norms(new_rows(BLOCK, device), 0, torch.zeros(BLOCK, device=device))
     except Exception as error:
         warnings.warn(
-            f"Gradients are gathered and their norms computed by slower torch kernels ({error}).", stacklevel=2
+            f"Triton cannot compute gradient norms on {device}. Slower torch kernels are used instead. ({error})",
+            stacklevel=2,
         )
         return False
     return True
@@ -49,9 +51,7 @@ def new_rows(numel: int, device: torch.device) -> Tensor:
 
 
 def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
-    """Compute the norms of the blocks of a slice. The slice starts at `offset` of its bucket;
-    `values` is its gradient.
-    """
+    """Compute the norms of the blocks of a slice. `offset`: its start in the bucket. `values`: its gradient."""
     from twinflow.gpu.collect_kernel import collect
 
     if not values.is_contiguous():
@@ -85,8 +85,9 @@ def norm_of(norm: Tensor, rows: Tensor) -> None:
 
 
 def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
-    """Compute the norms of whole buckets with two launches. `flats` has pairs of an index in `norms` and a bucket. The
-    bits are those of `put_norms` and `norm_of`.
+    """Compute the norms of whole buckets with two launches. `flats`: pairs of an index in `norms` and a flat buffer.
+
+    The results have the same bits as those of `put_norms` and `norm_of`.
     """
     from twinflow.gpu import collect_kernel
 
@@ -113,15 +114,13 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the device of the tensor current, because Triton launches on the current device. It usually is current
-    already.
-    """
+    """Make the tensor's device current, if it is not, because Triton launches on the current device."""
     is_elsewhere = tensor.is_cuda and torch.cuda.current_device() != tensor.device.index
     return torch.cuda.device(tensor.device) if is_elsewhere else nullcontext()
 
 
 def row_norms(flat: Tensor) -> Tensor:
-    """The reference of the kernel in torch: the values that it writes to `rows`."""
+    """The values that the kernel writes to `rows`, computed with torch. Tests compare the kernel with this function."""
     squares = flat.float().view(-1, BLOCK).square()
     while squares.shape[1] > 1:
         squares = squares[:, 0::2] + squares[:, 1::2]

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for collect.py: the norm of each block of 128 gradients.
 
-The squares of a block are added in pairs, neighbours first. Addition of a pair is commutative, so the bits of a row do
-not depend on the dtype and on the assignment of elements to threads. `row_norms` in collect.py is the torch reference.
+The squares of a block are added in pairs, neighbours first. The addition of a pair is commutative, so the bits of a
+norm depend neither on the dtype nor on the assignment of elements to threads. `row_norms` in collect.py computes the
+same values with torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TABLE_COLUMNS = tl.constexpr(4)  # int64: address, number of elements, start of 
 
 @triton.jit(do_not_specialize=["numel"])
 def collect(values, rows, offset, numel, TILE: tl.constexpr):
-    """Write the norms of the blocks of `values` to rows[offset // 128:]. Each program has one tile."""
+    """Write the norms of the blocks of `values` to rows[offset // 128:]. Each program processes one tile."""
     at = offset.to(tl.int64)  # a bucket may have more than 2**31 elements
     start = tl.program_id(0).to(tl.int64) * TILE
     # Whole tiles use no mask, because a mask prevents wide loads.
@@ -33,8 +34,8 @@ def collect(values, rows, offset, numel, TILE: tl.constexpr):
 @triton.jit
 def collect_many(table, rows, ELEMENT: tl.constexpr, TILE: tl.constexpr):
     """`collect` for several buffers. A row of the table has the address of a buffer (a multiple of 16), its number of
-    elements, and the start of its norms, counted in elements. Each program has one tile, and each row of programs one
-    buffer.
+    elements, and the start of its norms, counted in elements. Each program processes one tile, and each row of the grid
+    processes one buffer.
     """
     own = table + tl.program_id(1).to(tl.int64) * TABLE_COLUMNS
     numel = tl.load(own + 1)

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The update kernel. A program reads a tile of weights, gradients and states, updates it and writes it back.
 
-Each thread has four elements. Every buffer is then read and written in the same layout (16 bytes of fp32, 8 of bf16 or
-4 of int8 at once), no value moves to another thread, and a block of 128 belongs to one warp.
+Each thread has four elements. All buffers are therefore read and written in the same layout: a thread accesses 16 bytes
+of fp32, 8 bytes of bf16 or 4 bytes of int8 at once. No value moves to another thread, and a block of 128 belongs to one
+warp.
 
 If the model runs at the same time, a few large programs process all tiles one after the other and leave the other
-multiprocessors to the model. Warps share nothing, so that some warps load while others compute. The next tile's row of
-the table is read while this tile is updated, because no load can start without it.
+multiprocessors to the model. Warps exchange no data, so that some warps load while others compute. The table row of the
+next tile is read while this tile is updated, because the loads of the next tile need the addresses in that row.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from twinflow.gpu.codecs import (
 )
 from twinflow.gpu.rules import apply, scalar
 
-# Rows of the two tables that update.py fills. int64: address of the weight, offset in the bucket, first block, number
-# of elements, piece
+# Columns of the two tables that update.py fills.
+# Tiles, int64: address of the weight, offset in the bucket, first block, number of elements, index of the piece.
 TILE_COLUMNS = tl.constexpr(5)
-NUMBER_COLUMNS = tl.constexpr(12)  # int32: whether to update, factor (fp32 bits), key (2), hyper (fp32 bits, up to 7)
+# Numbers, int32: whether to update, factor (fp32 bits), key (two columns), hyperparameters (fp32 bits, up to 7).
+NUMBER_COLUMNS = tl.constexpr(12)
 FACTOR = tl.constexpr(1)
 KEY = tl.constexpr(2)
 HYPER = tl.constexpr(4)
@@ -44,7 +46,8 @@ def update(tiles, numbers, decision, grads, master, first, second, first_scales,
            TILE: tl.constexpr, LOOPS: tl.constexpr):  # fmt: skip
     """One step of every tile whose piece is updated. Buffers that do not exist are None.
 
-    decision: norm, factor and whether to skip, in fp64. Its factor is multiplied with the factor in `numbers`.
+    decision: norm, factor and whether to skip, in fp64. The gradient is multiplied by this factor and by the factor in
+    `numbers`.
 
     There is one program per tile. With LOOPS, any number of programs process all tiles in turn.
 
@@ -62,7 +65,7 @@ def update(tiles, numbers, decision, grads, master, first, second, first_scales,
         weight, at, first_block, count, piece = _read_tile(tiles, program)
         is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
         for number in range(program, num_tiles, step):
-            # After the last tile its row is read again.
+            # At the last tile its own row is read again, because there is no next row.
             following = _read_tile(tiles, tl.where(number + step < num_tiles, number + step, number))
             if is_wanted * keeps != 0:
                 _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, factor, grads, master,
@@ -103,7 +106,7 @@ def _update_elements(weight, at, first_block, count, own, factor, grads, master,
                      WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
                      MASKED: tl.constexpr):  # fmt: skip
     BLOCKS: tl.constexpr = TILE // BLOCK
-    # It is a multiple already. The product tells this to the compiler; a hint for an argument has no effect.
+    # `at` is a multiple of BLOCK. This product tells it to the compiler, because a hint for an argument has no effect.
     at = at // BLOCK * BLOCK
     block = tl.arange(0, BLOCKS)[:, None]  # [blocks, 1]
     index = block * BLOCK + tl.arange(0, BLOCK)[None, :]  # [blocks, 128]

@@ -1,7 +1,8 @@
 """Packing, averaging and unpacking of codes on the GPU, each in one pass over memory.
 
-Given the same scales, codes, errors and numbers have the same bits as codes/reference.py. The scales of 4 and 8 bits
-have the same bits, too. The scale of the 1-bit code is a sum in another order, which is always the same.
+For equal scales, the codes, errors and decoded numbers have the same bits as those of codes/reference.py. The scales of
+4-bit and 8-bit codes have the same bits, too. The scale of the 1-bit code may differ, because its sum is computed in
+another order. This order is fixed, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernels run on this device. This is tried once, because compiling needs more than an installed
-    Triton.
+    """Whether the kernels run on this device.
+
+    The first call for a device runs the kernels, because they may not compile although Triton is installed.
     """
     if not is_available() or (device.type == "cuda") == is_interpreting():
         return False
@@ -36,7 +38,9 @@ def is_usable(device: torch.device) -> bool:
         encode(code, packed, values)
         decode(code, values, packed)
     except Exception as error:
-        warnings.warn(f"Numbers are packed by slower torch kernels ({error}).", stacklevel=2)
+        warnings.warn(
+            f"Triton cannot pack numbers on {device}. Slower torch kernels are used instead. ({error})", stacklevel=2
+        )
         return False
     return True
 
@@ -53,9 +57,7 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack `values` into the rows of `packed`. Each row takes an equal part. The rounding error is
-    stored in `error`.
-    """
+    """Pack `values` into the rows of `packed`. Each row gets an equal part. The rounding error is stored in `error`."""
     num_rows, numel = _check_packed(code, packed, values.numel())
     _check(packed, values.numel(), _DTYPES, values, base)
     _check(packed, values.numel(), (torch.float32,), error)
@@ -143,8 +145,9 @@ def decode(
 
 
 def _check_packed(code: Code, packed: Tensor, total_numel: int) -> tuple[int, int]:
-    """Number of rows, and of elements of a row. The kernels do not check addresses, so wrong arguments must be found
-    here.
+    """Return the number of rows and the number of elements in a row.
+
+    The kernels do not check addresses, so wrong arguments must be found here.
     """
     assert packed.dtype == torch.uint8 and packed.ndim == 2 and packed.shape[0] > 0, (packed.dtype, packed.shape)
     num_rows = packed.shape[0]

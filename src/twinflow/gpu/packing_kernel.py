@@ -2,14 +2,15 @@
 """The kernels for packing.py. There is one program for each block of 4096 numbers of a row. codes/reference.py is the
 reference.
 
-A tile is [1024, 4]. Each thread has four neighbours of any dtype, so that all buffers are read and written in one
-layout, 16 bytes of fp32 at once. The codes of four neighbours are one word: 2 bytes for 4 bits, 4 bytes for 8 bits. Two
-threads share a byte of signs. A block is read once and stays in registers until its error is written.
+A tile has the shape [1024, 4]. Each thread has four adjacent elements, whatever the dtype, so that all buffers are read
+and written in one layout, for example 16 bytes of fp32 at once. The codes of four adjacent elements are one word: 2
+bytes for 4-bit codes, 4 bytes for 8-bit codes. With 1-bit codes two threads share a byte. A block is read once and
+stays in registers until its rounding error is written.
 
 Words may extend beyond the last code of a row, but not beyond the row: rows are padded with zeros to 16 bytes.
 
-Products are rounded before they are added: the launch forbids fused multiply-add. Decisions about NaN are made on
-integers, as in codecs.py.
+Products are rounded before they are added, because the launch forbids fused multiply-add. NaNs are detected by integer
+comparisons, as in codecs.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from twinflow.gpu.codecs import bits, from_bf16, to_bf16, value
 BLOCK = tl.constexpr(BLOCK_NUMEL)
 WIDTH = tl.constexpr(4)  # width of a tile
 HEIGHT = tl.constexpr(BLOCK_NUMEL // 4)
-GROUP = tl.constexpr(4)  # rows of a mean that are loaded at once, so that loads overlap
+GROUP = tl.constexpr(4)  # number of rows that `mean` loads at once, so that loads overlap
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -38,7 +39,7 @@ def encode(words, scales, values, base, error, exponents, factor, base_factor, n
     """Pack rows. The grid is [blocks, rows]. Tensors that are not used are None.
 
     `words` and `scales` are the packed rows as words and as fp32. `numel` is the number of elements of a row. The
-    distance of rows is `part_stride` elements in `values` and similar tensors, and `row_stride` bytes in packed rows.
+    distance between rows is `part_stride` elements in `values` and tensors like it, and `row_stride` bytes in `words`.
     """
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
@@ -115,7 +116,7 @@ def _scale(c, count, BITS: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit
 def _signs(c, s, is_finite):
-    """Codes of one bit as int32, and the decoded numbers."""
+    """The 1-bit codes as int32, and the decoded numbers."""
     u = bits(c)
     is_below = (u < 0) & ((u & MAGNITUDE) != 0) & is_finite
     return is_below.to(tl.int32), tl.where(is_below, -s, s)
@@ -123,7 +124,7 @@ def _signs(c, s, is_finite):
 
 @triton.jit
 def _numbers(c, s, is_finite, TOP: tl.constexpr):
-    """Codes of 4 or 8 bits as int32, and the decoded numbers."""
+    """The 4-bit or 8-bit codes as int32, and the decoded numbers."""
     is_zero = bits(s) == 0
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(tl.full([], 1.0, tl.float32), tl.where(is_zero, 1.0, s)))
     code = bits(c * inverse + SHIFT) - SHIFT_BITS
@@ -192,7 +193,7 @@ def _mean_block(out, words, scale, exponents, start, numel, row_stride, NUM_ROWS
 @triton.jit(do_not_specialize=["numel"])
 def decode(out, words, scales, exponents, numel, part_stride, row_stride, BITS: tl.constexpr,
            IS_SCALED: tl.constexpr, IS_ADDED: tl.constexpr):  # fmt: skip
-    """Unpack rows. The grid is [blocks, rows]. Arguments are those of encode."""
+    """Unpack rows. The grid is [blocks, rows]. The arguments are those of `encode`."""
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
     at = row * part_stride + start
@@ -246,9 +247,7 @@ def _unpacked(codes, scale, start, numel, BITS: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _without_exponents(x, pointers, mask, IS_SCALED: tl.constexpr):
-    """`x` divided by the powers of two, with zeros for elements that are left out, and the mask of
-    all other elements.
-    """
+    """`x` divided by the powers of two, with zeros for elements that are left out, and the mask of the others."""
     exponent = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     if IS_SCALED:
         x = x * value((254 - exponent) << 23)

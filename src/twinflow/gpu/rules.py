@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The update rules for Triton, element by element. The operations and their order are those of rules/*.py.
 
-A rule takes gradient g, weight p, first state m and second state v (zeros if it has none) and the address of its
-scalars. Divisions and square roots are correctly rounded. The kernel is compiled without contraction, so that a product
-is rounded before it is added. Subnormal numbers are kept.
+A rule takes the gradient g, the weight p, the states m and v (zeros if the rule has no such state) and the address of
+its scalars. Divisions and square roots are correctly rounded. The kernel is compiled without fused multiply-add, so
+that a product is rounded before it is added. Subnormal numbers are not flushed to zero by the hardware.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def flush(x):
 
 @triton.jit
 def scalar(hyper, INDEX: tl.constexpr):
-    """One of the scalars of the rule. They are stored as bits in a table of integers."""
+    """One of the scalars of the rule. The scalars are stored as fp32 bits in a table of integers."""
     return tl.load(hyper + INDEX).to(tl.float32, bitcast=True)
 
 
@@ -64,9 +64,7 @@ def lion(g, p, m, hyper):
 
 @triton.jit
 def sgd(g, p, m, hyper):
-    """SGD. The weight is computed in double, and so is the momentum except in the plain form. rules/sgd.py gives the
-    reason.
-    """
+    """SGD. The weight is computed in fp64, and so is the momentum, except in the plain form of SGD (rules/sgd.py)."""
     keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
     weight = p.to(tl.float64)
     momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)

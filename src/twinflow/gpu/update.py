@@ -19,8 +19,8 @@ from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
 
-TILE = 1024  # elements of a tile if each program has one tile
-# elements of a tile if a few programs process all tiles: a program then has the maximum number of threads
+TILE = 1024  # elements of a tile if each program processes one tile
+# Elements of a tile if a few programs process all tiles. A program then has the maximum number of threads.
 LARGE_TILE = 4096
 _WARP_NUMEL = 128  # elements of 32 threads: four per thread, see the note in kernel.py
 _NUMBER_COLUMNS = 12  # as in kernel.py
@@ -41,8 +41,9 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """The table with one row of numbers per piece of a bucket: (whether to update, factor, key, hyper), floats as fp32
-    bits. It is in host memory, page-locked for a GPU.
+    """A table in host memory, page-locked for a GPU, with one row of numbers for each piece of a bucket.
+
+    A row has: whether to update, factor, key, hyperparameters. Floats are stored as fp32 bits.
     """
 
     def __init__(self, num_pieces: int, is_pinned: bool) -> None:
@@ -127,11 +128,11 @@ class FusedUpdate:
     ) -> None:
         """Queue one step, in place, of the pieces whose index is in `numbers` on the current stream.
 
-        `decision`: norm, factor and whether to skip, in fp64 on the device. Its factor is multiplied with that of
-        `numbers`.
+        `decision`: norm, factor and whether to skip, in fp64 on the device. The gradient is multiplied by this factor
+        and by the factor in `numbers`.
 
-        `store` has the flat buffers of the whole bucket. Its weight is not used, and its master is not used if weights
-        are fp32. `grads` is flat, in bf16, fp16 or fp32.
+        `store` has the flat buffers of the whole bucket. Its weight is not used. Its master is not used if weights are
+        fp32. `grads` is flat, in bf16, fp16 or fp32.
         """
         if numbers:
             self.rows.is_updated[:] = 0
@@ -156,8 +157,8 @@ class FusedUpdate:
             len(self._tiles),
             *shape,
         )
-        # Triton compiles a kernel for each kind of arguments: dtypes, which are None, and which are aligned to 16
-        # bytes.
+        # Triton compiles a kernel for each kind of arguments. The kind includes the dtypes, which arguments are None,
+        # and which are aligned to 16 bytes.
         kind = (store.format, _kind(grads), _kind(decision), *checked.kinds)
         is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
         with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
@@ -190,7 +191,7 @@ class FusedUpdate:
             self._check(store)
             master = store.master if self._weight != "fp32" else None
             buffers = tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales))
-            # stores are kept alive, because another store could get the id of a freed one
+            # Known stores are kept alive, because a new store could get the id of a freed one.
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             known = self._known[id(store)] = _Checked(store, buffers, tuple(map(_kind, buffers)))
@@ -231,8 +232,8 @@ def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
 
 
 def _tile_table(pieces: Sequence[Piece], tile: int = TILE) -> Tensor:
-    """One row per tile: address of the weight, offset in the bucket, first block in the parameter, number of elements,
-    piece.
+    """The table with one row per tile: address of the weight, offset in the bucket, first block in the parameter,
+    number of elements, index of the piece.
     """
     parts = []
     for number, (weight, offset, numel, first_index) in enumerate(pieces):

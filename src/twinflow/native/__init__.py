@@ -1,5 +1,5 @@
-"""The native library: host kernels and the executor of offloaded training. If the library is missing, torch references
-replace the kernels. The library is C++ without torch, bound with ctypes.
+"""Bindings for the native library: host kernels and the executor of offloaded training. The library is written in C++
+without torch and is called through ctypes. If it is missing, slower torch functions replace the kernels.
 """
 
 from twinflow.native.kernels import *  # noqa: F403

@@ -1,8 +1,8 @@
 """Limits of control groups. systemd, Slurm or a nested container may set a limit at any level between the group of this
 process and the root of the mount. The smallest limit applies.
 
-`root` is the folder of /proc and /sys. Versions 1 and 2, or both at once, are treated alike: a folder or a file that
-does not exist sets no limit.
+`root` is the folder that contains proc and sys. Version 1, version 2 and both at once are treated alike: a folder or a
+file that does not exist sets no limit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
 def own_groups(text: str, controller: str) -> dict[str, PurePosixPath]:
     """The group under each possible mount point of a hierarchy, from the text of /proc/self/cgroup.
 
-    A container may see a path of the host, while its mount begins at its own group. Then only the root of the mount
-    exists, and it is the right group. The same is true for a group outside of the namespace, whose path begins with
-    `..`.
+    In a container the file may contain a path of the host, although the mount begins at the container's own group. Then
+    only the root of the mount exists, and the root is the right group. The same is true for a group outside of the
+    namespace, whose path begins with `..`.
     """
     top = PurePosixPath()
-    # mounts of version 2, of version 2 beside version 1, and of version 1
+    # Mount points of version 2, of version 2 beside version 1, and of version 1.
     groups = {"": top, "unified": top, controller: top}
     for line in text.splitlines():
         number, _, rest = line.partition(":")

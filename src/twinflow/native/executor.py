@@ -1,8 +1,8 @@
-"""ctypes bindings for the executor of csrc/executor.h and its events: structures and functions of csrc/api.h, where the
-structure CFetchItem is called tf_fetch_item.
+"""ctypes bindings for the executor (csrc/executor.h) and its events: the structures and functions of csrc/api.h. A
+structure such as CFetchItem is called tf_fetch_item there.
 
-Functions that only read or submit are called with the GIL held. They take about a microsecond, and taking the GIL again
-after a release could take milliseconds. Functions that may block release the GIL.
+Functions that only read or submit are called with the GIL held. They take about a microsecond, while acquiring the GIL
+again after a release could take milliseconds. Functions that may block release the GIL.
 """
 
 from __future__ import annotations

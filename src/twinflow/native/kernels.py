@@ -1,5 +1,5 @@
-"""One Python function for each native kernel. If the library is missing, the torch reference of rules/ runs. This is
-sufficient for the host optimizers of optim/. Offloaded training needs the library (executor.py).
+"""One Python function for each native kernel. If the native library is missing, torch functions of rules/ run instead.
+They are sufficient for the host optimizers of optim/. Offloaded training needs the library (executor.py).
 
 Arguments are checked before any buffer is modified. A call releases the GIL while the kernel runs.
 """
@@ -93,9 +93,10 @@ def _fill(entry: CSegment, segment: Segment) -> None:
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
-    """The sum of squares of each tensor in fp64. The bits do not depend on the number of threads and the ISA.
+    """The sum of squares of each tensor in fp64. The bits depend neither on the number of threads nor on the ISA.
 
-    A sum is not finite exactly if the tensor has a NaN or an infinity. So it serves as the check for finite gradients.
+    A sum is finite if and only if the tensor has no NaN and no infinity. It therefore also shows whether gradients are
+    finite.
     """
     for i, tensor in enumerate(tensors):
         check_tensor(f"tensors[{i}]", tensor, FLOATS)
@@ -161,7 +162,7 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def scale_in_place(values: Tensor, factor: float) -> None:
-    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks take its memory rate as the limit."""
+    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks use its memory rate as a limit."""
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:
@@ -218,5 +219,5 @@ def set_isa(name: str) -> None:
     """Select the ISA variant of all kernels. Raises ValueError for a variant that this CPU cannot run."""
     library = load().library
     if library is None:
-        raise invalid_value("isa", name, "unset while the native library is not loaded")
+        raise invalid_value("isa", name, "unset, because the native library is not loaded")
     _set_isa(library, name)

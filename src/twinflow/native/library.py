@@ -106,14 +106,16 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Load the library once per process. If it cannot be loaded, one line on stderr says so, host optimizers use the
-    torch references, and offloaded training raises an error (`executor_library`).
+    """Load the library once per process.
+
+    If it cannot be loaded, this function prints a line to stderr, host optimizers use slower torch functions, and
+    offloaded training raises an error (`executor_library`).
     """
     path = find_library(os.environ)
     loaded = open_library(path)
     if loaded.library is None:
         print(
-            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch references, "
+            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch functions, "
             "and offloaded training is not possible.",
             file=sys.stderr,
         )
@@ -130,7 +132,7 @@ def find_library(environ: Mapping[str, str]) -> Path | None:
     if environ.get("TWINFLOW_LIBRARY"):
         return Path(environ["TWINFLOW_LIBRARY"])
     package = sys.modules[__package__ or "twinflow.native"]
-    # An editable install has sources and built files in two folders. The path of the package contains both.
+    # An editable install has sources and built files in two folders. `__path__` of the package contains both folders.
     folders = [Path(str(importlib.resources.files("twinflow.native"))), *(Path(p) for p in package.__path__)]
     return next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
 

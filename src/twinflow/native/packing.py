@@ -31,7 +31,10 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack (base_factor * base + factor * values) * 2**k + error into equal parts, one for each row of `packed`."""
+    """Pack (base_factor * base + factor * values) * 2**k + error into the rows of `packed`, in equal parts.
+
+    k + 127 is in `exponents`. The rounding error is stored in `error`. codes/reference.py describes all arguments.
+    """
     check_tensor("values", values, FLOATS)
     numel = _row_numel(packed, values)
     _check_packed(code, packed, numel)
@@ -65,7 +68,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in their order."""
+    """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in order."""
     check_tensor("out", out, FLOATS)
     _check_packed(code, packed, out.numel())
     if exponents is not None:
@@ -89,7 +92,7 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Unpack the rows of `packed` one after the other, times 2**-k, into `out`, or add them to `out` if `is_added`."""
+    """Unpack the rows of `packed` one after the other, times 2**-k, to `out`. With `is_added`, add them to `out`."""
     check_tensor("out", out, FLOATS)
     numel = _row_numel(packed, out)
     _check_packed(code, packed, numel)
@@ -111,7 +114,7 @@ def _row_numel(packed: Tensor, values: Tensor) -> int:
     """Number of elements of one row. The rows of `packed` are equal parts of `values`."""
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or values.numel() % num_rows:
-        allowed = f"two dimensions, the first a divisor of {values.numel()}"
+        allowed = f"a shape of two dimensions whose first one divides {values.numel()}"
         raise invalid_value("packed shape", tuple(packed.shape), allowed)
     return values.numel() // num_rows
 

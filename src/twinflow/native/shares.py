@@ -1,10 +1,11 @@
 """The share of a rank in a host with several ranks: its CPUs and its part of the memory.
 
-Every rank computes the division of the whole machine and takes its own part, without communication. The result is the
-same on all ranks, because their inputs are the same. Therefore `gpu_nodes` lists the NUMA nodes of all local ranks.
+Every rank computes how the whole machine is divided between ranks, and uses its own part. This needs no communication:
+all ranks get the same result, because they have the same inputs. Therefore `gpu_nodes` lists the NUMA nodes of all
+local ranks.
 
-Cores are not divided: the hyper-threads of one core belong to one rank, because they compete for the core. The slowest
-rank determines the time of a step, so parts are as equal as possible. The location of GPUs has lower priority.
+The hyper-threads of one core belong to one rank, because they compete for the core. The slowest rank determines the
+time of a step, so parts are as equal as possible. That a rank's CPUs are near its GPU has lower priority.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from twinflow.errors import invalid_value
 from twinflow.native.cgroup import cgroup_cpus, read_text
 from twinflow.native.threads import check_threads, count_own_cpus, is_bound, limit_threads, own_cpus, parse_cpus
 
-_MAX_PASSES: Final = 4  # passes over the threads of a process, because new ones may appear
+_MAX_PASSES: Final = 4  # passes over the threads of a process, because new threads may start meanwhile
 Core = tuple[int, ...]  # the CPUs of one core, which are its hyper-threads
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """The CPUs of this rank, the number of threads for its pool, and a line with the reason."""
+    """The CPUs of this rank, the number of threads for its pool, and a line that explains them."""
 
     cores: tuple[int, ...]
     num_threads: int
@@ -71,7 +72,7 @@ def share_host(
     if is_bound(before, root):
         return left("the process is bound already")
     if num_local > len(mask):
-        return left(f"{num_local} ranks share fewer CPUs than ranks")
+        return left(f"{num_local} ranks share {len(mask)} CPUs, too few to bind each rank to its own")
     cores = cores_of(local_rank, num_local, mask, read_nodes(root), gpu_nodes, read_siblings(root))
     try:
         bind_threads(cores, before)
@@ -142,8 +143,8 @@ def cores_of(
     """The CPUs of one rank, out of `allowed`. No CPU belongs to two ranks if all ranks pass the same arguments.
 
     If there are at least as many ranks as NUMA nodes, the CPUs of a rank are on one node. This is the node of its GPU,
-    as long as the node has places left. If there are fewer ranks than nodes, a rank spans nodes, beginning with the
-    node of its GPU. If there are fewer CPUs than ranks, every rank gets all CPUs.
+    unless other ranks already use all of that node. If there are fewer ranks than nodes, a rank gets CPUs of several
+    nodes, first those of its GPU's node. If there are fewer CPUs than ranks, every rank gets all CPUs.
     """
     _check_rank(local_rank, num_local, gpu_nodes)
     cpus = sorted(set(allowed))
@@ -151,7 +152,7 @@ def cores_of(
         return tuple(cpus)
     cores = list(_cores(cpus, siblings))
     if num_local > len(cores):
-        # fewer cores than ranks: hyper-threads of one core go to different ranks
+        # There are fewer cores than ranks, so the hyper-threads of one core go to different ranks.
         cores = [(cpu,) for core in cores for cpu in core]
     rooms = _by_node(cores, nodes)
     wanted = list(gpu_nodes) or [None] * num_local
@@ -169,7 +170,7 @@ def _cores(cpus: Sequence[int], siblings: Sequence[Sequence[int]]) -> Iterator[C
 
 
 def _by_node(cores: Sequence[Core], nodes: Mapping[int, Sequence[int]]) -> dict[int, list[Core]]:
-    """The cores of each node that has any. Cores without a node are added to the first node."""
+    """The cores of each node that has cores. Cores without a node are added to the first node."""
     node_of: dict[int, int] = {}
     for node in sorted(nodes):
         for cpu in nodes[node]:
@@ -192,8 +193,8 @@ def _within_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | No
 def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, int]:
     """Number of ranks on each node, at least one. Each further rank goes to the node with the most cores per rank.
 
-    This maximises the smallest share. Among equal nodes, the rank goes where more GPUs have no rank yet. A node never
-    has more ranks than cores if there are at least as many cores as ranks.
+    This maximises the smallest share. Among equal nodes, the rank goes to the node with more GPUs that have no rank
+    yet. If there are at least as many cores as ranks, no node has more ranks than cores.
     """
     seats = dict.fromkeys(sizes, 1)
     for _ in range(len(wanted) - len(sizes)):
@@ -203,7 +204,7 @@ def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, 
 
 
 def _homes(seats: Mapping[int, int], wanted: Sequence[int | None]) -> list[int]:
-    """The node of each rank: the node of its GPU while it has free places, and the next free node otherwise."""
+    """The node of each rank: the node of its GPU if this node has free places, and otherwise the next free node."""
     free = [node for node in seats for _ in range(seats[node])]
     homes: list[int | None] = []
     for node in wanted:
@@ -244,7 +245,7 @@ def _even(cores: Sequence[Core], num_parts: int) -> list[Sequence[Core]]:
 
 
 def read_nodes(root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node. A node with memory only has none. Empty if the system does not report nodes."""
+    """The CPUs of each NUMA node. A node may have memory and no CPUs. Empty if the system does not report nodes."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     found = {int(folder.name[4:]): tuple(sorted(parse_cpus(read_text(folder / "cpulist")))) for folder in folders}
     return dict(sorted(found.items()))

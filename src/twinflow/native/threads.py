@@ -21,7 +21,7 @@ MAX_THREADS: Final = 1024
 
 
 def default_threads(environ: Mapping[str, str]) -> int:
-    """TWINFLOW_THREADS if it is set. Otherwise the smaller of affinity mask and CPU quota, or this rank's part of them.
+    """TWINFLOW_THREADS if it is set. Otherwise this rank's part of the CPUs that affinity mask and CPU quota allow.
 
     OMP_NUM_THREADS is ignored, because torchrun sets it to 1 for each rank, for reasons that do not apply to this pool.
     """
@@ -73,9 +73,9 @@ def own_cpus() -> frozenset[int]:
 def is_bound(mask: Set[int], root: Path = Path("/")) -> bool:
     """Whether this process is bound to CPUs of its own: fewer than those of its launcher and of its control group.
 
-    One of the two conditions is not sufficient. Under `taskset torchrun` all ranks share the CPUs of the launcher. In a
-    job step whose tasks are not bound, ranks share the CPUs of the group, while the launcher is outside of the group
-    and may use the whole machine.
+    Each of the two conditions alone is not sufficient. Under `taskset torchrun` all ranks share the CPUs of the
+    launcher. In a Slurm job step whose tasks are not bound, ranks share the CPUs of the group, while the launcher is
+    outside of the group and may use the whole machine.
     """
     launcher = launcher_cpus()
     return (launcher is None or not launcher <= mask) and not group_cpus(root) <= mask
@@ -97,10 +97,10 @@ def group_cpus(root: Path = Path("/")) -> frozenset[int]:
     cpus = root / "sys/devices/system/cpu"
     found = parse_cpus(read_text(cpus / "online")) or frozenset(range(os.cpu_count() or 1))
     for folder in cgroup_folders("cpuset", root):
-        # names in version 2, version 1 and old kernels
+        # Names of the file in version 2, in version 1 and in old kernels.
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
             allowed = parse_cpus(read_text(folder / name))
-            found = found & allowed if allowed else found  # empty: those of the parent
+            found = found & allowed if allowed else found  # an empty file means the CPUs of the parent group
     return found - parse_cpus(read_text(cpus / "isolated"))
 
 

@@ -1,1 +1,1 @@
-"""The overlap runtime: gradients out, host updates and weights back, hidden behind forward and backward."""
+"""The overlap runtime: copies gradients to the host, updates there and copies weights back, while the model runs."""

@@ -2,8 +2,8 @@
 
 The members of the outermost ModuleLists and Sequentials are blocks. In practice these are transformer layers. A
 parameter that is in no block, or in two of them, belongs to the root (`ROOT`). The forward of the model waits for the
-weights of the root before it starts. If the first forward does not call a block, the weights of that block are waited
-for at the start too, because its hooks never run (nn.MultiheadAttention never calls its out_proj).
+weights of the root before it starts. It also waits there for the weights of each block that the first forward has not
+called, because the hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
-    """The block of each trainable parameter (`frozen`: of each frozen one); ROOT if it is in no block or in several."""
+    """The block of each trainable (`frozen`: of each frozen) parameter. ROOT means no block or several blocks."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():

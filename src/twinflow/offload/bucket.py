@@ -1,7 +1,7 @@
-"""Records of parameters and buckets on Python's side, and the protocols between a bucket, the executor and an updater.
+"""The Python records of parameters and buckets, and the interfaces between a bucket, the executor and an updater.
 
-The executor owns two facts about a bucket: which store holds its state, and which job's weights are due. `Bucket` has
-no copy of them and asks the executor (`BucketKeeper`).
+The executor knows two facts about a bucket: which store has its state, and which job's weights the next forward must
+use. `Bucket` has no copy of these facts and asks the executor (`BucketKeeper`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Param:
     name: str
     tensor: nn.Parameter
     group: int  # index of its param group
-    is_late: bool = False  # its gradient is complete only when the outermost backward has ended
+    is_late: bool = False  # it gets several gradients in one backward, so its gradient is complete only at the end
     hits: int = 0  # number of gradients taken since the last step
     was_hit: bool = False  # a gradient was taken in any backward of this step
-    is_seen: bool = False  # a forward, or a reader, has waited for its weights since the last step
-    is_bypassed: bool = False  # compiled graphs use it without the runtime's hooks, so `step` waits for it
+    is_seen: bool = False  # a forward, or other code that reads the weights, has waited for them since the last step
+    is_bypassed: bool = False  # compiled graphs use it without the runtime's hooks, so `step` waits for its weights
     version: int = 0  # the tensor's version after the runtime's last write; the user's writes make it larger
     aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` tensors of the user, with their versions
     buckets: list[Bucket] = field(default_factory=list)
     _places: list[Place] = field(default_factory=list)
     first: int = 0  # start of this rank's part in the flattened parameter; 0 if this rank has all of it
-    guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to parts of it
-    taken: TakenGradient | None = None  # the stand-in in `.grad` after the gradient was taken
-    watched: Tensor | None = None  # a gradient that was not taken and has such a stand-in in front of it
-    is_sharded: bool = field(init=False)  # this rank has only a part of it
+    guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to parts of the parameter
+    taken: TakenGradient | None = None  # the tensor that replaces the gradient in `.grad` after the gradient was taken
+    watched: Tensor | None = None  # a gradient that was not taken; a TakenGradient in `.grad` detects uses of it
+    is_sharded: bool = field(init=False)  # this rank has only a part of the parameter
 
     def __post_init__(self) -> None:
         self.is_sharded = self.local is not self.tensor
@@ -57,14 +57,14 @@ class Param:
 
     @property
     def places(self) -> list[Place]:
-        """The buckets that collect its gradient, with its slices there."""
+        """The buckets that collect the gradient of this parameter, with the slices of the parameter in each bucket."""
         if len(self._places) != len(self.buckets):
             self._places = [_place(self.index, bucket) for bucket in self.buckets]
         return self._places
 
     @property
     def is_written(self) -> bool:
-        """Whether the user has written to it, or to one of its aliases, since the runtime's last write."""
+        """Whether the user has written to the parameter, or to one of its aliases, since the runtime's last write."""
         local = self.local if self.is_sharded else self.tensor
         if self.version != local._version:
             return True
@@ -78,12 +78,12 @@ class Param:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
     def note_alias(self, alias: Tensor) -> None:
-        """Records a `.data` tensor that was handed to the user, who may write to the parameter by it."""
+        """Records a `.data` tensor that was handed to the user. A write to this tensor changes the parameter."""
         self.aliases = [(known, version) for known, version in self.aliases if _is_kept(known, version)]
         self.aliases.append((alias, alias._version))
 
     def put_back(self, grad: Tensor) -> None:
-        """Gives a gradient to the stand-in, and to `.grad` unless the user has assigned another tensor there."""
+        """Gives a gradient to `taken`, and to `.grad` unless the user has assigned another tensor there."""
         taken, self.taken = self.taken, None
         if taken is not None:
             taken.held = grad
@@ -94,7 +94,7 @@ class Param:
 def note_step(params: Sequence[Param]) -> None:
     """Increments the versions of parameters that an update will change.
 
-    As with a torch optimizer, the backward of a graph that saved the old values then fails.
+    The backward of a graph that saved the old values then fails, as with a torch optimizer.
     """
     own = [param.local if param.is_sharded else param.tensor for param in params]
     torch._C._increment_version(own)
@@ -115,7 +115,7 @@ class BucketKeeper(Protocol):
     """The methods of the executor that a bucket calls."""
 
     def register(self, bucket: Bucket) -> None:
-        """Takes the addresses of a new bucket, or of one whose parameters or state have moved."""
+        """Stores the addresses of a new bucket, or of a bucket whose parameters or state have moved."""
         ...
 
     def set_deadline(self, bucket: Bucket, deadline: int) -> None:
@@ -147,7 +147,7 @@ class Bucket:
     updater: Updater
     first_store: Store  # the store at the start; updates ahead of the clipping decision swap stores
     executor: BucketKeeper
-    offloads_params: bool = False  # its weights are in the state on the host only; blocks fetch them (param_offload.py)
+    offloads_params: bool = False  # its weights are only in the state on the host; blocks fetch them (param_offload.py)
     whole: BucketPlan | None = None
     members: list[Param] = field(default_factory=list)  # parameters of all parts, each once
     total: Tensor | None = None  # fp32 sum of this step's gradients, if the runtime sums gradients of several backwards
@@ -187,12 +187,12 @@ class Bucket:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks have parts of it."""
+        """Whether other ranks have parts of this bucket."""
         return self.whole is not None
 
     @property
     def gathered(self) -> BucketPlan:
-        """The plan by which gradients are collected: that of all ranks' parts if ranks share the bucket."""
+        """The plan by which gradients are collected. If ranks share the bucket, it is the plan of all ranks' parts."""
         return self.plan if self.whole is None else self.whole
 
     def find_targets(self) -> None:
@@ -243,10 +243,10 @@ class Updater(Protocol):
     """
 
     is_on_device: bool  # whether the update runs on a stream of the device
-    is_all_in_store: bool  # whether a bucket's store, and its parameters, hold all of its state
+    is_all_in_store: bool  # whether a bucket's store and parameters contain all of its state
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates the state of a bucket. The caller writes the master later."""
+        """Allocates the state of a bucket. The caller writes the master weights later."""
         ...
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -258,7 +258,7 @@ class Updater(Protocol):
         ...
 
     def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:
-        """Returns master and states of one slice as flat fp32 tensors by name. A user's optimizer adds its options."""
+        """Returns master and states of a slice as flat fp32 tensors by name. A user's optimizer adds its options."""
         ...
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
@@ -266,18 +266,18 @@ class Updater(Protocol):
         ...
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        """Sets the states of one slice to their values before the first update. The master does not change."""
+        """Sets the states of one slice to their values before the first update. The master weights do not change."""
         ...
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """Sets the master of one slice to its parameter's values.
+        """Sets the master weights of one slice to `values`, the values of its parameter.
 
-        With `keep`, an element of the master does not change if it rounds to the given value.
+        With `keep`, an element of the master weights does not change if it rounds to the given value.
         """
         ...
 
     def forget(self, bucket: Bucket) -> None:
-        """Releases everything that is held for a bucket that moves to another place."""
+        """Releases all memory and records of a bucket whose state moves to another place."""
         ...
 
 
@@ -289,7 +289,7 @@ def new_bucket(
     offloads_params: bool,
     executor: BucketKeeper,
 ) -> Bucket:
-    """Makes a bucket with new state and adds it to its parameters. `whole`: the plan of all ranks' parts."""
+    """Makes a bucket with new state and adds it to the records of its parameters. `whole`: plan of all ranks' parts."""
     own = [params[piece.param] for piece in plan.slices]
     members = list(dict.fromkeys(params[piece.param] for piece in whole.slices)) if whole is not None else []
     bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, offloads_params, whole, members)
@@ -309,7 +309,7 @@ def _is_kept(alias: Tensor, version: int) -> bool:
 
 
 def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucket]:
-    """Sets deadlines by the order of the blocks in a forward. Returns buckets of blocks whose forward is not called."""
+    """Sets deadlines by the order of the blocks in a forward. Returns the buckets of blocks that are not in `order`."""
     first = {block: i + 1 for i, block in reversed(list(enumerate(order)))}
     for bucket in buckets:
         bucket.deadline = first.get(bucket.plan.block, 0)
@@ -317,13 +317,13 @@ def set_deadlines(buckets: Sequence[Bucket], order: Sequence[int]) -> list[Bucke
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; any other tensor as it is."""
+    """The local part of a DTensor. Any other tensor is returned unchanged."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def target(tensor: Tensor, piece: Slice) -> Tensor:
-    """The view of a slice in its parameter. A parameter that is not contiguous is one slice and keeps its shape."""
+    """The view of a slice in its parameter: flat if the parameter is contiguous, otherwise the whole tensor."""
     values = tensor.detach()
     if values.is_contiguous():
         return values.view(-1)[piece.start : piece.start + piece.numel]

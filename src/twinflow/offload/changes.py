@@ -1,8 +1,8 @@
-"""Detects changes that the user makes to parameters (values, memory, dtype, device, requires_grad) and follows them.
+"""Detects changes of parameters by the user (values, memory, dtype, device, requires_grad) and adapts the state.
 
 The thread that calls the runtime runs these functions, at the start of a step or between steps. They read and write
-the state only while no update is under way. `find_changed` waits for that with the function that it is given. The
-callers of `adopt` and `move` have waited before.
+the state only while no update is under way. `find_changed` calls its argument `wait` to wait for all updates. The
+callers of `adopt` and `move` wait before the call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
             raise wrong_state(
                 f"{name} now requires a gradient but cannot be trained",
                 "it was frozen when the optimizer was built and has no state",
-                "Build a new optimizer after unfreezing, or freeze parameters only after building the optimizer",
+                "Unfreeze it before you build the optimizer. You may then freeze it again until it is to be trained",
             )
 
 
@@ -48,7 +48,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def moved(buckets: Iterable[Bucket]) -> list[Param]:
-    """Return the parameters whose memory is at another address. torch does not count `p.data = x` as a write."""
+    """Return the parameters whose memory is at another address, as after `p.data = x`, which `p._version` ignores."""
     found: dict[Param, None] = {}
     with plain():
         for bucket in (bucket for bucket in buckets if not bucket.offloads_params):
@@ -60,7 +60,7 @@ def moved(buckets: Iterable[Bucket]) -> list[Param]:
 
 
 def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param]:
-    """Return the parameters whose memory is at another address, and let their buckets refer to the new memory.
+    """Return the parameters whose memory is at another address, and make their buckets refer to the new memory.
 
     Raises RuntimeError if the dtype, the device or the memory format no longer fits the plan of the buckets.
     """
@@ -99,12 +99,15 @@ def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Calla
     has_moved = find_moved(params, buckets)
     if not has_moved and not written(params):
         return []
-    wait()  # the write may be our own: an update whose weights no forward has waited for
+    wait()  # the runtime itself may have written: an update whose weights no forward has waited for yet
     return list(dict.fromkeys([*has_moved, *written(params)]))
 
 
 def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
-    """Raise RuntimeError if a delayed update would overwrite what the user has written to these parameters."""
+    """Raise RuntimeError if a delayed update would overwrite the values that the user has written to these parameters.
+
+    `has_unsent`: the new weights of a delayed update are not yet in the parameters.
+    """
     if has_unsent:
         raise wrong_state(
             f"the new values of {params[0].name} cannot be kept",
@@ -117,7 +120,8 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
     """Set the master weights from the values of the parameters.
 
     `keep`: a master weight that rounds to the value of its parameter is not changed. `given`: the values of offloaded
-    parameters, which hold no values themselves. An offloaded parameter that is not in `given` is left alone.
+    parameters, because such a parameter has no values on the device. The master weights of an offloaded parameter that
+    is not in `given` are not changed.
     """
     for param in params:
         if param.tensor not in given and any(bucket.offloads_params for bucket in param.buckets):
@@ -148,7 +152,7 @@ def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options
         values = [old.read(bucket, i) for i in range(len(bucket.slices))]
         _switch(bucket, plan, updater, store)
         _write(bucket, values, options)
-    for param in bucket.members:  # where the parameter is part of the state, the move has written to it
+    for param in bucket.members:  # if the parameter is part of the state, the move has written to it
         param.note_write()
 
 
@@ -158,7 +162,7 @@ def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) ->
 
 
 def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
-    """Copy each buffer. A master or weight that the old store lacks is copied from the parameters, which held it."""
+    """Copy each buffer. If the old store has no master or no weight, it is copied from the parameters instead."""
     pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:

@@ -1,14 +1,14 @@
-"""The clipping decision: the factor that a step multiplies its gradients with, or that the step is skipped.
+"""The clipping decision: the factor by which a step multiplies its gradients, or the decision to skip the step.
 
 Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may run ahead
 into a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is known,
-one decision is made for the whole step. Updates that were made with the right factor are kept. All other updates are
-repeated from the state, which has not changed.
+one decision is made for the whole step. If the step is not clipped, these updates are kept. If it is clipped, they are
+repeated with the right factor, from the state, which has not changed.
 
 There are three places where the decision is made:
 
-- On the device (`decide_there`), queued on the stream that made the gradients. Updates of resident state read it there.
-  It is copied to the host for the other updates.
+- On the device (`decide_there`), queued on the stream that made the gradients. Updates of state on the device read the
+  decision there. It is copied to the host for the other updates.
 - In the thread of the reducer, from the norms of all ranks (`decide`).
 - In the executor, where the host sums the gradients of several backwards (csrc/clip_decision.cpp).
 
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """The factor for every gradient of a step, or that the step is skipped."""
+    """The factor for every gradient of a step, and whether the step is skipped."""
 
     norm: float
     factor: float
@@ -51,7 +51,7 @@ class Decision:
 
 
 def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
-    """Decide on a step. `sums`: sums of squares of its gradients, which are multiplied by `scale`."""
+    """Decide on a step. `sums`: sums of squares of its gradients, which are `scale` times the true gradients."""
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
     if limits.skip_nonfinite and not math.isfinite(norm):

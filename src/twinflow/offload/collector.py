@@ -1,15 +1,17 @@
-"""Gathers gradients in the flat buffers of their buckets, measures complete buckets and submits them as tasks.
+"""Gathers gradients in the flat buffers of their buckets, computes the norms of complete buckets and submits them as
+tasks.
 
 Threads: autograd's thread calls the collector during backward, and the user's thread calls it in `step`. They never run
 at the same time, because backward() blocks its caller, so there is no lock.
 
-Order: all work is queued on the current stream, which made the gradients. `Task.ready` is recorded on that stream after
-the last copy and the norm. Copies to the host and updates on the device wait for it. The collector blocks the calling
-thread in two cases only: in `read_back`, and to wait for a flat buffer if all of them are in use.
+Order: all work is queued on the current stream, which made the gradients. The event `Task.ready` is recorded on that
+stream after the last copy and the norm. Copies to the host and updates on the device wait for this event. The collector
+blocks the calling thread in two cases only: in `read_back`, and to wait for a flat buffer if all of them are in use.
 
 Ownership: an open task and its flat buffer belong to the collector until `_submit`. Then they belong to the executor,
 to `DeviceWork` or to `Sharing`. Sums of several backwards (`_sums`) and the norms on the device always belong to the
-collector. The decisions and norms on the host exist twice, because those of the last job may still be read.
+collector. There are two sets of decisions and norms on the host, because other threads may still read those of the last
+job.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from twinflow.offload.taken_gradient import TakenGradient
 
 
 class Collector:
-    """Makes tasks of gradients."""
+    """Turns the gradients of a step into tasks."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Collector:
         self._device_work = device_work
         self._buckets = buckets
         self._sharing = sharing
-        self.num_parts = num_parts  # gradients of a parameter in one step; if several, they are summed in fp32 here
+        self.num_parts = num_parts  # number of gradients of a parameter in one step; several are summed in fp32 here
         self._tensor_device = tensor_device
         self._open: dict[Bucket, Task] = {}  # tasks of this step that are not complete
         self._sums: dict[int, Tensor] = {}  # by index of the bucket
@@ -58,7 +60,7 @@ class Collector:
         self._views = pack_gradients.Views()
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=tensor_device)  # of each bucket
         self._norm_of = list(self._norms.unbind())
-        self._unmeasured: list[Task] = []  # tasks of this step whose norm is not measured yet
+        self._unmeasured: list[Task] = []  # tasks of this step whose norm is not computed yet
         self._decisions = [torch.zeros(3, dtype=torch.float64, device=tensor_device) for _ in range(2)]
         self._host_decisions = [device.pinned(3, torch.float64) for _ in range(2)]
         self._host_norms = [device.pinned(len(buckets), torch.float64) for _ in range(2)]  # of this job and the last
@@ -70,7 +72,7 @@ class Collector:
     # During backward.
 
     def add(self, job: Job | None, found: Sequence[tuple[Param, Tensor]]) -> None:
-        """Add gradients to the flat buffers of their buckets or, if several make up one, to the fp32 sums."""
+        """Add gradients to the flat buffers of their buckets, or to the fp32 sums if a step sums several gradients."""
         is_sum = self.num_parts > 1
         for bucket, pieces in _by_bucket(found).items():
             into = self._sum(bucket) if is_sum else self._task(job, bucket).flat
@@ -92,7 +94,7 @@ class Collector:
     def put_wholes(self, job: Job, grads: Mapping[int, Tensor], buckets: Sequence[Bucket]) -> None:
         """Copy all gradients of some buckets at once, and submit these buckets. `grads`: by index of the parameter.
 
-        This is the usual way of a gradient. It is fast, because it does nothing separately for each gradient.
+        Most gradients are copied by this method. It is fast, because it does nothing separately for each gradient.
         """
         for bucket in buckets:
             task = self._new_task(job, bucket)
@@ -122,7 +124,7 @@ class Collector:
     # In `step`.
 
     def complete(self, job: Job, params: Sequence[Param]) -> None:
-        """Submit the rest of a step: parameters that are complete only now, and buckets that lack some gradients."""
+        """Submit the rest of a step: parameters that are complete only now, and buckets with missing gradients."""
         for param in params:
             if param.hits and (param.is_late or param.hits < self.num_parts):
                 self._round(job, param)
@@ -135,7 +137,7 @@ class Collector:
                 self._submit(task)
 
     def _round(self, job: Job, param: Param) -> None:
-        """Round the sum of a parameter into the flat buffers, because it gets no more gradients."""
+        """Round the fp32 sum of a parameter's gradients into the flat buffers, because no more gradients will come."""
         if self.num_parts == 1:
             return  # the gradient is already in the flat buffers
         for bucket in param.buckets:
@@ -146,8 +148,9 @@ class Collector:
     def take_all(self, job: Job, params: Sequence[Param], stand_in: Callable[[Param], TakenGradient]) -> None:
         """Make and submit tasks from the gradients in `.grad`.
 
-        Copies still read the gradients after this method returns. So a stand-in replaces them in `.grad`, and a write
-        to it goes to a copy. Gradients whose memory the user may also write to are copied now.
+        Copies still read the gradients after this method returns. A stand-in (TakenGradient) therefore replaces each
+        gradient in `.grad`, and a write to the stand-in goes to a copy. If the user may also write to the memory of a
+        gradient in other ways, the gradient is copied now.
         """
         flat: dict[Param, Tensor] = {}
         for param in params:
@@ -155,7 +158,7 @@ class Collector:
             if grad is None:
                 continue
             if isinstance(grad, TakenGradient) and param.watched is not None:
-                param.put_back(param.watched)  # it may be in memory of the user, which then stays in `.grad`
+                param.put_back(param.watched)  # if the user holds this tensor too, it stays in `.grad`
                 param.watched = None
                 grad = param.tensor.grad
                 assert grad is not None
@@ -187,7 +190,7 @@ class Collector:
             for i in task.present:
                 piece = bucket.slices[i]
                 task.sources.append((piece.offset, flat[bucket.params[i]][piece.start : piece.start + piece.numel]))
-            if task.present and bucket.is_on_device:  # an update on the device needs them in one buffer
+            if task.present and bucket.is_on_device:  # an update on the device needs the gradients in one buffer
                 task.flat = self._executor.take_flat(bucket.plan, self._device.compute())
                 own = zip(task.present, task.sources, strict=True)
                 placed: list[pack_gradients.Piece] = [(bucket.slices[i], source, True) for i, (_, source) in own]
@@ -196,10 +199,10 @@ class Collector:
             if task.present:
                 self._submit(task)
 
-    # When the gradients of a step are put back.
+    # Putting the gradients of a step back into `.grad`.
 
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Return the gradients that were taken of these parameters, as torch would have left them in `.grad`."""
+        """Return the gradients that were taken from these parameters, as torch would have left them in `.grad`."""
         self._device.compute().synchronize()
         if self._executor.sums_on_host:
             self._executor.wait_for_sums()
@@ -269,10 +272,10 @@ class Collector:
         return there, here, compute.record()
 
     def _measures_later(self, task: Task) -> bool:
-        """Whether the norm of a task is measured when the step is closed, together with all others.
+        """Whether the norm of a task is computed when the step is closed, together with the norms of all other tasks.
 
-        This takes a few launches instead of some for each bucket. It is possible if the gradients stay on the device
-        until the decision.
+        This takes a few kernel launches for all buckets instead of a few for each bucket. It is possible if the
+        gradients stay on the device until the clipping decision.
         """
         is_whole = task.flat is not None and len(task.present) == len(task.bucket.slices)
         return is_whole and task.job.limits.any and not self._executor.holds_on_host
@@ -284,7 +287,7 @@ class Collector:
         if flats:
             self._device.compute().run(partial(pack_gradients.measure_many, self._norms, flats))
 
-    # Parts.
+    # Sums and tasks.
 
     def _sum(self, bucket: Bucket) -> Tensor:
         index = bucket.plan.index
@@ -309,14 +312,14 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """Measure a task whose gradients are all queued, and give it to the executor or to `DeviceWork`."""
+        """Compute the norm of a task whose gradients are all queued, and give it to the executor or to `DeviceWork`."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()
         bucket, compute, flat = task.bucket, self._device.compute(), task.flat
         norm = self._norm_of[bucket.plan.index]
         if self._executor.sums_on_host:
-            pass  # the norm of the total is measured after the sum
+            pass  # the norm of the total is computed after the sum
         elif self._measures_later(task):
             self._unmeasured.append(task)
         elif flat is not None and len(task.present) == len(bucket.slices):
@@ -368,9 +371,9 @@ def _is_shared(grad: Tensor) -> bool:
 
 
 def _fewest_references() -> int:
-    """Return the number of references to a gradient that only its parameter and `_is_shared` hold.
+    """Return the reference count that `_is_shared` sees for a gradient to which only its parameter refers.
 
-    It differs between torch releases.
+    The count differs between torch releases.
     """
 
     def count(grad: Tensor) -> int:

@@ -1,9 +1,9 @@
-"""Updates on the device for buckets whose state is resident there, by twinflow's rules.
+"""Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
 
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
-parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 parameter beside
-the weights, and its update copies no weights. With a delayed update the weights must not change for one more step. The
-state then has separate buffers for the weights. It also has them if a parameter is not contiguous.
+parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside
+the weight itself, and its update copies no weights. With a delayed update the weights must not change for one more
+step, so the state has separate buffers for the new weights. It also has these buffers if a parameter is not contiguous.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DeviceUpdater:
         self.format = format
         self.keeps_states = keeps_states  # False: SGD without momentum has no states
         self.keeps_weights = keeps_weights  # the state has its own buffers for weights
-        self.max_programs = max_programs  # Triton programs of an update; None: as many as fill the device
+        self.max_programs = max_programs  # largest number of Triton programs of an update; None: no limit
         self._device = device
         self._hypers = Hypers(rule, format)
         self._is_fused = gpu.is_available()
@@ -77,7 +77,7 @@ class DeviceUpdater:
         return Store(self.format, master, weight, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """New states are zeros, unless the rule has an option for their first value."""
+        """Sets new states to zeros, or to the initial value that an option of the rule gives."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
@@ -109,8 +109,9 @@ class DeviceUpdater:
     def _update_fused(self, store: Store, task: Task, grads: Tensor, factor: float, decision: Tensor | None) -> None:
         """Updates with the bucket's Triton kernel.
 
-        The kernel's tables are allocated here, on the stream that runs the kernel, because memory of another stream may
-        still be in use there. A GPU stream calls this function at once, so the step counts are still those of the task.
+        The kernel's tables are allocated on the stream that runs the kernel, because memory of another stream may still
+        be in use by that stream. A GPU stream calls this function at once, so the step counts are still those of the
+        task.
         """
         try:
             fused = self._fused_of(task.bucket)
@@ -129,7 +130,7 @@ class DeviceUpdater:
         self._has_run = True
 
     def _fused_of(self, bucket: Bucket) -> FusedUpdate:
-        """The bucket's kernel with its tables. They are made again if the parameters have other addresses."""
+        """The bucket's kernel with its tables. The tables are made again if addresses of parameters have changed."""
         found = self._fused.get(bucket.plan.index)
         if found is None or found[0] != bucket.addresses:
             weights = zip(self._weights(bucket), bucket.slices, strict=True)
@@ -163,12 +164,12 @@ class DeviceUpdater:
         return store.master if store.weight is None else store.weight
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights in the state, if they are not the parameters."""
+        """The separate weights in the state. Only for buckets whose parameters are not part of the state."""
         assert not self.is_aliased(bucket.plan)
         return self._weights(bucket)
 
     def _round(self, store: Store) -> None:
-        """Rounds the master into the weights that the state holds beside an fp32 master."""
+        """Rounds the fp32 master into the separate weights of the state."""
         if store.weight is not None and not store.is_split:
             store.weight.copy_(store.master)
 
@@ -185,12 +186,12 @@ class DeviceUpdater:
         return {key: value.cpu() for key, value in slices.read(self.rule, self._mended(bucket, index)).items()}
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """The value that `read` has under `key`, but a bf16 state stays bf16."""
+        """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
         found = slices.read_one(self.rule, self._mended(bucket, index), key)
         return found.cpu() if found is not None else None
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Writes values of `read`.
+        """Replaces the state of one slice by values that `read` has returned.
 
         If the parameter is part of the state, elements of the master that do not round to the parameter are set to the
         parameter.
@@ -206,9 +207,9 @@ class DeviceUpdater:
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         """Sets the master to the parameter's values. With `keep`, elements that round to these values do not change.
 
-        A parameter that is part of the master does not change, because a backward may still need it. Its value before
-        the user's write is not known. With `keep`, the lower half of the master therefore stays where it is valid for
-        the new upper half.
+        A parameter that is part of the master does not change, because a backward may still need it. The value that it
+        had before the user's write is not known. With `keep`, an element's lower half is therefore kept if it is valid
+        for the new upper half.
         """
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan) or bucket.plan.dtype == torch.float16:
@@ -219,7 +220,7 @@ class DeviceUpdater:
             slices.mend_lower(store) if keep else store.master.zero_()
 
     def _mended(self, bucket: Bucket, index: int) -> Store:
-        """The state of a slice. Lower halves that a write of the user has made invalid are zero."""
+        """The state of a slice. Lower halves that a write by the user has made invalid are replaced by zero."""
         store = self._slice(bucket, index)
         if store.is_split and self.is_aliased(bucket.plan):
             slices.mend_lower(store)

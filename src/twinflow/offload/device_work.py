@@ -1,20 +1,20 @@
-"""Updates of state on the device, and sums of gradients there. Threads queue them on streams; streams and events order
-them.
+"""Updates of state on the device, and sums of gradients there. Threads queue this work on streams. Streams and events
+order it.
 
-Our own kernels read the clipping decision from device memory, so nothing waits for the host. Two kinds of updates need
-the decision as a number on the host: updates of a user's own optimizer, and updates whose norm the host measures
-(`sums_on_host`). The thread of `LateUpdates` waits for the decision and queues these.
+twinflow's kernels read the clipping decision from device memory, so nothing waits for the host. Two kinds of updates
+need the decision as a number on the host: updates by a user's own optimizer, and updates whose norm the host computes
+(`sums_on_host`). The thread of `LateUpdates` waits for the decision and queues these updates.
 
 Threads: autograd's thread (or the user's thread in `step`) and the reducer submit tasks. The user's thread, the reducer
-or the norm reducer closes jobs. `LateUpdates` has a thread of its own. `DeviceWork._lock` guards `Job.on_device`,
-`Job.unsent` and all fields here. It is taken before `Executor.changed`. A thread may hold it while it waits for the
-last update of a bucket or for a reader of frozen state. Methods that run only between steps do not take it
-(`hold_back`, `forget_sums`).
+or the norm reducer closes jobs. `LateUpdates` has a thread of its own. The lock `DeviceWork._lock` guards
+`Job.on_device`, `Job.unsent` and all fields here. A thread that needs this lock and `Executor.changed` acquires this
+lock first. A thread may hold the lock while it waits for the last update of a bucket or for a background checkpoint
+that reads the state (frozen.py). Methods that run only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
 is streamed. The flat buffer of the gradients is free after the update. With a delayed update the new weights stay in
-the state until the job is released. They are then copied into the parameters, and only after that may the next update
-write to the state.
+the state until the next step releases the job. They are then copied into the parameters, and only after that may the
+next update write to the state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceWork:
             self._late.close()
 
     def submit(self, task: Task) -> None:
-        """Take over a task whose gradients are complete on the device once `task.ready` is done."""
+        """Become the owner of a task. Its gradients are complete on the device once the event `task.ready` is done."""
         with self._lock:
             if self._executor.sums_on_host:
                 self._add(task)
@@ -70,7 +70,10 @@ class DeviceWork:
                 self._start([task], None, None)
 
     def agree(self, job: Job, present: set[int]) -> None:
-        """Set the slices of tasks that waited for other ranks. `present`: parameters with a gradient on any rank."""
+        """Set which slices have a gradient, for tasks that waited for other ranks to tell theirs.
+
+        `present`: indices of the parameters with a gradient on any rank.
+        """
         with self._lock:
             for task in job.on_device:
                 if task.is_held:
@@ -80,8 +83,8 @@ class DeviceWork:
     def close_job(self, job: Job, decision: Tensor | None, event: Event | None) -> None:
         """Queue all updates of a job, ordered by deadline.
 
-        `decision`: memory on the device that is valid once `event` is done. None: the decision is known on the host, or
-        will be.
+        `decision`: the clipping decision in device memory, which is valid once `event` is done. None: the updates use
+        the decision on the host, now or when it is known.
         """
         with self._lock:
             tasks = sorted(job.on_device, key=lambda task: task.deadline)
@@ -114,7 +117,7 @@ class DeviceWork:
         job.on_device.clear()
 
     def release(self, job: Job) -> None:
-        """Copy the weights of a delayed job into the parameters, after `Executor.release`."""
+        """Copy the weights of a delayed job into the parameters. Call `Executor.release` before."""
         with self._lock:
             for task in job.unsent:
                 self._frozen.wait_until_read(task.bucket)
@@ -122,15 +125,17 @@ class DeviceWork:
             job.unsent.clear()
 
     def hold_back(self, task: Task) -> None:
-        """Let weights that are already in the state wait for the release of the job."""
+        """Note that new weights are in the state. They are copied into the parameters when the job is released."""
         bucket = task.bucket
         task.weights = _optimizer(bucket).publish(bucket)
         task.job.unsent.append(task)
         self._executor.set_unsent(bucket, task.job.number)
 
     def count_steps(self) -> None:
-        """Count the updates whose decision has become known. The scalars of the next update and readers of the state
-        need the counts."""
+        """Count the updates whose clipping decision has become known.
+
+        The scalars of the next update depend on the counts, and `state_dict` reads them.
+        """
         with self._lock:
             left = []
             for task in self._uncounted:
@@ -184,13 +189,13 @@ class DeviceWork:
                 self._forget_sum(task)
                 if job.is_released:
                     self._send(task)
-                else:  # other parts of the bucket may have gradients; their ranks publish them after the release
+                else:  # other ranks' parts may have gradients; those ranks send their weights after the release
                     job.unsent.append(task)
                 continue
             self._frozen.wait_until_read(bucket)
             last = self._updated.get(bucket)
             if last is not None and WEIGHT_SENT not in self._device.disabled:
-                last.synchronize()  # the scalars that it reads are overwritten below
+                last.synchronize()  # the last update reads its scalars from memory that is overwritten below
             self._queue(task, decision, event)
 
     def _queue(self, task: Task, decision: Tensor | None, event: Event | None) -> None:
@@ -277,11 +282,11 @@ class LateUpdates:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Hand over a job that has updates to be queued."""
+        """Give a job with updates to the thread, which queues them."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs that it already has."""
+        """End the thread after it has processed the jobs that it has got."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -310,8 +315,10 @@ def _count(task: Task) -> None:
 
 
 def _sum(task: Task, stream: Stream) -> Callable[[], None]:
-    """Return the work that adds a task's gradients to the total of its bucket and, at the last backward of a step,
-    measures the total."""
+    """Return a function that adds a task's gradients to the total of its bucket.
+
+    At the last backward of a step the function also computes the norm of the total.
+    """
     bucket, flat, norms = task.bucket, task.flat, task.job.norms
     in_total = bucket.added.union(task.present)
     new = [bucket.slices[i] for i in task.present if i not in bucket.added]

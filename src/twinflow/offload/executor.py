@@ -5,18 +5,20 @@ The executor itself is csrc/executor.h, which has the table of phases of a task.
 user's thread, by autograd's thread and by the Python threads of this project (reducer, publisher, torch-worker,
 late-updates, fetcher).
 
-Native threads: the mover starts copies, reads the clipping decision and notes gradients that have arrived. The worker
-updates one bucket at a time. If the optimizer is written in Python, a Python thread replaces the worker
-(torch_worker.py). Other threads queue updates on the device (device_work.py).
+There are two native threads. The mover starts copies, reads the clipping decision and notes gradients that have arrived
+on the host. The worker updates one bucket at a time. If the optimizer is written in Python, a Python thread replaces
+the worker (torch_worker.py). Updates on the device are queued by other threads (device_work.py).
 
-Ownership: the native executor owns the slots, the events of copies and the order of work; `mutex_` in csrc/executor.h
-guards all of it. Python owns stores, flat buffers and parameters. `Executor.changed` guards the tables that keep
-gradients alive until the native executor has released their task (`collect`), the flat buffers, and the queues of the
-Python threads. It is taken before `mutex_`. Stores are kept until `drop_store`.
+Ownership: the native executor owns the page-locked slots, the events of copies and the order of work; `mutex_` in
+csrc/executor.h guards all of it. Python owns stores, flat buffers and parameters. The lock `Executor.changed` guards
+the tables that keep gradients alive until the native executor has released their task (`collect`), the flat buffers,
+and the queues of the Python threads. A thread that needs both locks acquires `changed` before `mutex_`. A store is kept
+alive until `drop_store`.
 
-Order: an update starts after the gradients have arrived. New weights are copied after the update. A block runs after
-the copies of its weights: `hold` blocks until they are queued and lets the model's streams wait for their events. An
-exception in a background thread goes to `fail`, and `check` raises it in the next caller.
+Order: an update starts after its gradients have arrived on the host. New weights are copied after the update. A block
+runs after the copies of its weights: `hold` blocks the caller until the copies are queued, and makes the model's
+streams wait for their events. An exception in a background thread goes to `fail`, and `check` raises it in the thread
+that calls the optimizer next.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Executor:
         self.device = device
         self.flats = flats
         self.holds_on_host = holds_on_host  # gradients wait for the clipping decision on the host, in their slots
-        self.sums_on_host = sums_on_host  # each of a step's backwards submits tasks, which are added to totals
+        self.sums_on_host = sums_on_host  # every backward of a step submits tasks, and their gradients are summed
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
@@ -112,7 +114,7 @@ class Executor:
         self._library = executor_library()
         self._tasks: dict[int, Task] = {}  # by handle: tasks whose gradients the native executor still needs
         self._stores: dict[int, Store] = {}  # by handle
-        self._own: dict[int, Store] = {}  # by index: the state of buckets on the device
+        self._own: dict[int, Store] = {}  # by index of the bucket: the state of buckets on the device
         self._on_host: set[int] = set()  # indices of buckets on the host
         self._to_update: dict[int, Task] = {}  # by handle: tasks for an optimizer in Python
         self._layouts: dict[object, int] = {}
@@ -173,7 +175,7 @@ class Executor:
         self._library.tf_executor_close(self._handle)
 
     def free_slots(self) -> None:
-        """Free the slots. Only after `close` and after the end of `TorchWorker`, which reads and writes slots."""
+        """Free the slots. Call it only after `close` and after the end of `TorchWorker`, which uses the slots."""
         self._library.tf_executor_free_slots(self._handle)
 
     def _ok(self, result: float) -> float:
@@ -218,7 +220,7 @@ class Executor:
 
     @property
     def unmade_bytes(self) -> int:
-        """Page-locked memory of slots that are planned and not made yet."""
+        """Bytes of page-locked memory for slots that are planned and not allocated yet."""
         made = self.counters
         left = max(0, self.num_slots - made.num_slots) + max(0, self.num_weight_slots - made.num_weight_slots)
         return int(left) * self.slot_bytes
@@ -228,7 +230,7 @@ class Executor:
         self.sums_on_host = sums_on_host
 
     def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
-        """Change the numbers of slots. Only between steps. `keeps_weight_slots`: do not free those beyond the limit."""
+        """Change the numbers of slots. Call it between steps. `keeps_weight_slots`: keep those above the limit."""
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
         self._library.tf_executor_resize(
@@ -236,7 +238,7 @@ class Executor:
         )
 
     def add_weight_slots(self, num_more: int) -> None:
-        """Make weight slots beyond the limit now instead of at their first use."""
+        """Allocate weight slots above the limit now instead of at their first use."""
         self._library.tf_executor_add_weight_slots(self._handle, num_more)
 
     # Stores.
@@ -284,7 +286,7 @@ class Executor:
         return self._stores[self._library.tf_bucket_store(self._handle, bucket.plan.index)]
 
     def replace_store(self, bucket: Bucket, store: Store) -> None:
-        """Give a bucket another store, because its state moves to another place. Only between steps."""
+        """Give a bucket another store, because its state moves to another place. Call it between steps."""
         index = bucket.plan.index
         if index in self._on_host:
             self._on_host.remove(index)
@@ -352,7 +354,7 @@ class Executor:
         return {i for i, is_added in enumerate(slices) if is_added}
 
     def due(self, bucket: Bucket) -> int:
-        """Return the number of the last job whose weights the next forward has to see."""
+        """Return the number of the last job whose weights the next forward must use."""
         found: int = self._library.tf_bucket_due(self._handle, bucket.plan.index)
         return found
 
@@ -367,20 +369,20 @@ class Executor:
         self._library.tf_buckets_set_due(self._handle, indices, len(indices), job.number)
 
     def note_updated(self, bucket: Bucket, number: int) -> None:
-        """Note that an update on the device has put a job into the state, and that its weights are not sent yet."""
+        """Note that an update on the device has applied a job to the state. Its weights are not copied yet."""
         self._library.tf_bucket_note_updated(self._handle, bucket.plan.index, number)
 
     def set_unsent(self, bucket: Bucket, number: int) -> None:
-        """Note that a job is in the state of a bucket on the device, and that its weights will be sent later."""
+        """Note that a job is applied to state on the device, and that its weights are copied later."""
         self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
 
     def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that work on the device writes a job's weights into the parameters, and ends with the event."""
+        """Note that queued work on the device writes a job's weights into the parameters. `event`: its end."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
 
     def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that a job's weights of all ranks are written into the parameters, which ends with the event."""
+        """Note that queued work writes a job's weights from all ranks into the parameters. `event`: its end."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
@@ -399,7 +401,7 @@ class Executor:
         self._library.tf_bucket_freeze(self._handle, index, is_frozen)
 
     def next_wanted(self, timeout_s: float) -> int:
-        """Wait for an update that needs a frozen bucket, and return the bucket's index; -1 if the time is up."""
+        """Wait for an update of a frozen bucket, and return the index of the bucket; -1 after the timeout."""
         found: int = self._library.tf_next_wanted(self._handle, timeout_s)
         return found
 
@@ -429,7 +431,7 @@ class Executor:
     def _add_hypers(self, handle: int, job: Job, rule: Rule) -> None:
         """Give the native executor the rule's scalars for all step counts that a slice may have at its update.
 
-        There are several, because updates of earlier jobs may still be to come.
+        Several counts are possible, because updates of earlier jobs may still be waiting.
         """
         self._unfinished = [one for one in self._unfinished if not self._library.tf_job_is_done(self._handle, one)]
         ahead = range(1, 2 + len(self._unfinished))
@@ -454,7 +456,7 @@ class Executor:
             self._library.tf_job_free(self._handle, handle)
 
     def submit(self, task: Task) -> None:
-        """Take over a task whose gradients are complete on the device once `task.ready` is done."""
+        """Become the owner of a task. Its gradients are complete on the device once the event `task.ready` is done."""
         bucket = task.bucket
         if self.sums_on_host and bucket.total is None:
             self.set_total(bucket, _new_total(bucket.plan.numel))
@@ -492,7 +494,7 @@ class Executor:
             self._to_update[task.handle] = task
 
     def submit_sum(self, job: Job, bucket: Bucket) -> Task | None:
-        """Submit a task that has only the gradients of earlier backwards; None if there are none."""
+        """Submit a task that has only the gradients of earlier backwards. Returns None if there are none."""
         with self.changed:
             handle = self._library.tf_submit_sum(self._handle, job.handle, bucket.plan.index)
             if handle < 0:
@@ -502,7 +504,7 @@ class Executor:
             return task
 
     def agree(self, job: Job, params: Iterable[int], num_params: int) -> None:
-        """Tell which parameters got a gradient in this job on any rank. `params`: their indices."""
+        """Tell the native executor which parameters got a gradient in this job on any rank. `params`: their indices."""
         table = (c_uint8 * num_params)()
         for index in params:
             table[index] = 1
@@ -514,14 +516,15 @@ class Executor:
         self._library.tf_job_close(self._handle, job.handle, decision.data_ptr(), event.handle)
 
     def measure(self, job: Job, norms: Tensor) -> None:
-        """Set the memory for the norms of a job's totals."""
+        """Set the memory to which the native executor writes the norms of a job's totals."""
         job.norms = norms
         self._library.tf_job_set_norms(self._handle, job.handle, norms.data_ptr())
 
     def close_sums(self, job: Job, event: Event | None) -> None:
-        """Close a job whose gradients are summed as tasks, when all tasks are submitted.
+        """Close a job whose gradients are summed on the host, when all tasks are submitted.
 
-        The native executor decides when all norms are known. `event`: the norms that the device measures are known.
+        The native executor makes the clipping decision when all norms are known. `event`: the norms that the device
+        computes are on the host.
         """
         assert job.norms is not None
         self._decisions[job.number % 4] = job.norms
@@ -541,7 +544,7 @@ class Executor:
     def release(self, job: Job, after: Event) -> None:
         """Let the weights of a delayed job be copied into the parameters after the event."""
         job.after = after
-        job.is_released = True  # after `after` is set: an update on the device that is queued from here on reads it
+        job.is_released = True  # set after `job.after`: updates on the device read `after` once the job is released
         self._library.tf_job_release(self._handle, job.handle, after.handle)
 
     def decision_of(self, job: Job) -> Decision | None:
@@ -550,7 +553,7 @@ class Executor:
         return Decision(found.norm, found.factor, bool(found.skip), bool(found.clipped)) if found is not None else None
 
     def counts_of(self, job: Job) -> dict[str, int]:
-        """Return how many updates ran ahead of the decision, how many of these were dropped, and how many waited."""
+        """Return the numbers of updates that ran before the clipping decision, were then dropped, or waited for it."""
         found = self._decision(job) or CDecision()
         held = found.num_waiting + sum(task.bucket.is_on_device for task in job.tasks) * job.limits.any
         return {"speculated": found.num_ahead, "dropped": found.num_dropped, "held": held}
@@ -569,11 +572,11 @@ class Executor:
         return found
 
     def is_done(self, job: Job) -> bool:
-        """Whether every update of the job on the host is in the state or dropped."""
+        """Whether every update of the job on the host has changed the state or was dropped."""
         return bool(self._library.tf_job_is_done(self._handle, job.handle))
 
     def wait_until_done(self, job: Job) -> None:
-        """Block until every update of the job on the host is in the state or dropped."""
+        """Block until every update of the job on the host has changed the state or was dropped."""
         self._ok(self._library.tf_job_wait_done(self._handle, job.handle))
 
     def wait_until_summed(self, job: Job) -> None:
@@ -590,15 +593,15 @@ class Executor:
         self._library.tf_forget_sums(self._handle)
 
     def hold_back(self, job: Job, bucket: Bucket) -> None:
-        """Let the weights of a bucket, which are already in the state, wait for the release of the job."""
+        """Note that new weights of a bucket are in the state. They are copied when the job is released."""
         self._library.tf_hold_back(self._handle, job.handle, bucket.plan.index)
 
     def take_unsent(self, bucket: Bucket) -> bool:
-        """Discard the bucket's task that waits for the release of its job. Returns whether there was one."""
+        """Discard the bucket's task that waits for the release of its job. Returns whether there was such a task."""
         return bool(self._library.tf_take_unsent(self._handle, bucket.plan.index) >= 0)
 
     def reset(self, number: int) -> None:
-        """Count jobs from this number. Only while no job is under way."""
+        """Set the number of the last job. Call it only while no job is under way."""
         self._library.tf_reset(self._handle, number)
 
     # Gradients.
@@ -613,8 +616,8 @@ class Executor:
         with self.changed:
             taken = self.flats.take(plan, False, own)
         while taken is None:
-            # Each copy to the host returns a buffer. If no buffer will be returned, incomplete buckets have all of
-            # them. Only this thread can complete these buckets, so one more buffer is made.
+            # The end of a copy to the host returns a buffer. If no buffer will be returned, incomplete buckets use all
+            # of them. Only this thread can complete these buckets, so one more buffer is allocated.
             may_grow = not self._library.tf_will_release(self._handle)
             if not may_grow:
                 self._ok(self._library.tf_wait_released(self._handle, 1.0))
@@ -642,7 +645,7 @@ class Executor:
                     task.sources.clear()
 
     def read_grads(self, task: Task) -> Tensor | None:
-        """Return a task's gradients, from the device or from the host; None if they are in neither any more."""
+        """Return a task's gradients from the device or from the host; None if they no longer exist."""
         self.collect()
         if task.flat is not None:
             if task.ready is not None:
@@ -654,9 +657,10 @@ class Executor:
     # Weights.
 
     def hold(self, held: Held) -> float:
-        """Block until the copies of the buckets' weights are queued, and let the model's streams wait for their end.
+        """Block until the copies of the buckets' weights are queued, and make the model's streams wait for the copies.
 
-        On the CPU the calling thread waits for their end too. Returns the seconds until the copies were queued.
+        On the CPU the calling thread waits for the end of the copies too. Returns the seconds until the copies were
+        queued.
         """
         streams = self.device.model_streams()
         waited_s = self._ok(self._library.tf_hold(self._handle, held.indices, len(held.buckets), streams, len(streams)))
@@ -678,13 +682,13 @@ class Executor:
         self._ok(self._library.tf_wait_shown(self._handle, indices_of(buckets), len(buckets)))
 
     def wait_until_sent(self, bucket: Bucket, number: int, timeout_s: float) -> bool:
-        """Block until the copy of this rank's weights of a job is queued; False if the time is up."""
+        """Block until the copy of this rank's weights of a job is queued. Returns False after the timeout."""
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
     def land(self, bucket: Bucket) -> None:
-        """Copy weights that have arrived in `bucket.landing` into parameters that are not contiguous.
+        """Copy weights from the device buffer `bucket.landing` into parameters that are not contiguous.
 
-        The copy runs on the calling thread's current stream. Slices that were not updated are left alone.
+        The copy runs on the calling thread's current stream. Slices without an update are not copied.
         """
         assert bucket.landing is not None
         sent = (c_uint8 * len(bucket.slices))()
@@ -699,10 +703,10 @@ class Executor:
             bucket.params[i].note_write()
 
     def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
-        """Copy weights that live on the host to the device, after their updates are in the state. Returns a handle.
+        """Copy weights from the state on the host to the device, when their updates are done. Returns a handle.
 
         `items`: bucket (None for frozen weights), memory on the host, memory on the device. `after`: the event after
-        which the memory on the device may be written.
+        which the memory on the device may be overwritten.
         """
         table = (CFetchItem * len(items))()
         for entry, (bucket, host, into) in zip(table, items, strict=True):
@@ -723,10 +727,10 @@ class Executor:
     # For an optimizer in Python.
 
     def next_update(self, timeout_s: float) -> tuple[Task, float, Tensor | None] | None:
-        """Wait for the next task to update, and return it with its gradients; None if the time is up.
+        """Wait for the next task to update, and return it with its gradients. Returns None after the timeout.
 
         The other results are the factor of the gradients and the slot for new weights. The slot is None if the weights
-        are sent from the state.
+        are copied to the device from the state.
         """
         found = CUpdateTask()
         present = (c_uint8 * max(len(bucket.slices) for bucket in self._buckets))()
@@ -742,7 +746,7 @@ class Executor:
         return task, found.factor, slot
 
     def finish_update(self, task: Task, weights: Sequence[Tensor]) -> None:
-        """Report that an update of `next_update` is made. `weights`: the new weights of each slice."""
+        """Report that an update from `next_update` is done. `weights`: the new weights of each slice."""
         task.grads = None
         addresses = (c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
         self._library.tf_finish_update(self._handle, task.handle, addresses)

@@ -3,14 +3,14 @@
 Forward: a hook before the block calls `before_block`, and a hook after it calls `after_block`. Recomputation inside a
 backward (activation checkpointing) runs these hooks too.
 
-Backward: three kinds of hooks act.
+Backward uses three kinds of hooks.
 
 - Saved-tensor hooks replace a weight that autograd saves by a `Place`. When autograd needs the weight, `unpack` fetches
-  the block's weights first. This works for every part of a backward that reads the weights.
+  the block's weights first. This covers every backward function that reads the weights.
 - Hooks on the outputs of the block call `before_backward`, so that more blocks can be fetched ahead.
 - Hooks on the inputs of the block call `after_backward`. Of all nodes that are ready, autograd runs the one that was
-  created last. All nodes of a block have therefore run when the gradient of its input arrives. An input that is a leaf
-  has no node that was created before the block, so it gets no hook.
+  created last. All nodes of a block have therefore run when the gradient of its input arrives. This is not true for an
+  input that is a leaf, because a leaf has no node that was created before the block. Leaf inputs get no hook.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keeper(Protocol):
         ...
 
     def after_block(self, block: int) -> None:
-        """Releases the weights of a block whose forward has ended, unless its backward comes next."""
+        """Releases the weights of a block whose forward has ended, unless the block's backward comes next."""
         ...
 
     def before_backward(self, block: int) -> None:
@@ -84,7 +84,7 @@ def check_transform() -> None:
 
 
 class Place(NamedTuple):
-    """A weight that autograd has saved: its view, whose memory may be released and fetched again until backward."""
+    """A weight that autograd has saved, as a view. Its memory may be released and fetched again before backward."""
 
     view: Tensor
     edition: int
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
     """Registers the hooks on a block."""
-    open_now: list[saved_tensors_hooks | None] = []  # saved-tensor hooks of forwards that run now; None without grad
+    open_now: list[saved_tensors_hooks | None] = []  # saved-tensor hooks of running forwards; None under no_grad
 
     def before(caller: nn.Module, args: object, kwargs: object) -> None:
         if caller is not block.module:  # the module is a deep copy, which has the same hooks
@@ -135,7 +135,7 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
 
 
 def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
-    """Saved-tensor hooks that save weights as places. Other tensors go to the outer hooks, e.g. of checkpointing."""
+    """Saved-tensor hooks that save each weight as a `Place`. They pass other tensors on to the outer hooks, if any."""
     # torch has no public name for the outer saved-tensor hooks. Older versions do not offer them at all.
     get_outer: Callable[[bool], tuple[_Pack, _Unpack] | None] = getattr(
         torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
@@ -179,7 +179,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> object:
-    """The output of a block with clones of tensors that use the memory of weights, because it is released."""
+    """The output of a block. Tensors that use the memory of weights are cloned, because this memory is released."""
     if isinstance(value, Tensor):
         return value.clone() if is_weight(value) else value
     if type(value) is tuple:

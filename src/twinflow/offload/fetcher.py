@@ -1,13 +1,13 @@
-"""Fetches of weights from the host to the device, for `offload_param`. All fetches are in one queue and on one stream.
+"""Copies weights from the host to the device ("fetches"), for `offload_param`. Fetches use one queue and one stream.
 
-The thread that runs the model asks for fetches, in the order of the blocks. Two implementations exist:
+The thread that runs the model asks for fetches, in the order of the blocks. There are two implementations:
 
-- `NativeFetcher`, without sharing between ranks: the executor's native thread copies the weights of a block as soon as
-  the update of the block is in the state.
-- `SharedFetcher`, if ranks share the weights: the thread "twinflow-fetcher" waits for the update, queues the copy of
-  this rank's part and the all-gather, and then sets `SharedFetch.event` under the lock `Executor.changed`.
+- `NativeFetcher` is used if ranks do not share the weights. The executor's native thread copies the weights of a block
+  as soon as the update of the block has changed them.
+- `SharedFetcher` is used if ranks share the weights. The thread "twinflow-fetcher" waits for the update, queues the
+  copy of this rank's part and the all-gather, and then sets `SharedFetch.event` under the lock `Executor.changed`.
 
-In both cases the event of a fetch orders the model's stream after the copy.
+In both cases the model's stream waits for the event of the fetch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WeightBuffer:
 
 
 class Fetch(Protocol):
-    """A fetch of one block's weights that was asked for."""
+    """A fetch of one block's weights that `Fetcher.ask` has queued."""
 
     def wait(self) -> Event:
         """Blocks until the copy is queued. Returns the event that is recorded after the copy."""
@@ -60,7 +60,7 @@ class Fetcher(Protocol):
     """Copies the weights of blocks to the device, in the order of the calls of `ask`."""
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> Fetch:
-        """Queues a fetch. The copy starts after the event `after`, when the device buffers are free."""
+        """Queues a fetch. The copy starts after the event `after`, from which on the device buffers are free."""
         ...
 
 
@@ -147,7 +147,7 @@ class SharedFetcher:
                 executor.wait_until_shown(buckets)
                 event = self._copy(fetch)
                 for bucket in buckets:
-                    executor.note_sent(bucket, 0, event)  # the state must not change before it has been read
+                    executor.note_sent(bucket, 0, event)  # so that no update changes the state before it is copied
                 with executor.changed:
                     fetch.event = event
                     executor.changed.notify_all()

@@ -1,8 +1,9 @@
 """Device buffers in which gradients are gathered before they are copied to the host or used by an update on the device.
 
 Several threads take and return buffers: autograd's, the user's, the reducer and `LateUpdates`. The pool has no lock of
-its own, so callers of `take` and `give` hold `Executor.changed`. A stream may still read a buffer that was returned.
-The event of the buffer tells when this has ended, and the next writer lets its stream wait for it (`FLAT_FREE`).
+its own, so callers of `take` and `give` hold the lock `Executor.changed`. A stream may still read a buffer that was
+returned. The event of the buffer marks the end of this read. The stream that writes to the buffer next waits for the
+event (`FLAT_FREE`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from twinflow.offload.plan import BucketPlan
 class FlatPool:
     """Flat device buffers for gradients, up to `max_bytes` in total. A bucket larger than that still gets a buffer.
 
-    A buffer is used by buckets of one layout only, so the padding between slices is zero and stays zero.
+    Only buckets of one layout use a buffer, so the padding between slices stays zero.
     """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
@@ -29,7 +30,7 @@ class FlatPool:
         self._free: dict[object, deque[tuple[Tensor, Event | None]]] = {}
 
     def set_limit(self, max_bytes: int) -> None:
-        """Change the limit. Only between steps."""
+        """Change the limit. Call it between steps."""
         self.max_bytes = max_bytes
 
     def take(
@@ -63,5 +64,5 @@ class FlatPool:
                 self.num_bytes -= tensor.numel() * tensor.element_size()
 
     def give(self, plan: BucketPlan, flat: Tensor, read_until: Event | None) -> None:
-        """Return a buffer to the pool. Its next user has to wait for the event."""
+        """Return a buffer to the pool. The stream that writes to it next must wait for the event `read_until`."""
         self._free.setdefault(plan.layout, deque()).append((flat, read_until))

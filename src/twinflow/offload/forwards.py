@@ -2,10 +2,10 @@
 
 The first forward of the model is recorded. The order of its blocks is the order of deadlines: the executor first makes
 the update whose weights the next forward needs first. Blocks that do not run in this forward, and parameters outside of
-all blocks (ROOT), have deadline 0, which is the first. The model waits for them when its forward begins.
+all blocks (ROOT), have deadline 0, which is the earliest. The model waits for their weights when its forward begins.
 
-The order is recorded once. A forward that runs blocks in another order is still correct, but its updates come in a
-less useful order.
+The order is recorded once. A later forward that runs blocks in another order gives correct results. It may wait longer,
+because the updates are made in the recorded order.
 
 Only the thread that calls the runtime uses `Forwards`. There is no lock.
 """
@@ -45,7 +45,7 @@ class Forwards:
     def held(self, block: int) -> Held:
         """Return the buckets whose weights the forward of a block waits for.
 
-        Weights that live on the host are not among them: param_offload.py waits for their copies.
+        Buckets of offloaded weights are not among them: param_offload.py waits for the copies of these weights.
         """
         return self._held.get(block, _NOTHING)
 
@@ -58,7 +58,7 @@ class Forwards:
         return self._guarded.get(block, ())
 
     def find_users(self, blocks: Sequence[Block], param_offload: ParamOffload | None) -> None:
-        """Find the parameters of each block. A block waits for all buckets of its parameters, also of shared ones."""
+        """Find the parameters of each block. A block waits for all buckets of its parameters, shared ones included."""
         self._param_offload = param_offload
         by_tensor: dict[Tensor, Param] = {param.tensor: param for param in self._params}
         in_blocks: set[Param] = set()

@@ -1,13 +1,15 @@
-"""Frozen state: a checkpoint in the background reads the state of one moment while training goes on.
+"""Frozen state: a background checkpoint saves the state of one moment while training continues.
 
-A frozen bucket is not updated until the checkpoint has read all of its state or a copy of it was made. An update that
-finds its bucket frozen asks for copies. Copies use at most `max_bytes` of host memory. Beyond that limit the update
-waits for the reader, so training is then as slow as the disk, but does not run out of memory.
+A frozen bucket is not updated until the checkpoint has read all of its state, or until the state was copied. An update
+that finds its bucket frozen asks for such a copy. Copies use at most `max_bytes` of host memory. If the limit is
+reached, the update waits until the checkpoint has read the state. Training is then as slow as the disk, but does not
+run out of memory.
 
-Threads: the reader (the thread that writes the checkpoint) and the copier ("twinflow-copier"). Each reading is taken by
-one of them, under the lock `Executor.changed`. A bucket is released when all its readings are read or copied
-(`_make_safe`). Updates on the device call `wait_until_read`. The native executor reports waiting host updates to the
-copier (`next_wanted`).
+There are two threads: the reader, which writes the checkpoint, and the copier ("twinflow-copier"). Each tensor that the
+checkpoint reads (`_Reading`) is read or copied by one of the two threads, which marks it under the lock
+`Executor.changed`. A bucket is released when all of its readings are read or copied (`_make_safe`). Updates on the
+device call `wait_until_read`. The copier learns from the native executor which updates on the host wait
+(`next_wanted`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _LOOK_S = 0.01  # interval in which the copier checks whether an update waits
 
 
 class FrozenState:
-    """The frozen state of an executor that is being read now, if any."""
+    """The `Frozen` that a background checkpoint reads now, if there is one."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -41,7 +43,7 @@ class FrozenState:
             current.wait_until_read(bucket)
 
     def wait_until_over(self) -> None:
-        """Blocks until no frozen state is read any more."""
+        """Blocks until no background checkpoint reads the state any more."""
         with self.executor.changed:
             while self.current is not None:
                 self.executor.check()
@@ -55,13 +57,13 @@ class _Reading:
     read: Callable[[], Tensor]
     buckets: frozenset[int]  # indices of the buckets that it depends on
     nbytes: int
-    is_taken: bool = False  # a thread reads or copies it now, or has done so
+    is_taken: bool = False  # a thread reads or copies the tensor now, or has done so
     copy: Tensor | None = None
     is_safe: bool = False  # it has been read or copied, so updates may change the state
 
 
 class Frozen:
-    """The state of one moment. Make it after `Runtime.wait` and `wait_for_copies`; `begin` freezes the buckets."""
+    """The state of one moment. Create it after `Runtime.wait` and `wait_for_copies`. `begin` freezes the buckets."""
 
     def __init__(self, state: FrozenState, device: Device, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -71,13 +73,16 @@ class Frozen:
         self._executor = state.executor
         self._changed = state.executor.changed
         self._device = device
-        self._unread: dict[int, list[_Reading]] = {}  # by bucket: what is neither read nor copied
+        self._unread: dict[int, list[_Reading]] = {}  # by bucket: readings that are neither read nor copied yet
         self._wanted: list[int] = []  # buckets whose updates wait for copies
         self._is_over = False
         self._copier = threading.Thread(target=self._copy_wanted, name="twinflow-copier", daemon=True)
 
     def add(self, read: Callable[[], Tensor], buckets: Iterable[int], nbytes: int) -> Callable[[], Tensor]:
-        """Registers `read`. Returns a function to be called once, later, which returns a copy of the present value."""
+        """Registers `read`, which returns a tensor of the state.
+
+        Returns a function that may be called once, later. It returns the value that the tensor has now.
+        """
         reading = _Reading(read, frozenset(buckets), nbytes)
         for index in reading.buckets:
             self._unread.setdefault(index, []).append(reading)
@@ -140,7 +145,7 @@ class Frozen:
         except BaseException as error:
             with self._changed:
                 if reading is not None:
-                    reading.is_taken = False  # the reader may wait for this copy, and reads the value itself
+                    reading.is_taken = False  # if the reader waits for this copy, it now reads the value itself
                 self._changed.notify_all()
             self._executor.fail(error)
 
@@ -163,7 +168,7 @@ class Frozen:
         return None
 
     def _value(self, reading: _Reading) -> Tensor:
-        # `plain` reads weights without waiting for their update, because that update waits for this reading.
+        # With `plain`, reading a weight does not wait for its update. That update waits for this reading.
         with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
             return value.clone() if value.device.type == "cpu" else value.cpu()

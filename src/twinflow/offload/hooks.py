@@ -1,19 +1,19 @@
-"""The hooks on the model: the forward of each block waits for its weights, and gradients are reported when they come.
+"""The hooks on the model. They make each block's forward wait for its weights, and report gradients to the runtime.
 
 There is one hook before the forward of the model and one before the forward of each block. Modules inside a block have
 no such hooks. Every module that has parameters has a hook for `load_state_dict`. All hooks are closures over the
 runtime, so a deep copy of the model does not copy the runtime. Activation checkpointing runs forwards inside a
-backward. These must not wait, because the update that they would wait for may need this backward.
+backward. These forwards must not wait for an update, because that update may need gradients of the same backward.
 
 Threads: hooks on modules run in the thread that calls the forward. Inside a backward, and for gradients, this is
 autograd's thread. The two never run at the same time, because backward() blocks its caller, so there is no lock. A
 `GradientQueue` belongs to autograd's thread during backward, and to the user's thread in `step` and before a forward.
-Each gradient is noted with the id of the stream that made it, and the stream that takes the gradients first waits for
-all of these streams (`Device.join_streams`).
+Each gradient is noted with the id of the stream that made it. Before the gradients are copied, the copying stream waits
+for all of these streams (`Device.join_streams`).
 
-torch.compile: Dynamo traces the hooks of a module together with its forward. Our hooks trace to nothing, so the graphs
-are those of a model without hooks. The waits of a compiled block run before its compiled call (`CompiledCall`), outside
-of the graph, and before Dynamo reads the classes of the parameters (weight_guard.py).
+torch.compile: Dynamo traces the hooks of a module together with its forward. Our hooks add nothing to the traced graph.
+A compiled block waits for its weights before its compiled call (`CompiledCall`), outside of the graph, and before
+Dynamo reads the classes of the parameters (weight_guard.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Listener(Protocol):
     """The runtime, which the hooks call."""
 
     def check(self) -> None:
-        """Raise if an update has failed. Called before `state_dict`, so that such weights are not saved."""
+        """Raise if an update has failed. Called before `state_dict`, so that weights after a failure are not saved."""
         ...
 
     def before_model(self) -> None:
@@ -63,7 +63,7 @@ class Listener(Protocol):
         ...
 
     def take_queue(self, queue: GradientQueue) -> None:
-        """Called when the gradients of a queue have come."""
+        """Called when all gradients of a queue are in `.grad`."""
         ...
 
 
@@ -153,7 +153,7 @@ class ModelHooks:
             self._listener.after_model()
 
     def _enter_all(self) -> None:
-        """Called before the compiled call of the whole model, because no hook runs inside."""
+        """Called before the compiled call of the whole model, because no hook runs inside a compiled graph."""
         self._enter_model()
         for enter in self._enter.values():
             enter()
@@ -197,7 +197,7 @@ class Hook:
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """The hook of a model that was loaded from a pickle."""
+    """The function that replaces our hooks in a model that was loaded from a pickle."""
 
 
 class _Traced:
@@ -245,25 +245,25 @@ def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
 
 
 class GradientQueue:
-    """The gradients of a block that have come and wait in `.grad` until all gradients of the block have come.
+    """Gradients of a block that wait in `.grad` until all gradients of the block are there.
 
     They are taken together, because each kernel call from Python takes longer than the copy of a small gradient.
 
-    A hook on each parameter notes that its gradient has come. There are many of these hooks, and a hook in Python takes
-    several microseconds. So most hooks are made of builtins and only append to `arrived`. The parameter whose gradient
-    came last in the previous backward has a hook in Python that counts. While the last parameter is not known, all
-    parameters have the hook that counts.
+    A hook on each parameter notes that its gradient is complete. There are many of these hooks, and a hook in Python
+    takes several microseconds. So most hooks are made of builtins and only append to `arrived`. The parameter whose
+    gradient came last in the previous backward has a hook in Python that counts the gradients. While this parameter is
+    not known, all parameters have the hook that counts.
 
-    The garbage collector cannot see the objects that torch's hooks on tensors reference, so it never frees a reference
-    cycle through such a hook. These hooks reference the queue. The queue must therefore not reference a parameter or
-    the `Listener`.
+    The garbage collector cannot see the objects to which torch's hooks on tensors refer, so it never frees a reference
+    cycle through such a hook. The hooks on parameters refer to the queue. The queue must therefore not refer to a
+    parameter or to the `Listener`.
     """
 
     def __init__(self) -> None:
         self.arrived: list[tuple[int, int]] = []  # index of the parameter, and id of the stream of its gradient
         self.size = 0  # number of parameters of this queue
         self.num_expected = 0  # number of gradients in the last backward
-        self.num_taken = 0  # number of gradients in this backward
+        self.num_taken = 0  # number of gradients in this backward so far
         self._late: set[int] = set()  # parameters with several gradients in one backward; each is taken at once
         self._last: int | None = None  # the parameter whose hook counts; None: all hooks count
         self._handles: dict[int, RemovableHandle] = {}
@@ -352,8 +352,8 @@ class Queues(NamedTuple):
 def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone: bool) -> Queues:
     """Make one queue for each block, and one for each parameter outside of all blocks.
 
-    Parameters outside of all blocks get their gradients at very different times. `is_each_alone`: make one queue for
-    each parameter.
+    Parameters outside of all blocks have separate queues, because they get their gradients at very different times.
+    `is_each_alone`: make a separate queue for every parameter.
     """
     by_block: dict[int, GradientQueue] = {}
     found = Queues([], [], {})
@@ -395,7 +395,7 @@ def take_gradients(
             owner.take_queue(queue)
 
     handles = [queue.attach(param, streams, take) for param, queue in zip(params, queues, strict=True)]
-    weakref.finalize(listener, _remove, handles).atexit = False  # without a listener nothing takes the gradients
+    weakref.finalize(listener, _remove, handles).atexit = False  # hooks have no use after the listener is freed
     return handles
 
 

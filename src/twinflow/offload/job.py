@@ -1,13 +1,14 @@
-"""Jobs and tasks, and the interfaces of optimizers that work on tasks. A job is one step. A task is the part of one
-bucket in a job.
+"""Jobs and tasks, and the interfaces of optimizers that process tasks. A job is one optimizer step. A task is the work
+for one bucket in a job.
 
-Ownership of a task: the thread that takes gradients makes the task, fills it and submits it. This is autograd's thread,
-or the user's thread in `step`. After `submit` a task whose state is on the host belongs to the executor, whose phases
-csrc/executor.h lists. A task whose state is on the device belongs to `DeviceWork` and its lock (device_work.py). If
-ranks share the bucket, the task first belongs to the thread of the reducer (zero/reducer.py).
+Ownership of a task: the thread that takes gradients from `.grad` makes the task, fills it and submits it. This is
+autograd's thread, or the user's thread in `step`. After `submit` a task whose state is on the host belongs to the
+executor (csrc/executor.h lists the phases of such a task). A task whose state is on the device belongs to `DeviceWork`,
+whose lock guards it (device_work.py). If ranks share the bucket, the task first belongs to the thread of the reducer
+(zero/reducer.py).
 
-Ownership of a job: the thread that calls the runtime makes and closes the job. `on_device` and `unsent` belong to
-`DeviceWork` and its lock. The decision belongs to the executor, and any thread may ask for it. The executor keeps its
+Ownership of a job: the thread that calls the runtime makes and closes the job. The lock of `DeviceWork` guards
+`on_device` and `unsent`. The executor owns the clipping decision, and any thread may ask for it. The executor keeps its
 record of a job until the Python object is freed.
 """
 
@@ -57,7 +58,7 @@ class Job:
     number: int
     options: Sequence[Options]  # of each param group
     limits: Limits
-    scale: float  # gradients are multiplied by it: the loss scale times the divisor of the ranks
+    scale: float  # gradients are this many times too large: the loss scale times the divisor of the ranks
     executor: JobKeeper
     is_delayed: bool = False  # the new weights are copied into the parameters one step later
     is_part: bool = False  # one of several backwards, whose gradients are only added to a sum
@@ -67,8 +68,8 @@ class Job:
     norms: Tensor | None = None  # norm of each bucket, if tasks are summed over several backwards
 
     def __post_init__(self) -> None:
-        self.is_released = not self.is_delayed  # new weights may be copied into the parameters ...
-        self.after: Event | None = None  # ... after this event: the work that uses the old weights has ended
+        self.is_released = not self.is_delayed  # whether new weights may be copied into the parameters
+        self.after: Event | None = None  # the copy waits for this event: the end of the work that uses the old weights
         self.on_device: list[Task] = []  # tasks whose update on the device is not queued yet
         self.unsent: list[Task] = []  # tasks on the device whose new weights are not copied into the parameters yet
         self.handle = self.executor.new_job(self)
@@ -100,14 +101,14 @@ class Job:
         return decision.factor if decision is not None else 1.0 / self.scale
 
     def drop(self) -> None:
-        """Discard all updates of this job. Only before the job is closed."""
+        """Discard all updates of this job. Call it only before the job is closed."""
         self.is_dropped = True
         self.executor.drop(self)
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """The part of one bucket in a job."""
+    """The work for one bucket in a job."""
 
     bucket: Bucket
     job: Job
@@ -116,7 +117,7 @@ class Task:
     flat: Tensor | None = None  # the device buffer in which the gradients are gathered
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
-    is_held: bool = False  # the slices that have a gradient are known only after all ranks have told theirs
+    is_held: bool = False  # which slices have a gradient is known only after all ranks have exchanged this
     handle: int = -1  # in the executor
     grads: Tensor | None = None  # gradients for an optimizer in Python or on the device
     is_summed: bool = False  # on the device: the gradients are in the bucket's total
@@ -137,8 +138,10 @@ class HostOptimizer(Updater, Protocol):
 
 
 class Passage(NamedTuple):
-    """One update on the device: functions that are queued on a stream in this order. Resident state has no load and no
-    store."""
+    """One update on the device: functions that are queued on a stream in this order.
+
+    `load` and `store` are None if the state is resident on the device.
+    """
 
     load: Callable[[], None] | None
     update: Callable[[], None]
@@ -152,13 +155,13 @@ class DeviceOptimizer(Updater, Protocol):
     reads_decision: bool  # whether an update reads the clipping decision from device memory
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """Return the update of a task's bucket. Values that may change before it runs are read now.
+        """Return the update of a task's bucket. Values that may change before the update runs are read now.
 
-        `decision`: the tensor that `decide_there` has written by the time the update runs; its factor multiplies
-        `factor`. `stage`: the stream and the buffer of streamed state.
+        `decision`: a tensor that contains the clipping decision by the time the update runs (`decide_there`). Its
+        factor multiplies `factor`. `stage`: the stream and the buffer of streamed state.
         """
         ...
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Return the weights that follow from the state, if the state keeps them apart from the parameters."""
+        """Return the weights in the state, if the state has weights that are separate from the parameters."""
         ...

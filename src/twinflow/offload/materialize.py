@@ -1,14 +1,15 @@
-"""Building a model module by module, so that no second copy of it is ever in memory.
+"""Gives memory and initial values to a model on the meta device, module by module, without a second copy of the model.
 
-A model made under `torch.device("meta")` has shapes and no memory. Here each module in turn gets its tensors, is
-initialised in fp32 and cast: beyond the model itself, only one module's fp32 values exist at a time.
+A model that is built under `torch.device("meta")` has shapes and no memory. Here one module after the other gets its
+tensors, is initialised in fp32 and is cast to its dtype. Only one module at a time has fp32 values beside the model.
 
-What makes this exact:
-- Children come before their parents, in registration order: as their constructors ran, and as `nn.Module.apply` goes.
-  A parent may still change its children (nn.MultiheadAttention zeroes its out_proj's bias), in their final dtype.
-- Fresh tensors are poisoned. What an initialiser leaves untouched is found and named, never trained on.
-- What was real before, or was made for another owner of a tied weight, is behind a meta stand-in while an initialiser
-  runs: it cannot be initialised twice.
+These rules make the initial values correct:
+- Children are initialised before their parents, in registration order. Constructors and `nn.Module.apply` use the same
+  order. A parent may then change its children, which have their final dtype by then (nn.MultiheadAttention sets the
+  bias of its out_proj to zero).
+- New tensors are filled with NaN. A tensor that an initialiser does not fill is therefore found and named in an error.
+- While an initialiser runs, meta tensors replace two kinds of tensors, so that they are not initialised again: tensors
+  that had memory before, and tied weights that another module has already initialised.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def build(
     init: Init | None = None,
     each: Each | None = None,
 ) -> nn.Module:
-    """A model with memory, from a module on the meta device or from a function that makes one (`lambda: GPT(config)`).
+    """Return a model with memory. `model`: a module on the meta device, or a function such as `lambda: GPT(config)`.
 
-    The function runs under `torch.device("meta")`; the rest is `materialize`.
+    The function is called under `torch.device("meta")`. The other arguments are those of `materialize`.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
@@ -56,21 +57,24 @@ def materialize(
     init: Init | None = None,
     each: Each | None = None,
 ) -> nn.Module:
-    """Give every tensor of `model` that is on the meta device memory on `device`, and a value; returns `model`.
+    """Allocate and initialise on `device` every tensor of `model` that is on the meta device. Returns `model`.
 
-    A module is initialised by `init(module)`; without it by the `_init_weights(module)` of the model around it, as
-    Hugging Face's have it; else by its own `reset_parameters()`. What the first two leave out, `reset_parameters`
-    fills before they run again, as in a constructor. A tensor that nothing fills is a ValueError that names it.
+    A module is initialised by `init(module)` if `init` is given. Otherwise it is initialised by the method
+    `_init_weights(module)` of the enclosing model, which Hugging Face models have. If there is none, the module's own
+    `reset_parameters()` is called. If one of the first two does not fill all tensors of a module, `reset_parameters()`
+    is called and then the first initialiser again, as in a constructor. Raises ValueError for a tensor that no
+    initialiser fills.
 
-    `dtype` is the one of floating parameters; they are initialised in fp32 and then cast. Buffers keep theirs, and
-    tensors that are real already stay as they are. `each(module, params)` is called once a module's own new parameters
-    are final: at once where no module around it has an initialiser of its own, else after the outermost of those.
+    `dtype` is the dtype of floating-point parameters. They are initialised in fp32 and then cast. Buffers keep their
+    dtype. Tensors that are not on the meta device do not change. `each(module, params)` is called when the new
+    parameters of a module are final. If no enclosing module has an initialiser, this is right after the module's own
+    initialisation. Otherwise it is after the initialiser of the outermost enclosing module that has one.
     """
     device = torch.device(device)
     if device.type == "meta":
-        raise invalid_value("device", str(device), "a device with memory, like 'cpu' or 'cuda'")
+        raise invalid_value("device", str(device), "a device with memory, such as 'cpu' or 'cuda'")
     if dtype is not None and not dtype.is_floating_point:
-        raise invalid_value("dtype", dtype, "a floating dtype, like torch.bfloat16")
+        raise invalid_value("dtype", dtype, "a floating-point dtype, such as torch.bfloat16")
     real = {tensor for module in model.modules() for tensor in _own(module) if not tensor.is_meta}
     _Builder(device, dtype, init, each, real).visit(model, "", None, reached=False)
     _check_attributes(model)
@@ -79,15 +83,15 @@ def materialize(
 
 @dataclass
 class _Fresh:
-    """A tensor that was just made for a module."""
+    """A tensor that was just allocated for a module."""
 
     table: dict[str, Tensor | None]  # the module's `_parameters` or `_buffers`
     name: str
-    meta: Tensor  # what it stands for
+    meta: Tensor  # the meta tensor that it replaces
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now; an initialiser may have put another one in its place."""
+        """The tensor that the module has under this name now. An initialiser may have replaced the allocated one."""
         tensor = self.table[self.name]
         assert tensor is not None
         return tensor
@@ -95,21 +99,22 @@ class _Fresh:
 
 @dataclass
 class _Builder:
-    """One walk over a model."""
+    """Materialises all modules of one model."""
 
     device: torch.device
     dtype: torch.dtype | None
     init: Init | None
     each: Each | None
-    real: set[Tensor]  # those that had memory before
-    made: dict[Tensor, Tensor] = field(default_factory=dict)  # by their meta tensor, so that ties stay ties
-    finished: list[tuple[nn.Module, list[nn.Parameter]]] = field(default_factory=list)  # not yet given to `each`
+    real: set[Tensor]  # tensors that had memory before
+    made: dict[Tensor, Tensor] = field(default_factory=dict)  # new tensors by their meta tensor; tied weights stay tied
+    finished: list[tuple[nn.Module, list[nn.Parameter]]] = field(default_factory=list)  # not yet passed to `each`
     seen: set[nn.Module] = field(default_factory=set)
 
     def visit(self, module: nn.Module, path: str, around: Init | None, reached: bool) -> bool:
-        """Build the children, then the module itself; whether anything was made here.
+        """Build the children, then the module itself. Returns whether any tensor was allocated.
 
-        `around` is the `_init_weights` in force, and `reached` says that an initialiser further out runs after this.
+        `around`: the `_init_weights` of the nearest enclosing model that has one. `reached`: the initialiser of an
+        enclosing module runs after this module is built.
         """
         if module in self.seen:
             return False
@@ -128,13 +133,13 @@ class _Builder:
         return bool(fresh) or any(fresh_below)
 
     def _has_init(self, module: nn.Module, around: Init | None) -> bool:
-        """Whether an initialiser will run on this module, which could change the modules inside it too."""
+        """Whether an initialiser will run on this module. It could also change the modules inside."""
         if self.init is not None:
             return any(tensor.is_meta for tensor in _own(module))
         return around is not None or _reset(module) is not None
 
     def _make(self, module: nn.Module, label: str) -> list[_Fresh]:
-        """Memory for the module's own meta tensors, poisoned; a tensor made for another owner is shared."""
+        """Allocate the module's own meta tensors and fill them with NaN. Tied tensors that exist already are reused."""
         fresh = []
         for table in _tables(module):
             for name, meta in table.items():
@@ -142,7 +147,7 @@ class _Builder:
                     continue
                 if is_lazy(meta):
                     raise invalid_value(
-                        f"{label}: shape of {name!r}", "unknown", "known shapes", "Give the lazy module sizes"
+                        f"{label}: shape of {name!r}", "unknown", "known", "Use nn.Linear instead of nn.LazyLinear"
                     )
                 if meta not in self.made:
                     self.made[meta] = self._empty(meta)
@@ -157,7 +162,7 @@ class _Builder:
         _poison(tensor)
         if is_param:
             tensor = nn.Parameter(tensor, meta.requires_grad)
-        tensor.__dict__.update(meta.__dict__)  # marks that libraries leave on their parameters
+        tensor.__dict__.update(meta.__dict__)  # attributes that libraries set on their parameters
         return tensor
 
     def _initialise(self, module: nn.Module, label: str, fresh: list[_Fresh], around: Init | None) -> None:
@@ -168,7 +173,7 @@ class _Builder:
             with _hidden(module, self.real, shared):
                 first(module)
             if reset is not None and any(_is_poisoned(entry.tensor) for entry in fresh):
-                # `first` has been on the modules inside already; a reset must not undo that.
+                # `first` has already initialised the modules inside, and `reset` must not change them.
                 inside = {tensor for child in module.modules() for tensor in _own(child)} - own
                 with _hidden(module, inside):
                     reset()
@@ -182,14 +187,14 @@ class _Builder:
                 raise _not_filled(label, entry, has_init=first is not None or reset is not None)
 
     def _finish(self, module: nn.Module, fresh: list[_Fresh], reached: bool) -> None:
-        """Cast what was made, and hand over what no initialiser can reach any more."""
+        """Cast the new parameters, and pass those to `each` that no initialiser will change any more."""
         params = []
         for entry in fresh:
             tensor = entry.tensor
             self.made[entry.meta] = tensor
             if isinstance(tensor, nn.Parameter):
                 if self.dtype is not None and tensor.is_floating_point():
-                    tensor.data = tensor.data.to(self.dtype)  # the same parameter: as nn.Module.to does it
+                    tensor.data = tensor.data.to(self.dtype)  # keeps the parameter object, as nn.Module.to does
                 params.append(tensor)
         if params:
             self.finished.append((module, params))
@@ -200,13 +205,13 @@ class _Builder:
 
 
 def _init_weights(module: nn.Module) -> Init | None:
-    """Hugging Face's `_init_weights(module)`, where this is a model that has it."""
+    """The method `_init_weights(module)` of a Hugging Face model; None if `module` has no such method."""
     method = getattr(module, "_init_weights", None)
     if not callable(method):
         return None
     params = inspect.signature(method).parameters.values()
     required = [p for p in params if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return method if len(required) == 1 else None  # others by this name initialise themselves
+    return method if len(required) == 1 else None  # methods of this name without an argument initialise themselves
 
 
 def _reset(module: nn.Module) -> Callable[[], None] | None:
@@ -225,7 +230,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _hidden(module: nn.Module, *tensors: set[Tensor]) -> Iterator[None]:
-    """Put meta stand-ins in the place of these tensors, in `module` and below."""
+    """Replace these tensors by meta tensors inside the context, in `module` and all modules below it."""
     places = [
         (table, name, tensor)
         for inner in module.modules()
@@ -244,7 +249,7 @@ def _hidden(module: nn.Module, *tensors: set[Tensor]) -> Iterator[None]:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Fill with what no initialiser leaves: NaN, or bytes of 0xA5 where the dtype has no NaN to calculate with."""
+    """Fill with values that no initialiser sets: NaN, or bytes of 0xA5 for integers and 8-bit floats."""
     if _has_nan(tensor.dtype):
         tensor.fill_(float("nan"))
     else:
@@ -253,11 +258,11 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
-    """Whether any element is still NaN; without NaN, whether all elements are as they were."""
+    """Whether any element is still NaN. For dtypes without NaN: whether all elements are as `_poison` has set them."""
     if tensor.is_meta or tensor.numel() == 0:
         return tensor.is_meta
     if _has_nan(tensor.dtype):
-        # The sum needs no memory; it is NaN for inf - inf too, hence the second look.
+        # The sum is a fast test without temporary memory. It is also NaN for inf - inf, so `isnan` checks again.
         return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
     bits, poison = _bits(tensor)
     return bool((bits == poison).all())
@@ -268,7 +273,7 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def _bits(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor as integers, and 0xA5 repeated as one of them."""
+    """The tensor viewed as integers, and the integer whose bytes are all 0xA5."""
     size = tensor.dtype.itemsize
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     return tensor.view(integers), int.from_bytes(b"\xa5" * size, "little", signed=size > 1)
@@ -276,15 +281,21 @@ def _bits(tensor: Tensor) -> tuple[Tensor, int]:
 
 def _not_filled(label: str, entry: _Fresh, has_init: bool) -> ValueError:
     kind = "parameter" if isinstance(entry.meta, nn.Parameter) else "buffer"
-    why = "its initialiser leaves it untouched" if has_init else "the module has no reset_parameters()"
-    remedy = f"Pass init=, a function that fills it, give {label} a reset_parameters(), or make it on a real device."
+    why = "its initialiser does not fill it" if has_init else "the module has no reset_parameters()"
+    remedy = (
+        f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create the {kind} on a device "
+        "with memory."
+    )
     return ValueError(f"{label}: {kind} {entry.name!r} is on the meta device and {why}. {remedy}")
 
 
 def _check_attributes(model: nn.Module) -> None:
-    """Tensors that are plain attributes belong to nobody: none may stay on the meta device."""
+    """Raise ValueError if a tensor on the meta device is a plain attribute, because such a tensor gets no memory."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 place = f"{path or 'the model'} ({type(module).__name__}): attribute {name!r}"
-                raise ValueError(f"{place} is on the meta device and cannot be rebuilt. Register it as a buffer.")
+                raise ValueError(
+                    f"{place} is on the meta device, and only parameters and buffers get memory. "
+                    "Register it as a buffer with register_buffer()."
+                )

@@ -43,7 +43,7 @@ _PROPERTIES: Final = (
     "retains_grad",
     "shape",
 )
-# `dim` and `size` are left out: torch.vmap calls only these two before it reads the tensor in C++.
+# `dim` and `size` are not in this list, because torch.vmap calls only these two before it reads the values in C++.
 _METHODS: Final = (
     "__hash__",
     "__len__",

@@ -32,7 +32,7 @@ class _Slices(NamedTuple):
 
 
 class Hypers:
-    """Computes a rule's hyperparameters, once for all slices of a job with the same param group and step."""
+    """Computes a rule's hyperparameters. Slices of a job with the same param group and step count share the result."""
 
     def __init__(self, rule: Rule, format: str) -> None:
         self._rule = rule
@@ -42,13 +42,13 @@ class Hypers:
         self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, for `_options`
 
     def of(self, task: Task, i: int, factor: float) -> Numbers:
-        """The numbers of one slice of a task."""
+        """The scalar arguments of the update of one slice."""
         param, step = task.bucket.params[i], task.bucket.steps[i] + 1
         options = task.job.options[param.group]
         return Numbers(self._rule.hyper(options, step), _signed(factor, options), rounding_key(step, param.index))
 
     def put(self, rows: Rows, task: Task, factor: float) -> None:
-        """Writes the numbers of all slices of a task into `rows`, and which slices have a gradient."""
+        """Writes the scalar arguments of all slices of a task into `rows`, and which slices have a gradient."""
         bucket = task.bucket
         static = self._slices.get(bucket) or self._add(bucket)
         rows.is_updated[:] = len(task.present) == len(bucket.slices)

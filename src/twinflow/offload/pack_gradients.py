@@ -1,8 +1,8 @@
 """Packing of gradients into flat device buffers, and the norms of the packed gradients.
 
 The functions queue work on the current stream of the calling thread and do not wait for the device. The collector runs
-them on the stream that made the gradients, `DeviceWork` on the stream of updates. Streams order them, not locks.
-`Views` belongs to the collector, and only the thread that takes gradients uses it.
+them on the stream that made the gradients, and `DeviceWork` runs them on the stream of updates. They need no lock. Only
+the thread that takes gradients uses `Views`, which the collector owns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Piece = tuple[Slice, Tensor, bool]
 
 
 class Views:
-    """Caches views of flat buffers for as long as the buffer lives. Making a view takes longer than a small copy."""
+    """Caches the views of a flat buffer until the buffer is freed. Making a view takes longer than a small copy."""
 
     def __init__(self) -> None:
         self._found: dict[int, dict[int, list[Tensor]]] = {}  # by id of the buffer, then by number of the form
         self._numbers: dict[Form, int] = {}
 
     def number(self, form: Form) -> int:
-        """Return a number for a form. Most buckets that use a buffer have the same form."""
+        """Return a number that identifies a form. Most buckets that use a buffer have the same form."""
         return self._numbers.setdefault(form, len(self._numbers))
 
     def of(self, flat: Tensor, number: int, form: Form) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Whole:
 
     def __init__(self, slices: Sequence[Slice], shapes: Mapping[int, torch.Size], views: Views) -> None:
         self._views = views
-        self._cuts: list[tuple[int, slice | None]] = []  # parameter, and its range in this bucket; None: all of it
+        self._cuts: list[tuple[int, slice | None]] = []  # parameter, and its elements in this bucket; None: all
         form: list[tuple[int, torch.Size]] = []
         for piece in slices:
             is_all = piece.numel == shapes[piece.param].numel()
@@ -112,7 +112,7 @@ def clear(flat: Tensor, slices: Sequence[Slice]) -> None:
 def measure(norm: Tensor, flat: Tensor) -> None:
     """Write the norm of a bucket's gradients to `norm` in fp64. `flat` holds zeros where there is no gradient.
 
-    The norm is always taken over the whole bucket, so its bits do not depend on the order of the gradients.
+    The norm is always computed over the whole bucket, so its bits do not depend on the order of the gradients.
     """
     if collect.is_usable(norm.device):
         rows = torch.empty(flat.numel() // BLOCK, dtype=torch.float32, device=norm.device)
@@ -134,7 +134,10 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
 
 
 def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
-    """Write the norm of gradients that are separate tensors or parts of a flat buffer. `sources`: offset and values."""
+    """Write the norm of gradients that are separate tensors or parts of a flat buffer.
+
+    `sources`: pairs of the offset in the bucket and the values.
+    """
     if collect.is_usable(norm.device):
         rows = collect.new_rows(numel, norm.device)
         for offset, source in sources:
@@ -153,11 +156,11 @@ def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Seq
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
-    """Copy the norm of a total on the device to the host. `cuts`: the slices that are in the total."""
+    """Compute the norm of a total on the device and copy it to the host. `cuts`: the slices that are in the total."""
     parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
     if total.device.type == "cpu":
         norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())
         return
-    # All in fp64, as the host measures its totals, because the clipping factor must not depend on the place.
+    # fp64, as for totals on the host: the clipping factor must not depend on where the totals are.
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     norm.copy_(norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), non_blocking=True)

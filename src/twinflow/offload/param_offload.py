@@ -1,16 +1,17 @@
 """`offload_param`: weights are on the host and are copied to the device block by block.
 
-The state of the buckets on the host contains the trainable weights of a block. Frozen weights have page-locked buffers
-of their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only while the
-block runs: it is resized to 0 after the block and resized again before it. Views that autograd has saved are therefore
-valid again in the block's backward. Outside the block a parameter has no values (an expanded NaN) and is guarded
-(weight_guard.py): a reader gets a copy, and a write goes into the state.
+The trainable weights of a block are part of the optimizer state on the host. Frozen weights have page-locked buffers of
+their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only while the
+block runs: it is resized to 0 after the block has run, and to its full size before the block runs again. Views that
+autograd has saved are therefore valid again in the block's backward. While the block does not run, its parameters have
+no values (they are an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a write changes the
+state.
 
-Threads and order: the thread that runs the model asks for fetches, in the order of the blocks and `_AHEAD` blocks
-ahead. It resizes the storage at once, on the model's stream, and records an event there. The executor copies the
-weights on the stream "fetch", after that event and after the block's update is in the state. The model's stream waits
-for the event of the copy before the block runs. If ranks share the buckets, the thread of `SharedFetcher` copies this
-rank's part and gathers the other parts.
+Threads and order: the thread that runs the model asks for the copies ("fetches"), in the order of the blocks and
+`BLOCKS_AHEAD` blocks ahead. It resizes the storage at once, on the model's stream, and records an event there. The
+executor copies the weights on the stream "fetch", after that event and after the block's update. The model's stream
+waits for the event of the copy before the block runs. If ranks share the buckets, the thread of `SharedFetcher` copies
+this rank's part and gathers the other parts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class BlockWeights:
     buffers: list[WeightBuffer] = field(default_factory=list)
     is_here: bool = False  # the buffers have memory on the device
     fetch: Fetch | None = None  # the fetch that was asked for and that the model does not wait for yet
-    due: int = 0  # sum of the buckets' job numbers (`_due`) when the weights were fetched
+    due: int = 0  # sum of the buckets' job numbers (`_due`) when the weights were fetched; it changes with each step
     num_written: int = 0  # number of writes by the user
 
 
@@ -55,7 +56,7 @@ class Loan(NamedTuple):
     param: Tensor
     copied: Tensor
     version: int  # version of the copy when it was handed out
-    is_counted: bool  # torch would count a write to it as a write to the parameter
+    is_counted: bool  # torch would increment the parameter's version for a write to the copy
 
 
 class Piece(NamedTuple):
@@ -68,7 +69,7 @@ class Piece(NamedTuple):
 
 
 class _Engine(Protocol):
-    """The used part of torch's autograd engine, which has no types."""
+    """The method of torch's autograd engine that is used here. torch does not type it."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the outermost backward has ended."""
@@ -176,7 +177,7 @@ class ParamOffload:
         return list(self._places)
 
     def copy_of(self, param: Tensor) -> Tensor:
-        """A copy of a parameter's weights in separate device memory, after the updates that are due."""
+        """A copy of a parameter's weights in separate device memory. It includes all updates that are due."""
         buffer, view = self._places[param]
         self._check_whole(buffer)
         return host_view(buffer, view).to(buffer.flat.device, copy=True)
@@ -184,8 +185,9 @@ class ParamOffload:
     def store(self, param: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
         """Replaces the values of a parameter. The caller ensures that no thread reads or updates the state.
 
-        `is_running`: the block wrote to its own weight, so its graph uses the new values already. `is_counted`: torch
-        counts the write, so the backward of older graphs must fail. Otherwise it uses the new values, as with torch.
+        `is_running`: the block itself wrote to its weight while it ran, so its graph already uses the new values.
+        `is_counted`: the write increments the parameter's version, so the backward of older graphs must fail. If it is
+        false, the backward of older graphs uses the new values. Both are as with torch.
         """
         buffer, _ = self._places[param]
         self._check_whole(buffer)
@@ -208,7 +210,7 @@ class ParamOffload:
     def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters whose memory the user has replaced by `set_`, with their new values.
 
-        torch has no hook for `set_`.
+        They must be searched, because torch has no hook for `set_`.
         """
         found: list[tuple[nn.Parameter, Tensor]] = []
         check_transform()
@@ -256,7 +258,7 @@ class ParamOffload:
         if buffer.host().numel() != buffer.flat.numel():
             raise wrong_state(
                 "A weight cannot be used outside the forward of its block",
-                "offload_param with more than one rank shares it between ranks, and no rank has all of it there",
+                "with offload_param and several ranks, each rank has only a part of it outside of the block",
                 "Use the weight inside its block, or train without offload_param.",
             )
 
@@ -309,18 +311,18 @@ class ParamOffload:
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
-        """Sets the order of the blocks that the first forward has shown."""
+        """Sets the order of the blocks, which the first forward has recorded."""
         self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
 
     def before_model(self) -> None:
-        """Before a forward of the model: releases all weights and asks for those of the first blocks."""
+        """Before a forward of the model: releases all weights and asks for the weights of the first blocks."""
         self._is_in_backward = False  # the last backward may have raised an exception
         self.leave_all()
         for block in self._order[:BLOCKS_AHEAD]:
             self._ask_for(block)
 
     def before_block(self, block: int) -> None:
-        """Before a block runs, in a forward or again in a backward: waits for its weights and asks for the next."""
+        """Before a block runs, in a forward or again in a backward: waits for its weights and fetches the next ones."""
         if in_backward():  # recomputation
             self.before_backward(block)
             return
@@ -340,7 +342,7 @@ class ParamOffload:
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """Copies weights to the host that the block itself has written to while it ran."""
+        """Copies those weights to the host that the block itself has changed while it ran."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
@@ -348,7 +350,7 @@ class ParamOffload:
                     self._versions[param] = param._version
 
     def before_backward(self, block: int) -> None:
-        """Before the backward of a block: waits for its weights and asks for those of the next blocks in backward."""
+        """Before the backward of a block: waits for its weights and asks for the weights of the blocks that follow."""
         self._at_first_gradient()
         self.store_loans()
         self._begun.add(block)
@@ -394,7 +396,7 @@ class ParamOffload:
     # Device memory of a block.
 
     def _enter(self, block: int) -> None:
-        """Blocks until the copy of the weights is queued, and lets the model's stream wait for the copy."""
+        """Blocks until the copy of the weights is queued, and makes the model's stream wait for the copy."""
         weights = self._blocks[block]
         if weights.is_here and weights.due != _due(weights):  # they were fetched before a step
             self._leave(block)
@@ -411,7 +413,7 @@ class ParamOffload:
             uncover(param for param, _ in buffer.views)
 
     def _hold(self, fetch: Fetch) -> None:
-        """Lets the model's stream wait for a fetch."""
+        """Makes the model's stream wait for a fetch."""
         try:
             self._device.hold_compute(fetch.wait(), FORWARD)
         except Exception:
@@ -521,7 +523,7 @@ def _due(weights: BlockWeights) -> int:
 
 
 def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
-    """A function that returns the weights in the bucket's present store, because stores are swapped."""
+    """A function that returns the weights in the bucket's store at the time of the call, because stores are swapped."""
 
     def host() -> Tensor:
         store = bucket.store
@@ -536,7 +538,7 @@ def _new_flat(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:
 
 
 def _has_other_users(copied: Tensor) -> bool:
-    """Whether another tensor than this one uses its memory."""
+    """Whether other tensors use the memory of this tensor."""
     return int(torch._C._storage_Use_Count(copied.untyped_storage()._cdata)) > 2
 
 

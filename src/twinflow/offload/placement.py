@@ -3,10 +3,10 @@
 - `tail` is DeepSpeed's meaning of the ratio: the first part of the parameters has its state on the host, and the tail
   has its state on the device.
 - `front` is the opposite: the first part has its state on the device.
-- `auto` is `front` in the order in which a forward needs the weights. It hides most of the update behind the model: the
-  gradients of the first layers come last and their weights are needed first, so the host has least time for them.
-  Parameters outside all blocks come first in this order, because the forward waits for them at its start. This includes
-  the output head.
+- `auto` is `front` in the order in which a forward needs the weights. With it most of the update overlaps with the
+  model. The gradients of the first layers come last and their weights are needed first, so the host would have least
+  time for their update. Parameters outside all blocks, including the output head, come first in this order, because the
+  forward waits for them at its start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def place_by_ratio(
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
-    """Changes `share` of the buckets on the host to STREAMED, evenly distributed."""
+    """Changes the place of a share of the host's buckets to STREAMED. The chosen buckets are evenly distributed."""
     hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]
     chosen = {index for k, index in enumerate(hosted) if int((k + 1) * share) > int(k * share)}
     return [replace(plan, place=STREAMED) if plan.index in chosen else plan for plan in plans]
@@ -58,7 +58,7 @@ def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:
 
 
 def cut(params: Sequence[ParamSpec], order: Sequence[int], shares: Sequence[tuple[str, int]]) -> list[list[Part]]:
-    """The parts of each parameter if, along `order`, each place of `shares` gets its number of elements in turn."""
+    """The parts of each parameter. Elements are assigned in `order`. `shares`: places with their element counts."""
     parts: list[list[Part]] = [[] for _ in params]
     ends, end = [], 0
     for place, numel in shares:

@@ -38,10 +38,10 @@ class ParamSpec:
     numel: int
     block: int
     dtype: torch.dtype
-    can_split: bool = True  # it is contiguous, and its rule updates each element alone
+    can_split: bool = True  # it is contiguous, and the update of an element does not depend on other elements
     is_contiguous: bool = True
     is_counted: bool = True  # part of the gradient norm; False for a copy of another rank's parameter
-    shared: str = ""  # name of what it shares with pipeline or tensor ranks, equal on these ranks; see above
+    shared: str = ""  # a name that is equal on all pipeline or tensor ranks with a copy of the parameter; see above
 
 
 class Part(NamedTuple):
@@ -99,9 +99,9 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Packs all parameters into buckets of at most `max_numel` elements, in the order of parameters and blocks.
 
-    A parameter that cannot be split and is larger gets a larger bucket of its own. `parts` gives the place of each
-    parameter's elements; by default all states are on the host. With `keeps_whole`, no part of a parameter in a block
-    is split, and a larger part gets a larger bucket.
+    If a parameter is larger than `max_numel` and cannot be split, it gets a larger bucket of its own. `parts` gives the
+    place of each parameter's elements; by default all states are on the host. With `keeps_whole`, the parts of
+    parameters in blocks are not split, and a part larger than `max_numel` gets a larger bucket.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []

@@ -47,7 +47,7 @@ def bytes_of_gradients(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_weight_slots(settings: Settings, num_buckets: int) -> int:
-    """One slot for each bucket with a delayed update, because its weights wait for a step. Else `num_slots` at most."""
+    """With delayed updates one slot for each bucket, because weights wait for a step. Otherwise `num_slots` at most."""
     return num_buckets if settings.delayed_update else min(settings.num_slots, num_buckets)
 
 
@@ -58,7 +58,7 @@ def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket])
     executor.resize(
         num_gradient_slots(settings, num_hosted),
         num_weight_slots(settings, num_hosted),
-        keeps_weight_slots=settings.may_run_ahead,  # speculative stores use the slots beyond the limit
+        keeps_weight_slots=settings.may_run_ahead,  # updates ahead of the clipping decision use slots above the limit
     )
     executor.flats.set_limit(flat_bytes(settings, [bucket.plan for bucket in buckets]))
 
@@ -66,9 +66,9 @@ def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket])
 def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
     """Bytes of device memory for flat gradient buffers.
 
-    If gradients wait for the norm on the device, all of them must fit. If they wait on the host, those that the device
-    updates still wait on the device. The same holds for a delayed update. Otherwise buckets use `settings.flat_bytes`
-    in turn.
+    If gradients wait on the device for the global norm, there must be room for all of them. If they wait on the host,
+    or if updates are delayed, there must be room for the gradients of buckets that the device updates. All other
+    buckets share `settings.flat_bytes` and use it in turn.
     """
     if settings.limits.any and not settings.hold_on_host:
         return sum(p.numel * p.dtype.itemsize for p in plans)
@@ -78,9 +78,9 @@ def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
-    """One slot for each bucket if gradients wait on the host. Else `num_slots` at most, used in turn.
+    """One slot for each bucket if gradients wait on the host or updates are delayed. Otherwise `num_slots` at most.
 
-    Gradients do not wait if there is no limit that needs the norm, or if they are added to a sum on the host at once.
+    Gradients do not wait if no limit needs the norm, or if they are added to a sum on the host at once.
     """
     holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)

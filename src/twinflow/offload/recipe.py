@@ -19,14 +19,15 @@ Hosts = Mapping[Tensor, nn.Parameter]  # the fp32 copy of each of the model's pa
 
 
 class Recipe:
-    """Builds the user's optimizer over any of its parameters. `groups` and `defaults` are those over all parameters.
+    """Builds the user's optimizer over any subset of its parameters.
 
-    `rule` is a class, a partial or a function that is called with parameters (with param groups if `given` has them)
-    and the options. Or `rule` is an optimizer instance, whose options, attributes and state are copied. `given` has the
-    form of the first argument of a torch.optim optimizer.
+    `groups` and `defaults` are the attributes of the optimizer over all parameters. `rule` is a class, a partial or a
+    function. It is called with the options and with parameters, or with param groups if `given` has param groups. Or
+    `rule` is an optimizer instance, whose options, attributes and state are copied. `given` has the form of the first
+    argument of a torch.optim optimizer.
 
-    Raises ValueError if the optimizer cannot run separately on each bucket, and TypeError if `given` has other objects
-    than tensors.
+    Raises ValueError if the optimizer cannot run separately on each bucket, and TypeError if `given` contains objects
+    that are not tensors.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Recipe:
             whole = rule
             back: dict[Tensor, Tensor] = {param: param for param in known}
         else:
-            # A second copy of all parameters may not fit. Pages of torch.empty need no memory until they are written.
+            # A second copy of all parameters may not fit. torch.empty uses no memory until values are written to it.
             stands = {p: nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu")) for p in known}
             whole = self._call(stands)
             back = {stand: param for param, stand in stands.items()}
@@ -62,15 +63,17 @@ class Recipe:
             raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
         if _members(made) != set(hosts.values()):
             raise ValueError(
-                f"rule(params) returned an optimizer ({type(made).__name__}) over other parameters than the ones that "
-                "it is given. twinflow calls `rule` several times, each time with copies of some parameters. Build the "
-                "optimizer over exactly these."
+                f"rule(params) returned an optimizer ({type(made).__name__}) over other parameters than `params`. "
+                "twinflow calls `rule` several times, each time with copies of some parameters. Build the optimizer "
+                "over exactly the parameters in `params`."
             )
         return made
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:
-        """A copy of an optimizer over the copies in `hosts`. It copies attributes, because constructor arguments are
-        not known."""
+        """A copy of an optimizer over the parameters in `hosts`.
+
+        The attributes are copied, because the arguments of the constructor are not known.
+        """
         memo: dict[int, object] = {id(p): hosts.get(p, p) for p in _members(source)}  # deepcopy uses these as copies
         inner: Optimizer = object.__new__(type(source))
         others = {k: v for k, v in vars(source).items() if k not in ("state", "param_groups")}

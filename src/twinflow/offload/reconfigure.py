@@ -1,4 +1,4 @@
-"""Changes of a runtime between two steps: the number of backwards, the place of state, and counters of a checkpoint."""
+"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from twinflow.offload.settings import Settings
 
 
 def change(runtime: Runtime, settings: Settings) -> None:
-    """Applies settings with another number of backwards from the next step on."""
+    """Applies settings with another number of backwards in a step, from the next step on."""
     if runtime.has_gradients:
         raise wrong_state(
-            "The number of backwards of a step cannot be changed",
-            "gradients of the present step have been collected",
+            "The number of backwards in a step cannot be changed",
+            "gradients of the current step have been collected already",
             "Change it after step() and before the next backward().",
         )
     runtime.wait()
@@ -47,7 +47,7 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
 
 
 def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
-    """Sets the count of jobs, because state and weights were replaced by those of a checkpoint."""
+    """Sets the count of steps, because a checkpoint has replaced state and weights."""
     runtime.steps.count_from(num_jobs, None)
     if runtime.param_offload is not None:
         runtime.param_offload.leave_all()
@@ -57,7 +57,7 @@ def forget_jobs(runtime: Runtime, num_jobs: int) -> None:
 
 
 def hold_back(runtime: Runtime, number: int) -> None:
-    """Marks all weights as unsent: the state contains a delayed update, which the next step copies to the device."""
+    """Notes that the state contains a delayed update. The next step copies its weights to the device."""
     job = Job(number, (), Limits(), 1.0, runtime.executor, is_delayed=True)
     runtime.executor.decide(job, Decision(norm=math.nan, factor=1.0, skip=False, clipped=False))
     for bucket in runtime.buckets:

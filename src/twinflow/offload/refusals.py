@@ -1,8 +1,8 @@
-"""Checks that refuse a training loop before it produces wrong results.
+"""Checks that raise an error for a training loop that would otherwise produce wrong results.
 
 The runtime calls them in autograd's thread (`check_layout`, `check_seen`) and in `step`. They read the fields of
 parameters and of the open job, which belong to the thread that calls the runtime (runtime.py). Only `note_bypassed`
-writes such fields.
+changes such fields.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def check_seen(param: Param) -> None:
     ):
         return
     raise wrong_state(
-        f"{param.name} was used by a forward that had not waited for its last update",
-        "neither the model's hooks nor torch's functions saw this forward, as with a CUDA graph or a C++ extension",
+        f"a forward has used {param.name} without waiting for the parameter's last update",
+        "the forward ran neither the model's hooks nor torch functions, as with a CUDA graph or a C++ extension",
         "Call the optimizer's wait() before such a forward",
     )
 
@@ -79,18 +79,18 @@ def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
 
 
 def too_late(what: str, has_ranks: bool) -> RuntimeError:
-    """Return the error for an access between backward and `step` when updates have already been written.
+    """Return the error for an access between backward and `step` when updates have already changed weights.
 
     `what`: a clause in the past tense that names the access.
     """
-    why = "other ranks go on with them" if has_ranks else "they cannot be undone"
-    undo = "" if has_ranks else ", or give max_grad_norm or skip_nonfinite=True, with which updates wait for step()"
+    why = "other ranks already use them" if has_ranks else "they cannot be undone"
+    undo = "" if has_ranks else ", or set max_grad_norm or skip_nonfinite=True, with which updates wait for step()"
     return wrong_state(
         f"{what} between backward() and step(), which is too late",
         f"updates of this step have already been made during backward and {why}",
-        "The step has been completed with the gradients that had come, so weights and state belong together and can be "
-        "saved. Declare the number of backwards with accumulation_steps=, or build the optimizer with early=False "
-        f"(zero_optimization.offload_optimizer.early: false in a config){undo}",
+        "The step has been completed with the gradients so far, so weights and optimizer state are consistent and can "
+        "be saved. Declare the number of backwards in a step with accumulation_steps=, or build the optimizer with "
+        f"early=False (zero_optimization.offload_optimizer.early: false in a config){undo}",
     )
 
 

@@ -1,8 +1,9 @@
-"""The overlap runtime: takes gradients during backward, submits tasks to the executor, lets forwards wait for weights.
+"""The overlap runtime: takes gradients during backward, submits tasks to the executor, and makes forwards wait for
+weights.
 
 The path of a gradient, in execution order:
 
-1. A hook notes in the queue of the parameter's block that the gradient has come (hooks.py).
+1. A hook notes in the queue of the parameter's block that the gradient is complete (hooks.py).
 2. The hook of the block's last gradient calls `take_queue`. It gathers the gradients of the block in the flat device
    buffers of their buckets (collector.py).
 3. A complete bucket becomes a task. If its state is on the host, the native threads of the executor copy the gradients
@@ -13,10 +14,10 @@ The path of a gradient, in execution order:
    weight waits for that weight only (weight_guard.py).
 
 Gradients are taken during backward if `early` allows it (early.py). Otherwise `step` takes them from `.grad`, and items
-3 to 5 do not change. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has been
-written (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same effect as with torch.
-If updates have been written during backward, such a loop gets an error, after the step has been completed with the
-gradients that had come.
+3 to 5 do not change. Until `step`, gradients that were taken can be put back into `.grad` as long as no update has
+changed weights or state (`can_undo`). Another backward, or a changed gradient, option or weight, then has the same
+effect as with torch. If updates have already changed weights or state during backward, such a loop gets an error.
+Before the error is raised, the step is completed with the gradients so far.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
 run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
@@ -100,8 +101,9 @@ class Runtime:
         option_names: frozenset[str] | None = None,
         owner: Callable[[], object | None] | None = None,
     ) -> None:
-        """`options`: returns the options of each param group. `option_names`: the options that an update depends on;
-        None: all of them. `owner`: a weak reference to the optimizer, which the model's hooks must not keep alive."""
+        """`options` returns the options of each param group. `option_names`: the options that an update depends on;
+        None means all of them. `owner`: a weak reference to the optimizer, so that the model's hooks do not keep the
+        optimizer alive."""
         self.device = device
         self.updaters = updaters
         self.params = params
@@ -196,8 +198,10 @@ class Runtime:
 
     @property
     def can_undo(self) -> bool:
-        """Whether updates that have begun during backward can be dropped until `step`, because none is written before
-        the clipping decision."""
+        """Whether updates that have begun during backward can be dropped until `step`.
+
+        This is possible if no update changes the state before the clipping decision.
+        """
         return self.settings.limits.any and not self._has_ranks
 
     @property
@@ -218,7 +222,7 @@ class Runtime:
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
     ) -> None:
-        """Let the weights of blocks live on the host. Called once, before all other methods."""
+        """Keep the weights of blocks on the host. Called once, before all other methods."""
         where = self._tensor_device
         me = weakref.ref(self)
 
@@ -247,8 +251,9 @@ class Runtime:
     ) -> None:
         """Put the hooks on the model.
 
-        The first forward is recorded to learn the order of blocks, unless they are known to run `in_order`.
-        `before_gathering`: called before each forward if each rank has rows of the weights.
+        The first forward is recorded to learn the order of blocks. `in_order`: the blocks run in the given order, so
+        nothing is recorded. `before_gathering`: called before each forward if each rank has only some rows of the
+        weights.
         """
         self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
@@ -256,7 +261,7 @@ class Runtime:
                 "a second TwinOptimizer",
                 "this model",
                 "the model already has a TwinOptimizer",
-                "Call its close() before building another",
+                "Call close() of that optimizer before you build another",
             )
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
@@ -270,7 +275,7 @@ class Runtime:
         self._handles += take_gradients(self.params, self._queues, self.device.stream_ids, self)
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
-        """Set the function that is called before a step reads the options. It may change them. There is only one."""
+        """Set the only function that is called before a step reads the options. It may change the options."""
         self._before_update = callback
 
     def check(self) -> None:
@@ -278,7 +283,7 @@ class Runtime:
         self.executor.check()
 
     def _set_late(self, param: Param) -> None:
-        """Mark a parameter that gets several gradients in one backward. Each of them is taken when it comes."""
+        """Mark a parameter as late: it gets several gradients in one backward, and each is taken when it comes."""
         param.is_late = True
         self._queues[param.index].set_late(param.index)
 
@@ -322,7 +327,7 @@ class Runtime:
         if block != ROOT:
             for param in self._forwards.enter(block):
                 if self._is_taking and param.hits >= self.settings.num_gathered:
-                    self._late_from_now.add(param)  # not now, because its task is already complete
+                    self._late_from_now.add(param)  # from the next step on, because this step's task is complete
                 else:
                     self._set_late(param)
         self._hold(self._forwards.held(block))
@@ -331,7 +336,7 @@ class Runtime:
             param.is_seen = True
 
     def _hold(self, held: Held) -> None:
-        """Let the model wait for the weights of these buckets."""
+        """Make the model wait for the weights of these buckets."""
         if held.buckets:
             start = time.perf_counter()
             waited_s = self.executor.hold(held)
@@ -340,7 +345,7 @@ class Runtime:
                 self.device.trace.add("wait", "main", start, start + waited_s, bucket=held.buckets[0].plan.index)
 
     def before_recompute(self, block: int) -> None:
-        """Prepare a forward of a block inside a backward. It needs no wait, because the first forward has waited."""
+        """Prepare a forward of a block inside a backward. It does not wait, because the first forward has waited."""
         weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
@@ -361,9 +366,9 @@ class Runtime:
         param.is_seen = True
 
     def before_load(self, module: nn.Module) -> None:
-        """Raise before `load_state_dict` writes to a module's own weights, if the write would be refused.
+        """Raise an exception before `load_state_dict` writes to a module's own weights, if the write would raise one.
 
-        `load_state_dict` replaces the exception of a write by an exception of its own.
+        If the write itself raised it, `load_state_dict` would replace it by an exception of its own.
         """
         if self._is_taking and not self.can_undo:
             for tensor in module.parameters(recurse=False):
@@ -372,7 +377,7 @@ class Runtime:
                 self.settle(tensor)
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
-        """Note a `.data` of the parameter. A write to it changes the weight, but not the version of the parameter."""
+        """Note a `.data` tensor of the parameter. A write to it changes the weight, but not the parameter's version."""
         self._by_tensor[tensor].note_alias(alias)
 
     def lives_on_host(self, tensor: Tensor) -> bool:
@@ -402,7 +407,7 @@ class Runtime:
             self.param_offload.store(tensor, values.detach(), is_running, is_counted)
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Note a copy that was given to the user. If the user writes to it, it is stored before the next use."""
+        """Note a copy of a weight that was given to the user. If the user writes to it, the weight gets its values."""
         assert self.param_offload is not None
         self.param_offload.lend(tensor, copied, is_counted)
 
@@ -414,7 +419,7 @@ class Runtime:
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, except those that compiled graphs use without our hooks. `step` has waited for the latter."""
+        """Guard weights, except those that compiled graphs use without our hooks. For these `step` has waited."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
@@ -439,7 +444,7 @@ class Runtime:
                 if grad is not None:
                     found.append((param, grad))
             if self._is_taking is None and self.param_offload is not None:
-                self.param_offload.store_loans()  # now, because nothing of this step has begun yet
+                self.param_offload.store_loans()  # now, because no work of this step has begun yet
             if torch.is_grad_enabled() and (in_backward() or any(grad.requires_grad for _, grad in found)):
                 if self._is_taking:
                     self._return_gradients("backward(create_graph=True) ran")
@@ -459,8 +464,8 @@ class Runtime:
     def _take_whole(self, queue: GradientQueue) -> bool:
         """Take the gradients of a queue if every parameter has got its only gradient of this step.
 
-        This is the usual case. It needs no decision for each parameter, so it takes a third of the time of the general
-        way. Returns False, and does nothing, in all other cases.
+        This is the usual case. It needs no checks for each parameter, so it takes a third of the time of the general
+        case. In all other cases this method does nothing and returns False.
         """
         job, whole = self.steps.job, self._wholes.get(queue)
         if not self._is_taking or self._is_covered or job is None or whole is None or self.settings.num_gathered > 1:
@@ -491,7 +496,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Take gradients that still wait after backward, because a block got fewer gradients than the last time."""
+        """Take gradients that still wait after backward, because a block got fewer gradients than in the last one."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)
@@ -516,7 +521,7 @@ class Runtime:
         return grad
 
     def _leave(self, param: Param, grad: Tensor) -> None:
-        """Leave a gradient in `.grad`. If later steps will take gradients, a stand-in detects whether it is used."""
+        """Leave a gradient in `.grad`. If later steps will take gradients, a TakenGradient detects uses of it."""
         if not param.was_hit:
             refusals.check_seen(param)
         param.hits += 1
@@ -546,7 +551,7 @@ class Runtime:
             param.was_hit = True
             if param.is_sharded:
                 pair = (param, local_of(pair[1]))
-            # The number of gradients of a late parameter does not show the number of backwards.
+            # A late parameter gets several gradients in one backward, so `hits` is not the number of backwards.
             (last if param.hits == wanted and not param.is_late else others).append(pair)
         if self.steps.job is None and (last or (others and wanted == 1)):
             if self.settings.sums_on_host and self.steps.num_parts + 1 < self.settings.accumulation_steps:
@@ -568,7 +573,7 @@ class Runtime:
                 self.collector.add_last(job, last)
 
     def _take_another(self, param: Param, wanted: int) -> None:
-        """Handle a gradient of a parameter that has already got one for each forward, or all of this step."""
+        """Handle a gradient of a parameter that has already got one for each forward, or all gradients of this step."""
         if param.hits >= wanted and not param.is_late and self.steps.is_part_open:
             self.steps.close_part()  # another backward without a forward before it
         if param.hits >= max(1, self._num_forwards) and param.hits < wanted:
@@ -585,11 +590,11 @@ class Runtime:
         return taken
 
     def expects_more(self, tensor: Tensor) -> bool:
-        """Whether the next gradient of this parameter still belongs to the gradients that are being taken."""
+        """Whether the runtime will take the next gradient of this parameter too."""
         param = self._by_tensor[tensor]
         is_open = param.is_late or param.hits < self.settings.num_gathered
         if self._is_taking and not is_open and self.can_undo:
-            self._late_from_now.add(param)  # a loop that does this once does it in every step
+            self._late_from_now.add(param)  # a loop that adds gradients like this once does so in every step
         return bool(self._is_taking) and (is_open or self.steps.is_part_open)
 
     def give_back(self, tensor: Tensor) -> None:
@@ -601,7 +606,7 @@ class Runtime:
         """Put the gradients of this step back into `.grad` and drop the updates that have begun.
 
         From here on this step takes its gradients from `.grad`. A `.grad` that the user has set is not changed. Raises
-        the error of `_too_late` if an update has been written. `reason`: a clause in the past tense, for that error.
+        the error of `_too_late` if an update has changed weights. `reason`: a clause in the past tense, for that error.
         """
         if not self._is_taking:
             self._is_disturbed = True
@@ -624,22 +629,22 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Handle an access between backward and `step`: raise if an update has been written, else note the access."""
+        """Handle an access between backward and `step`: raise if an update has changed weights, else note it."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
 
     def _too_late(self, what: str) -> RuntimeError:
-        """Return the error for an access (`what`) that comes after updates have been written.
+        """Return the error for an access (`what`) that comes after updates have changed weights.
 
-        First the step is completed with the gradients that had come, so that weights and state belong together and can
-        be saved.
+        First the step is completed with the gradients so far, so that weights and optimizer state are consistent and
+        can be saved.
         """
         self.complete_written()
         return refusals.too_late(what, self._has_ranks)
 
     def complete_written(self) -> None:
-        """Complete a step if some of its updates have been written, so that weights and state belong together."""
+        """Complete a step if some of its updates have changed weights, so that weights and state are consistent."""
         job = self.steps.job
         if job is not None and not job.is_part and not self.can_undo:
             with plain():
@@ -695,7 +700,7 @@ class Runtime:
         return job
 
     def _find_change(self) -> str:
-        """Return a clause that names a change since the gradients were taken that the update depends on; "" if none."""
+        """Return a clause that names a change made after the gradients were taken that affects the update; else ""."""
         grads = [param.tensor.grad for param in self.params]
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
@@ -712,7 +717,7 @@ class Runtime:
             return option
         if not self.can_undo:  # this step's own updates may have written to the weights
             return ""
-        # The last step may still write to weights, but not to those that this step's forward has waited for.
+        # The last step may still write to weights, but not to weights that this step's forward has waited for.
         written = changes.written(param for param in self.params if param.was_hit and param.is_seen)
         moved = [] if written else changes.moved(self.buckets)
         return f"{(written or moved)[0].name} was written" if written or moved else ""
@@ -770,7 +775,7 @@ class Runtime:
     # Outside of the training loop.
 
     def wait(self) -> None:
-        """Block until every update that has begun is in the state, and every weight that is due is in its parameter."""
+        """Block until all updates that have begun are done, and all weights that the next forward uses are copied."""
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
@@ -780,7 +785,7 @@ class Runtime:
             param.is_seen = True
 
     def wait_for_copies(self) -> None:
-        """Block until no stream reads the state, so that this thread may write to it. Call `wait` before."""
+        """Block until no stream reads the state, so that this thread may write to it. Call `wait` first."""
         self.steps.wait_for_copies()
 
     def wait_for_readers(self) -> None:
@@ -789,7 +794,7 @@ class Runtime:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients of a step that is not closed have come."""
+        """Whether there are gradients of a step that is not closed yet."""
         return self.steps.job is not None or bool(self.steps.num_parts) or any(param.hits for param in self.params)
 
     def change_settings(self, settings: Settings) -> None:
@@ -813,7 +818,7 @@ class Runtime:
     def forget_gradients(self) -> None:
         """Drop the gradients and the begun updates of a step that is not closed.
 
-        Raises RuntimeError if an update has been written.
+        Raises RuntimeError if an update has changed weights.
         """
         for queue in self._all_queues:
             queue.forget()
@@ -844,8 +849,8 @@ class Runtime:
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(
-                    "The optimizer was closed between backward() and step(). Some weights have the update of this "
-                    "step, and others do not."
+                    "The optimizer was closed between backward() and step(). This step has updated some weights and "
+                    "not the others."
                 )
         finally:
             if self.param_offload is not None and self.executor.error is None:
@@ -865,7 +870,7 @@ class Runtime:
 
 
 def _keep(store: Store) -> None:
-    """Do nothing: stores of such updaters are freed elsewhere."""
+    """Do nothing: updaters of a user's optimizer free their stores elsewhere."""
 
 
 def _end(
@@ -873,7 +878,7 @@ def _end(
 ) -> None:
     """End all threads after their current work, and unlock page-locked memory."""
     if threading.current_thread().name.startswith("twinflow-"):
-        # The garbage collector frees the runtime in one of its own threads, which must not wait for its own end.
+        # The garbage collector runs in one of the runtime's own threads. This thread must not wait for its own end.
         arguments = (executor, device_work, speculative_stores, threads)
         threading.Thread(target=_join, args=arguments, name="cleaner", daemon=True).start()
     else:

@@ -18,8 +18,8 @@ class Tuning:
     """
 
     bucket_numel: Buckets = BUCKET_NUMEL  # elements of a bucket, which are copied and updated together
-    num_slots: Positive = NUM_SLOTS  # page-locked slots of one bucket each, for gradients and again for weights
-    flat_bytes: Whole | None = None  # device memory for gradients before their copy; None: FLAT_BYTES, or less if short
+    num_slots: Positive = NUM_SLOTS  # number of page-locked slots for gradients, and for weights; one bucket per slot
+    flat_bytes: Whole | None = None  # device memory for gradients before their copy; None: at most FLAT_BYTES
     hold: Side = "auto"  # where gradients wait for the clipping decision; "auto": where they fit
     sums: Side = "auto"  # where gradients of several backwards are summed in fp32; "auto": where the sum fits
     shadow_bytes: Whole | None = (
@@ -35,7 +35,7 @@ class Settings:
 
     limits: Limits = field(default_factory=Limits)
     early: bool = False  # updates may start during backward
-    watches_first: bool = False  # updates start during backward only after some ordinary steps (early.py)
+    watches_first: bool = False  # the first steps leave gradients in `.grad`, to see how the loop uses them (early.py)
     is_short: bool = False  # the device has no room for all gradients at once
     accumulation_steps: int = 1  # backwards of one step, if `early`
     delayed_update: bool = False
@@ -49,12 +49,12 @@ class Settings:
 
     @property
     def num_slots(self) -> int:
-        """Number of page-locked slots for gradients, and again for weights."""
+        """Number of page-locked slots for gradients. There are as many slots for weights."""
         return self.tuning.num_slots
 
     @property
     def sums_on_host(self) -> bool:
-        """Whether the host sums gradients: `sum_on_host` matters only for several backwards in a step."""
+        """Whether the host sums gradients. `sum_on_host` has an effect only if a step has several backwards."""
         return self.early and self.sum_on_host and self.accumulation_steps > 1
 
     @property

@@ -1,8 +1,8 @@
-"""ZeRO's partition of a bucket: every rank answers for one part of it, all of the same size. Plain arithmetic.
+"""ZeRO's partition of a bucket into parts of equal size. Each rank has the optimizer state of one part.
 
-Parts start at multiples of 128 inside their bucket, and so do slices: a cut falls on a multiple of 128 inside its
-parameter too, and every element has the bits it would have with one rank. Parameters that cannot be split are dealt out
-whole, the largest first, each to the rank that has least so far.
+Parts and slices start at multiples of 128 in their bucket. A part therefore also starts at a multiple of 128 in a
+parameter, and every element gets the same bits as with one rank. Parameters that cannot be split are assigned whole,
+the largest first, each to the rank that has the fewest elements so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from twinflow.rules.formats import BLOCK
 
 
 def widen(plan: BucketPlan, params: Sequence[ParamSpec], world: int) -> BucketPlan:
-    """The bucket in an order and a size that fall into `world` parts."""
+    """The plan of the bucket, padded and ordered so that it can be divided into `world` equal parts."""
     if world == 1:
         return plan
     if all(params[piece.param].can_split for piece in plan.slices):
@@ -26,7 +26,7 @@ def widen(plan: BucketPlan, params: Sequence[ParamSpec], world: int) -> BucketPl
 
 def _deal(plan: BucketPlan, world: int) -> BucketPlan:
     used = [0] * world
-    dealt: list[tuple[int, Slice]] = []  # the rank, and the slice at its place within that rank's part
+    dealt: list[tuple[int, Slice]] = []  # the rank, and the slice with its offset in that rank's part
     for piece in sorted(plan.slices, key=lambda s: -s.numel):
         rank = used.index(min(used))
         dealt.append((rank, replace(piece, offset=used[rank])))
@@ -37,7 +37,7 @@ def _deal(plan: BucketPlan, world: int) -> BucketPlan:
 
 
 def part_of(whole: BucketPlan, rank: int, world: int) -> BucketPlan:
-    """What one rank answers for: offsets count from the start of its part. It may be padding alone."""
+    """The plan of one rank's part, with offsets from the start of the part. The part may contain only padding."""
     size = whole.numel // world
     low, high = rank * size, (rank + 1) * size
     slices = []

@@ -35,7 +35,7 @@ class PythonThread(Protocol):
 class NormReducer(Protocol):
     """Makes the clipping decision together with other ranks if each rank has its own rows of all parameters (stage 3).
 
-    torch sums the gradients over the ranks in this case.
+    In this case torch sums the gradients over the ranks.
     """
 
     divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
@@ -51,8 +51,10 @@ class NormReducer(Protocol):
 
 
 class Sharing(Protocol):
-    """Sums the gradients of whole buckets over the ranks, makes a task of this rank's part of each sum, and gathers the
-    new weights of the other ranks."""
+    """Sums the gradients of whole buckets over the ranks, and makes a task of this rank's part of each sum.
+
+    Afterwards it gathers the new weights of all ranks, which is called publishing.
+    """
 
     divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
 
@@ -66,9 +68,9 @@ class Sharing(Protocol):
         ...
 
     def submit(self, task: Task) -> None:
-        """Take over a task whose gradients are complete on this rank once `task.ready` is done.
+        """Become the owner of a task. Its gradients are complete on this rank once the event `task.ready` is done.
 
-        The runtime submits every bucket in every backward that sends anything.
+        In each backward the runtime submits all buckets or none.
         """
         ...
 
@@ -81,11 +83,11 @@ class Sharing(Protocol):
         ...
 
     def hold_back(self, job: Job) -> None:
-        """Note that a delayed update is in the state of every rank. Its weights are published with the next step."""
+        """Note that the state of every rank contains a delayed update. The next step publishes its weights."""
         ...
 
     def forget(self) -> None:
-        """Forget weights that were still to be published. Only while no update is under way."""
+        """Forget weights that are not published yet. Call it only while no update is under way."""
         ...
 
 

@@ -19,7 +19,7 @@ _CHUNK = 1 << 22  # elements that are converted at once; it limits the memory of
 def read(rule: Rule, store: Store) -> dict[str, Tensor]:
     """Master and states as flat fp32 tensors by name, and the scales of 8-bit states.
 
-    With the scales, `write` restores the same 8-bit codes. The tensors are views of states that are fp32.
+    With the scales, `write` restores the same 8-bit codes. States that are fp32 are returned as views, not as copies.
     """
     keys = ["master", *(name for name in rule.states if name is not None)]
     values = {key: found.float() for key in keys if (found := read_one(rule, store, key)) is not None}
@@ -28,7 +28,7 @@ def read(rule: Rule, store: Store) -> dict[str, Tensor]:
 
 
 def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
-    """The value that `read` has under `key`, but a bf16 state stays bf16."""
+    """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
     if key == "master":
         return _master(store)
     which = rule.states.index(key.removesuffix("_scale"))
@@ -63,7 +63,7 @@ def write_master(whole: Store, values: Tensor, keep: bool) -> None:
 def mend_lower(whole: Store) -> None:
     """Sets the lower half of a split master to zero in elements whose upper half the user has changed.
 
-    An upper half counts as changed if splitting the joined value would give another upper half.
+    An upper half counts as changed if the halves, joined and split again, give another upper half.
     """
     for _, store in _chunks(whole):
         assert store.weight is not None
@@ -80,7 +80,7 @@ def clear(store: Store, value: float) -> None:
 
 
 def set_master(store: Store, values: Tensor) -> None:
-    """Sets the master to fp32 values; splits them if the master is stored in two halves."""
+    """Sets the master to fp32 values. The values are split if the master is stored in two halves."""
     if not store.is_split:
         store.master.copy_(values)
         return

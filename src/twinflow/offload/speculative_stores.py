@@ -1,12 +1,12 @@
-"""Speculative stores: an update ahead of the clipping decision writes into one, so that the state does not change.
+"""Speculative stores: buffers for updates that run before the clipping decision, so that the state does not change.
 
 If the decision keeps the result, the executor swaps the stores: the bucket gets the speculative store, and its old
-store becomes a free speculative one. Buckets of equal layout share the stores. The executor hands them out.
+store becomes a free speculative store. Buckets of equal layout share the stores. The executor assigns them to buckets.
 
-The thread "twinflow-speculative" makes missing stores within the limit of memory. A bucket that finds no store waits
-for the decision in that step, because making a store takes longer than an update. After some steps there are as many
-stores as the host can use in one backward. `_lock` protects the counters, which this thread and the thread of
-`make_missing` change.
+The thread "twinflow-speculative" allocates missing stores up to the memory limit. If no store is free for a bucket, its
+update waits for the decision in that step, because allocating a store takes longer than an update. After some steps
+there are as many stores as the host can use in one backward. `_lock` protects the counters, which this thread and the
+caller of `make_missing` change.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SpeculativeStores:
         self.max_bytes = max_bytes
 
     def nbytes(self, bucket: Bucket) -> int:
-        """Host memory for an update of this bucket ahead of the decision: a store, and a weight slot if necessary."""
+        """Bytes of host memory for an early update of this bucket: a store, and a weight slot if needed."""
         needs_slot = bucket.updater.needs_weight_slot(bucket.plan)
         return bucket.nbytes + (self._executor.slot_bytes if needs_slot else 0)
 
     def make_missing(self) -> None:
-        """Lets the thread make the stores that buckets have asked for and not found."""
+        """Asks the thread to allocate the stores that buckets have needed and not found."""
         if not self.max_bytes:
             return
         for bucket in self._executor.missing_speculative_stores():
@@ -66,9 +66,9 @@ class SpeculativeStores:
             self._maker.submit(self._add, bucket.plan, nbytes)
 
     def prepare(self, buckets: Iterable[Bucket]) -> int:
-        """Makes stores for the buckets now, within the limit, and returns their number. Call it between steps.
+        """Allocates stores for the buckets now, up to the limit, and returns their number. Call it between steps.
 
-        Without this call the stores are made during the first steps.
+        Without this call the stores are allocated during the first steps.
         """
         buckets = list(buckets)
         self._trim([bucket.plan.layout for bucket in buckets])

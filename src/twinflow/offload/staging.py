@@ -1,7 +1,7 @@
 """Stages for streamed state: each is a stream with one device buffer.
 
 A bucket's state is copied into the buffer, updated, and copied back on the same stream, so no event is needed between
-these three operations. There are several stages, so that one copies in while another one copies out.
+these three operations. There are several stages, so that one can copy to the device while another copies to the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stage:
 
 
 class Stages:
-    """All stages, handed out in turn."""
+    """All stages. `next` returns them in turn."""
 
     def __init__(self, device: Device) -> None:
         self._stages = [Stage(device, number) for number in range(NUM_STAGES)]

@@ -26,7 +26,7 @@ class StepTimer:
         self._is_running = False
 
     def before_model(self) -> None:
-        """Marks the begin of a forward."""
+        """Marks the beginning of a forward."""
         is_marked = (self._device.trace.enabled or self._is_running) and torch.is_grad_enabled()
         self.part = [self._device.mark()] if is_marked else []
         if self.part and self._start is None:

@@ -1,9 +1,11 @@
-"""The jobs of steps: opens a job for the gradients of a step, sums parts of it, closes it, and waits for its updates.
+"""Opens a job for the gradients of a step, sums the gradients of several backwards, closes the job, and waits for its
+updates.
 
-`Runtime` decides when gradients are taken, when a step begins and when it is dropped. `Steps` carries that out.
+`Runtime` decides when gradients are taken, when a step begins and when it is dropped. `Steps` carries out these
+decisions.
 
-A step is one job. If the gradients of several backwards are summed as tasks (`Settings.sums_on_host`), each backward
-but the last is a part: a job of its own, whose tasks are only added to the sums.
+A step is one job. If the host sums the gradients of several backwards (`Settings.sums_on_host`), each backward except
+the last is a separate job, which is called a part. The gradients of a part are only added to the sums.
 
 Threads: only the thread that calls the runtime uses `Steps` and the open job (runtime.py). A closed job belongs to the
 executor and to `DeviceWork`.
@@ -56,7 +58,7 @@ class Steps:
         self._norm_reducer = norm_reducer
         self.job: Job | None = None  # the open job: the step, or the part of a step, that gets gradients now
         self.last: Job | None = None  # the previous step
-        self.num_jobs = 0  # steps so far, with the open one
+        self.num_jobs = 0  # number of steps so far, including the open one
         self.num_parts = 0  # backwards of this step whose gradients were submitted to be summed
 
     def change_settings(self, settings: Settings) -> None:
@@ -65,7 +67,7 @@ class Steps:
         self._collector.set_num_parts(settings.num_gathered)
 
     def count_from(self, num_jobs: int, last: Job | None) -> None:
-        """Set the number of steps so far. Only while no step is open.
+        """Set the number of steps so far. Call it only while no step is open.
 
         `last`: the delayed job whose weights are still to be copied into the parameters, if there is one.
         """
@@ -79,13 +81,16 @@ class Steps:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a delayed update is in the state and not yet in the weights."""
+        """Whether the state contains a delayed update whose weights are not yet in the parameters."""
         return self.last is not None and not self.last.is_released
 
     # The open job.
 
     def open(self, options: Sequence[Options], scale: float) -> None:
-        """Open the job of a step, or of its last backward. `scale`: the gradients are multiplied by it."""
+        """Open the job of a step. If a step has parts, this is the job of its last backward.
+
+        `scale`: the gradients are this many times too large.
+        """
         self.num_jobs += 1
         settings = self._settings
         is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
@@ -107,7 +112,7 @@ class Steps:
         self.job = Job(self.num_jobs + 1, (), Limits(), 1.0, self._executor, is_part=True)
 
     def close_part(self) -> None:
-        """Close the part of one backward, if one is open."""
+        """Close the open job if it is a part."""
         if self.job is not None and self.job.is_part:
             self._collector.complete(self.job, self._params)
             for param in self._params:
@@ -133,7 +138,7 @@ class Steps:
         else:
             self._collector.take_all(job, self._params, stand_in)
         if not job.is_dropped:
-            self.release()  # before this job's updates write to the state that the last job's weights are copied from
+            self.release()  # the last job's weights are copied from the state before this job's updates change it
         if self._sharing is not None:
             self._sharing.close(job, [param.was_hit for param in self._params])
         elif self._norm_reducer is not None:
@@ -143,7 +148,7 @@ class Steps:
         else:
             there, here, event = self._collector.fetch_decision(job)
             if self.last is not None and job.on_device:
-                self._executor.wait_for_decision(self.last)  # the count of updates depends on it
+                self._executor.wait_for_decision(self.last)  # the count of updates depends on this decision
             self._executor.close_job(job, here, event)
             self._device_work.close_job(job, there, event)
         self.job = None
@@ -158,7 +163,7 @@ class Steps:
         self.last = job
 
     def _close_sums(self, job: Job) -> None:
-        """Close a job whose gradients were summed as tasks, with tasks for buckets without a last gradient."""
+        """Close a job whose gradients are summed. Buckets without a gradient in the last backward get a task too."""
         known = {task.bucket for task in job.tasks}
         for bucket in self._buckets:
             if bucket in known:
@@ -182,7 +187,7 @@ class Steps:
     # The last job.
 
     def release(self) -> None:
-        """Let the weights of a delayed job be copied into the parameters. The next forward waits for them."""
+        """Allow the weights of a delayed job to be copied into the parameters. The next forward waits for them."""
         job = self.last
         if job is not None and not job.is_released:
             self._executor.release(job, self._device.compute().record())
@@ -190,7 +195,7 @@ class Steps:
             self._executor.make_due(job)
 
     def wait(self) -> None:
-        """Block until every update that has begun is in the state, and every weight that is due is in its parameter."""
+        """Block until all updates that have begun are done, and all weights that the next forward uses are copied."""
         self._executor.wait_until_shown(self._buckets)
         if self.last is not None:
             self._executor.wait_for_decision(self.last)
@@ -204,7 +209,7 @@ class Steps:
         self._device_work.count_steps()
 
     def wait_for_copies(self) -> None:
-        """Block until no stream reads the state, so that this thread may write to it. Call `wait` before."""
+        """Block until no stream reads the state, so that this thread may write to it. Call `wait` first."""
         for bucket in self._buckets:
             for event in (self._executor.weights_copied_event(bucket), self._executor.published_event(bucket)):
                 if event is not None:

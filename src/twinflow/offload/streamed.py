@@ -1,8 +1,8 @@
 """Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
-The CPU does no work for these buckets. If host memory limits the host's kernels and the copy engines have time left,
-streamed and host updates together are faster than either alone. Parameters are part of the state as in
-device_updater.py, so with fp32 states 10 bytes of each parameter are copied each way.
+The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
+not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state
+as in device_updater.py, so with fp32 states 10 bytes of each element are copied in each direction.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StreamedUpdater:
         return sum(_aligned(t.numel() * t.element_size()) for t in parts if t is not None)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """New states are zeros, unless the rule has an option for their first value."""
+        """Sets new states to zeros, or to the initial value that an option of the rule gives."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
@@ -86,7 +86,7 @@ class StreamedUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """Copy of the state into the stage's buffer, update there, and copy back."""
+        """The copy of the state to the stage's buffer, the update there, and the copy back."""
         assert stage is not None
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
@@ -105,18 +105,18 @@ class StreamedUpdater:
         self._device.release(self._raw.pop(bucket.plan.index))
         self._views = {key: view for key, view in self._views.items() if key[0] != bucket.plan.index}
 
-    # State as numbers. All of it is converted on the host, with copies of the parameters.
+    # State as numbers. The state is converted on the host, with copies of the parameters.
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """Master and states of one slice as flat fp32 tensors."""
         return slices.read(self.rule, self._mended(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """The value that `read` has under `key`, but a bf16 state stays bf16."""
+        """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
         return slices.read_one(self.rule, self._mended(bucket, index), key)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        """Writes values of `read`.
+        """Replaces the state of one slice by values that `read` has returned.
 
         Elements of the master that do not round to the parameter are set to the parameter.
         """

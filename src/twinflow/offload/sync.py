@@ -1,14 +1,14 @@
 """Names of the sync points. A sync point is one wait whose absence gives wrong results.
 
-Each wait on an event passes the name of its sync point (device.py). For each of them a test switches the wait off and
-checks that the results become wrong.
+Each wait on an event passes the name of its sync point (device.py). For each sync point a test switches the wait off
+and checks that the results become wrong.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# Each comment says what waits for what.
+# Each comment names the work that waits and, after the colon, what it waits for.
 FLAT_FREE: Final = "grad.flat_free"  # writing gradients to a flat buffer: for the end of its last copy to the host
 REDUCE_READY: Final = "reduce.grad_ready"  # the reduction over ranks: for complete gradients
 PUBLISH_READY: Final = "publish.sent"  # gathering weights from ranks: for this rank's part in its parameters

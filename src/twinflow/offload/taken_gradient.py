@@ -6,12 +6,13 @@ use `.grad` is not affected.
 
 A stand-in is in one of three states:
 
-    taken     the runtime has the gradient; a use makes the runtime put all gradients back
-    held      the stand-in refers to the gradient; a use puts it into `.grad`, or a copy if an update still reads it
-    used      `step()` has used the gradient and its memory is reused; a use raises, unless it overwrites all values
+    taken     the runtime has the gradient; using the stand-in makes the runtime put all gradients back
+    held      the stand-in refers to the gradient; using it puts the gradient, or a copy of it, into `.grad`
+    used      `step()` has used the gradient and reused its memory; using the stand-in raises an error, unless the
+              operation overwrites all values
 
 `__torch_function__` intercepts operations that Python code calls. `__torch_dispatch__` intercepts operations that C++
-calls, which means autograd adding the gradient of another backward.
+code calls. The only such operation is autograd's addition of the gradient of another backward.
 
 Threads: autograd's thread and the user's thread use stand-ins, never at the same time, because backward() blocks its
 caller. There is no lock. An update may still read `held` after `step()` has returned (`is_lent`), so a write goes to a
@@ -40,11 +41,11 @@ class Giver(Protocol):
     """The runtime that has taken the gradients."""
 
     def give_back(self, tensor: Tensor) -> None:
-        """Put all gradients of this step back into `.grad`, including the one of `tensor`. Raise if it is too late."""
+        """Put all gradients of this step back into `.grad`. Raise if updates have already changed weights."""
         ...
 
     def expects_more(self, tensor: Tensor) -> bool:
-        """Whether the next gradient of this parameter still belongs to the gradients that are being taken."""
+        """Whether the runtime will take the next gradient of this parameter too."""
         ...
 
 
@@ -98,7 +99,7 @@ class TakenGradient(Tensor):
         return self.held
 
     def renew(self) -> None:
-        """Allocate memory if `step()` has used the gradient: the caller is about to overwrite all values."""
+        """Allocate memory if `step()` has used the gradient. Called before an operation that overwrites all values."""
         param = self._param()
         if self.is_used and self.held is None and param is not None:
             self.held = torch.empty_like(param)

@@ -22,7 +22,7 @@ _NOT_OPTIONS: Final = ("params", "param_names", "capturable")
 def host_options(group: Options) -> StateDict:
     """A copy of a param group's options on the host.
 
-    Later changes of the group, even of its tensors, do not show in it.
+    Later changes of the group, and of tensors in it, do not change the copy.
     """
     return {name: on_host(value) for name, value in group.items() if name not in _NOT_OPTIONS}
 
@@ -45,9 +45,9 @@ def one_group(params: Iterable[nn.Parameter], outer_of: Mapping[nn.Parameter, in
     groups = {outer_of[param] for param in params}
     if len(groups) > 1:
         raise ValueError(
-            "The optimizer that rule(params) builds forms other param groups when it gets only some of the parameters. "
+            "rule(params) builds an optimizer that makes other param groups if it gets only some of the parameters. "
             "twinflow builds one optimizer for each bucket, so the group of a parameter must depend on that parameter "
-            "alone. Pass the groups as param_groups."
+            "alone. Pass the param groups to TwinOptimizer as param_groups=[...]."
         )
     return groups.pop() if groups else None
 
@@ -73,7 +73,7 @@ def dict_on_host(values: Mapping[str, object]) -> StateDict:
 
 
 def wide(value: object) -> object:
-    """Converts a state tensor of a half-precision parameter to fp32, for the optimizer of its fp32 copy."""
+    """Converts a state tensor of a half-precision parameter to fp32, because the update uses an fp32 copy of it."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
         return value.float()
     return value
@@ -101,7 +101,7 @@ def group_of(optimizer: Optimizer, param: Tensor) -> Mapping[str, object]:
 
 
 def own_gradients(state: StateDict, grads: Tensor) -> None:
-    """Clones state tensors that share memory with the gradients, because the gradient buffer is used again."""
+    """Clones state tensors that share memory with the gradients, because the gradient buffer is reused."""
     memory = grads.untyped_storage().data_ptr()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
@@ -109,5 +109,5 @@ def own_gradients(state: StateDict, grads: Tensor) -> None:
 
 
 def num_steps(state: Mapping[str, object]) -> int:
-    """The number of updates that a state has had. A state without "step" counts as one update unless it is empty."""
+    """The number of updates of a state, from its "step". Without "step" it is 0 for an empty state, and else 1."""
     return int_of(state, "step") if "step" in state else int(bool(state))

@@ -48,7 +48,7 @@ class StreamedTorchUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """Copy to the device, step there, and copy back. The stage's stream owns the device memory."""
+        """The copy to the device, the step there, and the copy back. Memory is allocated on the stage's stream."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         return Passage(

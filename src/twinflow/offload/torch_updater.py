@@ -2,10 +2,10 @@
 
 The copies and the optimizer's state are on the host, or on the device if the bucket is resident.
 
-Each bucket has its own instance of the optimizer. The instance's parameters are whole parameters that are views of the
-bucket's flat fp32 master. An optimizer is therefore supported if its update of a parameter depends only on that
-parameter and the options of its group, as in Muon and Adafactor. An optimizer that combines parameters (a line search,
-a trust ratio over the model) would combine only those of one bucket.
+Each bucket has its own instance of the optimizer. The instance gets whole parameters, which are views of the bucket's
+flat fp32 master. An optimizer is therefore supported if its update of a parameter depends only on that parameter and
+the options of its group, as in Muon and Adafactor. An optimizer that combines several parameters, for example in a line
+search or in a trust ratio over the model, would combine only the parameters of one bucket.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ class TorchUpdater:
             bucket.steps[i] = num_steps(optimizer.state.get(host, {}))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """True for half precision on the host, because the master there is fp32."""
+        """True for half-precision parameters on the host, because their fp32 master does not contain the weights."""
         return plan.dtype != torch.float32 and not self.is_on_device
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update on the device. Weights are copied from the master to the parameters."""
+        """The update on the device. Afterwards the weights are copied from the master to the parameters."""
         assert decision is None and task.grads is not None
         return Passage(None, partial(self._step, task, task.grads, factor), None, self.publish(task.bucket))
 
@@ -143,7 +143,8 @@ class TorchUpdater:
         """Runs one step of the bucket's optimizer on the host, in the calling thread. Returns the new weights."""
         assert task.grads is not None
         if torch.get_num_threads() != native.get_threads():
-            torch.set_num_threads(native.get_threads())  # per thread; torchrun's OMP_NUM_THREADS would leave it at 1
+            # The setting applies to this thread only. With torchrun it would otherwise be 1 (OMP_NUM_THREADS).
+            torch.set_num_threads(native.get_threads())
         self._step(task, task.grads, factor)
         if weight_slot is None:
             return self.publish(task.bucket)
@@ -173,7 +174,7 @@ class TorchUpdater:
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)
 
     def _wide_grads(self, grads: Tensor, factor: float) -> Tensor:
-        """The gradients in fp32, times the factor. fp32 gradients are scaled in place: no later code reads them."""
+        """The gradients in fp32, times the factor. fp32 gradients are scaled in place, as they are not read again."""
         if grads.device.type != "cpu":
             wide = grads.float()
             return wide.mul_(factor) if factor != 1.0 else wide
@@ -188,7 +189,7 @@ class TorchUpdater:
         return grads
 
     def read(self, bucket: Bucket, index: int) -> StateDict:
-        """The flat master of one slice, the optimizer's `state` of it, and `group`.
+        """The flat master of one slice, the optimizer's `state` of this slice, and `group`.
 
         `group` has the entries that the optimizer itself has changed in its param group, for example counters.
         """

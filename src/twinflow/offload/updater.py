@@ -38,9 +38,9 @@ class RuleUpdater:
         """Allocates zeros.
 
         The part from which weights are copied to the device is page-locked: the master of an fp32 parameter, or the
-        upper half of a split master (bf16). A master does not contain weights of other dtypes (fp16). They are copied
-        from a slot of the executor, or, if the state has the only copy of the weights, from a page-locked tensor in the
-        store.
+        upper half of the split master of a bf16 parameter. The master of an fp16 parameter does not contain its
+        weights. They are copied from a slot of the executor. If the state has the only copy of the weights, they are
+        copied from a page-locked tensor in the store instead.
         """
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
@@ -54,7 +54,7 @@ class RuleUpdater:
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """New states are zeros, unless the rule has an option for their first value."""
+        """Sets new states to zeros, or to the initial value that an option of the rule gives."""
         if self.rule.start_option is not None:
             for i in range(len(bucket.slices)):
                 self.clear(bucket, i, options)
@@ -63,15 +63,15 @@ class RuleUpdater:
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """True for fp16: an fp32 or split (bf16) master contains the weights, an fp32 master of fp16 does not."""
+        """True for fp16, because only the master of an fp32 or bf16 parameter contains the weights."""
         return plan.dtype not in (torch.float32, torch.bfloat16) and not self.offloads_params
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """Master and states of one slice as flat fp32 tensors; views of states that are fp32."""
+        """Master and states of one slice as flat fp32 tensors. States that are fp32 are returned as views."""
         return slices.read(self.rule, self._slice(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
-        """The value that `read` has under `key`, but a bf16 state stays bf16."""
+        """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
         return slices.read_one(self.rule, self._slice(bucket, index), key)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
@@ -83,7 +83,7 @@ class RuleUpdater:
         self._round(bucket, index)
 
     def _round(self, bucket: Bucket, index: int) -> None:
-        """Rounds the master into the weights that the state holds beside an fp32 master."""
+        """Rounds the fp32 master into the separate weights of the state."""
         store = self._slice(bucket, index)
         if store.weight is not None and not store.is_split:
             native.cast(store.weight, store.master)

@@ -9,20 +9,20 @@ UninitializedParameter. A change of class takes 0.25 us.
 Effect of each access:
 
     shape, dtype, grad, ...     does not wait, because values are not read (metadata.py)
-    p.data                      waits and notes the alias: torch does not count writes through `.data` as writes to `p`
+    p.data                      waits and notes the alias, because writes through `.data` do not change `p._version`
     p.data = x                  waits; the runtime finds the new memory before the next update
     any other operation         waits, then runs; torch counts in-place writes in `p._version`
 
 A weight that lives on the host has no values on the device outside of its block. A read gets a copy on the device,
 which autograd connects with the parameter. Written values are stored in the optimizer's state.
 
-Not intercepted: aliases that were taken before `step()`, memory that is read by address (C++ extensions, NumPy views),
-`torch.tensor(p)`, and `torch.func.grad` of a function that is given the parameter itself. Call `optimizer.wait()`
-before these.
+These accesses are not intercepted: aliases that were made before `step()`, memory that is read by address (C++
+extensions, NumPy views), `torch.tensor(p)`, and `torch.func.grad` of a function whose argument is the parameter itself.
+Call `optimizer.wait()` before such an access.
 
 Threads: any thread may read a weight. The reading thread waits on the host until the copy to the device has ended, so
-every stream sees the new values. Outside of an access, only the thread that runs the model changes classes. There is no
-lock.
+every stream sees the new values. Only the thread that runs the model changes classes, except during an access. There is
+no lock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-# Setting the class this way is faster: it does not call the `__setattr__` in Python of a guarded class.
+# Setting the class this way is faster, because it does not call the Python `__setattr__` of a guarded class.
 _SET_CLASS = object.__dict__["__class__"].__set__
 _PASSING = METADATA | GRAD_ACCESS
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
@@ -93,7 +93,7 @@ class Owner(Protocol):
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """Note a copy that was given to the user, and `store` it if the user writes to it.
 
-        `is_counted`: torch counts such a write as a write to the parameter.
+        `is_counted`: such a write increments the version of the parameter.
         """
         ...
 
@@ -106,7 +106,7 @@ _ORDINARY: dict[type, type] = {}  # from a guarded subclass to the class of para
 
 
 def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if another optimizer has one of these parameters. If that optimizer was freed, close it."""
+    """Raise ValueError if another optimizer has one of these parameters. If it was freed, close its runtime instead."""
     for name, tensor in tensors:
         owner = _owner(tensor)
         if owner is None:
@@ -118,7 +118,7 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "a second TwinOptimizer",
                 name,
                 f"{name} already has a TwinOptimizer",
-                "Call its close() before building another",
+                "Call close() of that optimizer before you build another",
             )
 
 
@@ -202,9 +202,9 @@ def _reduce(self: Tensor, protocol: int) -> object:
 
 
 def _setattr(self: Tensor, name: str, value: object) -> None:
-    """Set the ordinary class of a tensor that `nn.Parameter(p)` marks as a parameter.
+    """Set an attribute. If it is the mark that `nn.Parameter(p)` sets on its result, set the ordinary class too.
 
-    `nn.Parameter(p)` needs a tensor of p's class from p.detach(), so that tensor has the guarded class until here.
+    `nn.Parameter(p)` needs p.detach() to return a tensor of p's class, so the result has the guarded class until here.
     """
     object.__setattr__(self, name, value)
     if name == "_is_param" and _owner(self) is None:
@@ -242,7 +242,7 @@ def _intercept(
     kwargs = kwargs or {}
     if func in _PASSING:
         with plain():
-            if func in _LAYOUT and _lives_away(_first(args)):  # the tensor in its place has another layout
+            if func in _LAYOUT and _lives_away(_first(args)):  # the expanded NaN on the device has another layout
                 return func(torch.empty(_first(args).shape, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
     return _operate(func, args, kwargs)
@@ -286,7 +286,7 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
 
 def _is_called_by_parameter() -> bool:
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):  # frames of this module and of Dynamo lie between
+    for _ in range(8):  # between the two are frames of this module and of Dynamo
         if frame is None:
             return False
         if frame.f_code is nn.Parameter.__new__.__code__:
@@ -311,7 +311,7 @@ def _operate_away(
             if torch.is_grad_enabled() and tensor.requires_grad and not _writes(func):
                 values = _Connected.apply(tensor, values)  # type: ignore[no-untyped-call]
         copies[id(tensor)] = values
-    if func == _GET_DATA:  # a `.data` of the copy would count writes in a version of its own
+    if func == _GET_DATA:  # `detach` and not `.data`, so that writes to the alias change the version of the copy
         alias = copies[id(args[0])].detach()
         _need(_first(args)).lend(_first(args), alias, is_counted=False)
         return alias
