@@ -249,6 +249,9 @@ def checkpoint_activations(
 
 def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:
     if given is not None and not callable(given):
+        if not hasattr(given, "step"):
+            remedy = 'To use a scheduler of the config, add a section "scheduler", and leave lr_scheduler out.'
+            raise invalid_value("lr_scheduler", given, "a scheduler, or a function that builds one", remedy)
         return given
     if twin is None:
         return None

@@ -11,18 +11,23 @@ alike: what happened, what was expected, what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def invalid_value(name: str, value: object, expected: str | Iterable[object], remedy: str = "") -> ValueError:
     """The error for an invalid value of `name`. `expected`: a phrase such as "a number from 0 to 1", or all values that
-    are allowed.
+    are allowed. Without a remedy, a misspelt value gets the nearest of these as a suggestion.
 
     >>> invalid_value("ratio", 1.5, "a number from 0 to 1")
     ValueError('ratio is 1.5, but must be a number from 0 to 1.')
     """
     if not isinstance(expected, str):
-        values = [repr(item) for item in expected]
+        allowed = list(expected)
+        values = [repr(item) for item in allowed]
         expected = values[0] if len(values) == 1 else "one of " + ", ".join(values)
+        names = {item.lower(): item for item in allowed if isinstance(item, str)}
+        near = get_close_matches(value.lower(), names, n=1) if isinstance(value, str) and len(values) > 1 else []
+        remedy = remedy or (f"Did you mean {names[near[0]]!r}?" if near else "")
     return ValueError(_sentences(f"{name} is {value!r}, but must be {expected}", remedy))
 
 

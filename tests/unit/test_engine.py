@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -440,3 +440,25 @@ def test_time_that_forwards_wait_for_weights_is_measured(make: Any) -> None:
     run(engine, range(3))
     metrics = engine.optimizer.metrics()
     assert metrics["waited_s"] > 0.0
+
+
+def test_after_destroy_nothing_is_saved_or_trained(tmp_path: Path) -> None:
+    """A checkpoint without optimizer state would be loaded later without an error."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    engine, *_ = twinflow.initialize(model=torch.nn.Linear(4, 4), config=config)
+    engine.destroy()
+    calls: list[Callable[[], object]] = [
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.load_checkpoint(tmp_path),
+        lambda: engine.backward(torch.zeros(1, requires_grad=True).sum()),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"because destroy\(\) was called\. Call it before destroy"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_scheduler_is_named() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    with pytest.raises(ValueError, match=r"lr_scheduler is 'cosine', but must be a scheduler"):
+        twinflow.initialize(model=torch.nn.Linear(4, 4), config=config, lr_scheduler="cosine")

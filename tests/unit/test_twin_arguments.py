@@ -124,6 +124,27 @@ def test_a_model_without_a_parameter_to_train(what: str, rule: Any) -> None:
         TwinOptimizer(given[what][0], rule, param_groups=given[what][1])
 
 
+@pytest.mark.parametrize(
+    ("given", "groups", "words"),
+    [
+        ([], None, r"are empty\. Pass the model"),
+        ("gpt2", None, "is 'gpt2', but must be a module"),
+        (None, None, "is None, but must be a module"),
+        (mlp(), [{"lr": 1e-3}], "must have the key 'params'"),
+        (mlp(), [{"params": list(mlp().parameters())}], "none of them is a parameter of the model"),
+    ],
+)
+def test_what_is_no_model_is_named(given: Any, groups: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TwinOptimizer(given, param_groups=groups)
+
+
+@pytest.mark.parametrize(("options", "name"), [({"rule": "AdmW"}, "adamw"), ({"states": "int-8"}, "int8")])
+def test_the_nearest_name_is_suggested(options: dict[str, str], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Did you mean '{name}'\?"):
+        TwinOptimizer(mlp(), **options)
+
+
 def test_an_engine_without_a_parameter_to_train() -> None:
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
     with pytest.raises(ValueError, match=NONE_TO_TRAIN):

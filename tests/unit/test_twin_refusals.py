@@ -271,7 +271,7 @@ def test_a_dropped_step_moves_no_schedule() -> None:
 def test_without_a_limit_a_step_cannot_be_dropped() -> None:
     for disturb in (TwinOptimizer.zero_grad, lambda optimizer: optimizer.model(torch.zeros(1, 8))):
         model, optimizer = in_a_step()
-        with pytest.raises(RuntimeError, match="give max_grad_norm or skip_nonfinite=True, with which updates wait"):
+        with pytest.raises(RuntimeError, match="set max_grad_norm or skip_nonfinite=True, with which updates wait"):
             disturb(optimizer)
         assert_close(weights(model), one_step(2))
         optimizer.close()

@@ -75,6 +75,7 @@ class Engine(Answers):
         self.settings = settings
         self.reports = reports
         self.activations = activations  # activation checkpointing
+        self._is_destroyed = False
         self.watch = watch  # detects ranks that have stopped
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self.global_steps = 0  # steps of the optimizer, including skipped ones
@@ -246,7 +247,13 @@ class Engine(Answers):
         """Tells the watch for hangs that the next operation takes longer than a step."""
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
+    def _check_open(self, what: str) -> None:
+        if self._is_destroyed:
+            remedy = "Call it before destroy(), or build a new engine with initialize() and load a checkpoint."
+            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
+
     def _need_optimizer(self) -> TwinOptimizer:
+        self._check_open("Training")
         if self.optimizer is None:
             raise wrong_state(
                 "The engine cannot train",
@@ -373,6 +380,7 @@ class Engine(Answers):
         fails, the next call of this method, of `wait_for_checkpoint` or of `destroy` raises the exception. Raises
         RuntimeError in the middle of a step.
         """
+        self._check_open("save_checkpoint()")
         self.wait_for_checkpoint()
         self.settle()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -405,6 +413,7 @@ class Engine(Answers):
         `tag=None` loads the latest one. The checkpoint is checked completely before the engine changes.
         `custom_load_fn(src=weights, dst=module)` replaces the loading of weights.
         """
+        self._check_open("load_checkpoint()")
         self.wait_for_checkpoint()
         self.settle()
         what = restore.What(
@@ -498,6 +507,7 @@ class Engine(Answers):
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
             self.optimizer = self.activations = None
+            self._is_destroyed = True
             self.leave_plain_backwards()
 
 

@@ -114,13 +114,35 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
     if not isinstance(model, nn.Module):
         if param_groups is not None:
             raise conflict("A list of parameters", "param_groups")
-        groups = _trainable(list(model))
+        if isinstance(model, str) or not isinstance(model, Iterable):
+            expected = "a module, a function that builds one, or an iterable of parameters"
+            raise invalid_value("The first argument of TwinOptimizer", model, expected, "Build the model, and pass it.")
+        given = list(model)
+        if not given:
+            raise ValueError(
+                "The parameters that were passed are empty. Pass the model, or list(model.parameters()): an iterator "
+                "can be read only once."
+            )
+        groups = _trainable(given)
     else:
         given = list(model.parameters() if param_groups is None else param_groups)
         groups = _trainable(given, isinstance(model, PipelineModule))
+        if param_groups is not None:
+            _check_members(groups, model)
     if not groups:  # torch's message would mention an empty list, which the user did not pass
         raise ValueError(_NONE_TO_TRAIN)
     return groups
+
+
+def _check_members(groups: Sequence[ParamEntry], model: nn.Module) -> None:
+    """Raises ValueError if no parameter of the groups belongs to the model. Some others are allowed, e.g. of a loss."""
+    members = [param for group in groups for param in (group["params"] if isinstance(group, dict) else [group])]
+    known = set(model.parameters())
+    if members and not any(isinstance(param, Tensor) and param in known for param in members):
+        raise ValueError(
+            f"param_groups has {len(members)} parameters, and none of them is a parameter of the model. Build the "
+            "groups from the parameters of the model that you pass."
+        )
 
 
 def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[ParamEntry]:
@@ -139,6 +161,10 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
                 f"param_groups contains groups and a {type(group).__name__}, but must contain only groups or only "
                 'parameters. Put single parameters into a group: {"params": [param]}.'
             )
+        if "params" not in group:
+            keys = ", ".join(map(repr, group)) or "no key"
+            remedy = 'Write {"params": list(model.parameters()), ...}.'
+            raise ValueError(f"A param group has the keys {keys}, but must have the key 'params'. {remedy}")
         given = group["params"]
         if isinstance(given, set):  # torch raises an exception that explains why a set is not allowed
             return groups
