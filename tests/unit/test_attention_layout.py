@@ -165,7 +165,10 @@ def test_memory_is_that_of_what_is_kept() -> None:
         (lambda: from_dense(SMALL, 24), "block is 24, but must be one of 16, 32, 64, 128"),
         (lambda: from_dense(SMALL.float(), 16), "grid.dtype"),
         (lambda: from_dense(SMALL[0], 16), "grid is"),
-        (lambda: from_dense(SMALL.expand(2, 3, 4), 16, num_heads=3), "one grid or 3 grids"),
+        (
+            lambda: from_dense(SMALL.expand(2, 3, 4), 16, num_heads=3),
+            "number of grids is 2, but must be 1 or num_heads, 3",
+        ),
         (lambda: from_dense(torch.zeros(1, 0, 3).bool(), 16), "at least one"),
         (lambda: from_flat([torch.tensor([12])], 3, 4, 16), "block index is 12, but must be 0 to 11"),
         (lambda: from_flat([torch.tensor([-1])], 3, 4, 16), "block index is -1"),

@@ -244,7 +244,7 @@ def test_config_sections() -> None:
         ({"mode": ["fixed"]}, "sparse_attention.mode"),
         (
             {"mode": "fixed", "num_local_block": 4},
-            "sparse_attention.num_local_block=4 cannot be used with sparse_attention.mode='fixed'.*Known: block",
+            "sparse_attention.num_local_block=4 cannot be used with sparse_attention.mode='fixed'.*Keys of this mode: block",
         ),
         (
             {"mode": "fixed", "num_random_blocks": 4},

@@ -86,7 +86,9 @@ def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
 
 
 def text_lines(grid: Shades) -> list[str]:
-    """The grid as text, with two rows per line. Half blocks are used, or shades if cells are partly kept."""
+    """The grid as text, with two rows per line. The characters are half blocks, or shades if some cells are partly
+    kept.
+    """
     if grid.shape[0] % 2:
         grid = torch.cat([grid, torch.zeros_like(grid[:1])])
     upper, lower = grid[0::2], grid[1::2]
