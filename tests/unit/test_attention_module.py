@@ -236,7 +236,7 @@ def test_a_token_of_a_sparse_gpt_sees_what_its_blocks_see() -> None:
         (att.LocalSlidingWindowSparsityConfig(3), r"pattern.num_heads is 3, but must be 4"),
         ([WINDOW], "number of patterns is 1, but must be 2, one for each layer"),
         ({2: WINDOW}, "a layer in the dict of patterns is 2, but must be 0 to 1"),
-        ({}, "a pattern for one layer"),
+        ({}, "at least one layer"),
         ("fixed", "pattern is 'str'"),
         ([WINDOW, None], "pattern of a layer is 'NoneType'"),
     ],
@@ -350,7 +350,7 @@ def test_padding_to_blocks() -> None:
     assert made.attention_mask.sum() == 42
     assert att.pad_to_block_size(7, ids).input_ids is ids
     assert att.unpad_sequence_output(0, ids) is ids
-    with pytest.raises(ValueError, match="input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds"):
         att.pad_to_block_size(16)
     utils = att.SparseAttentionUtils.pad_to_block_size(16, ids, mask, None, None, None, 1, None)
     assert utils.pad_len == 11
