@@ -165,7 +165,7 @@ def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -
 
 
 def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> int:
-    """The most (stage, micro-batch) pairs whose activations a rank holds, without building the lists.
+    """The largest number of (stage, micro-batch) pairs whose activations a rank keeps at a time. No schedule is built.
 
     For ZBV with fewer than 2p - 1 micro-batches this is an upper bound.
     """
@@ -178,7 +178,9 @@ def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int,
 
 
 def count_in_flight(actions: Sequence[Action]) -> int:
-    """The peak of `peak_in_flight`, counted in a list: pairs are held from F to B or W."""
+    """The same number as `peak_in_flight`, counted in a list of actions. The activations of a pair are kept from F to B
+    or W.
+    """
     held = most = 0
     for action in actions:
         held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

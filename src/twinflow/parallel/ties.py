@@ -4,10 +4,10 @@ A hook takes the gradient of each micro-batch away from the parameter before oth
 After the last micro-batch the ranks with a copy sum their gradients. Each of them gets the sum as one gradient, with
 the usual hooks. Copies start equal and get equal gradients and updates, so their bits stay equal.
 
-Stages are often far apart, and replicas of a stage are near. So replicas are summed first, each a part. The parts are
-summed over the stages. The gradient of each replica is its part with zeros elsewhere. The usual reduction over
-replicas, which does not know about ties, adds the parts. So only the share of one replica is sent between stages, in
-the dtype of the parameter or in `dtype`.
+Stages are often far apart, and replicas of a stage are near. So each replica first gets the sum of one part of the
+gradient over all replicas. The parts are then summed over the stages. The gradient of each replica is its part with
+zeros elsewhere. The usual reduction over replicas, which does not know about ties, adds the parts. So only the share of
+one replica is sent between stages, in the dtype of the parameter or in `dtype`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twinflow.offload.bucket import local_of
 
 
 class TiedGradients:
-    """The gradients of one tied parameter, on one of the ranks that hold a copy.
+    """The gradients of one tied parameter, on one of the ranks that have a copy.
 
     All of these ranks have to call `finish` after the last backward of every step, with the ties in the same order.
     `replicas`: the ranks with the same part of the model, or this rank alone. `dtype`: the dtype in which sums are
@@ -34,12 +34,13 @@ class TiedGradients:
     def __init__(self, param: nn.Parameter, group: Group, replicas: Group, dtype: torch.dtype | None = None) -> None:
         self._param, self._group, self._replicas, self._dtype = param, group, replicas, dtype or param.dtype
         self._sum: Tensor | None = None
-        self._is_done = False  # the hook does not take the gradient, because it is the sum of all ranks
+        # If True, the hook leaves the gradient in the parameter, because it is already the sum over all ranks.
+        self._is_done = False
         hooked: Any = param  # torch has no type for this method
         self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
-        """Copy the parameter of the first holder to all holders.
+        """Copy the parameter of the first rank with a copy to all other ranks with a copy.
 
         This also makes NCCL set up the connections of the replicas. Otherwise that would happen during the reductions
         of the first step.
@@ -59,7 +60,7 @@ class TiedGradients:
         param.grad = None
 
     def finish(self) -> None:
-        """Set the sum over all holders as the gradient. Does nothing if no holder has a gradient."""
+        """Set the sum over all ranks with a copy as the gradient. Does nothing if none of them has a gradient."""
         here = _local(self._param)
         size, own = -(-here.numel() // self._replicas.world), self._replicas.rank
         rows = self._take_rows(here, size)
@@ -91,7 +92,7 @@ class TiedGradients:
 
     def _deliver(self, grad: Tensor) -> None:
         param = self._param
-        if isinstance(param, DTensor):  # its local rows
+        if isinstance(param, DTensor):  # `grad` has the local rows of the parameter
             grad = DTensor.from_local(
                 grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
