@@ -2,9 +2,10 @@
 
 Bytes of the engine for each parameter, with bf16 weights and Adam:
 
-    weights     2 sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 only of
-    its rows gradients   2   gradients that wait for the global norm; from ZeRO-1 on only the rank's own part state 10
-    without the bf16 weight, which is the upper half of its master; from ZeRO-1 on the rank's own part
+    weights     2
+    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 only of its rows
+    gradients   2   gradients that wait for the global norm; from ZeRO-1 on only the rank's own part
+    state      10   without the bf16 weight, which is the upper half of its master; from ZeRO-1 on the rank's own part
 
 With offload the state is on the host and has 12 bytes there. Published tables count 2 + 2 + 12 bytes and shard the
 gradients from ZeRO-2 on. `Layout.published` selects this arithmetic.

@@ -204,7 +204,7 @@ class Wire:
             while key not in self._mailbox:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"The message {key} did not arrive within {self._timeout_s:.0f} s.")
+                    raise RuntimeError(f"The message {key} did not come within {self._timeout_s:.0f} s.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
         tensors = [None if one is None else self._links.arrived(one) for one in message.tensors]
