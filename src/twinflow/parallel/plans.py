@@ -6,7 +6,7 @@ A plan maps shell patterns (`*` also matches dots) to styles. If several pattern
                          q, k and v in one layer) has each piece split. UNIT features, such as a head, stay together
   row                    a linear layer whose input features are split; its outputs are summed before the bias is added
   vocab                  an embedding whose rows are split
-  head                   an output projection with a split vocabulary; it returns all logits, or the loss if it gets targets
+  head                   an output projection with a split vocabulary; it returns all logits, or the loss with targets
   heads[:NAME,...]       an attention over this rank's heads; the named attributes (head counts, widths) are divided
   attention[:NAME,...]   like heads, for the attention of twinflow's GPT
   region                 a module around column layers with the same input, which share one collective on the input
