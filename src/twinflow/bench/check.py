@@ -14,7 +14,7 @@ from twinflow.rules import RULES, Rule, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, new_store
 
-# The options of all rules. Each rule reads its own.
+# The options of all rules. Each rule reads only its own options.
 OPTIONS: Final[dict[str, Any]] = {
     **{name: value for rule in RULES.values() for name, value in rule.defaults.items()},
     **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "lr_decay": 0.01, "momentum": 0.9},

@@ -74,7 +74,9 @@ class Node:
                 out.flush()
 
     def finish(self) -> None:
-        """Waits for the rest of the output. The wait has a limit, because a leftover process may hold the pipe open."""
+        """Waits for the rest of the output. The wait has a limit, because a process that is still running may keep the
+        pipe open.
+        """
         for thread in self._threads:
             thread.join(DRAIN_S)
 
@@ -187,7 +189,8 @@ def _signals_raise() -> Iterator[None]:
         return
 
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as SIGHUP with nohup
+    # An ignored signal stays ignored, for example SIGHUP with nohup.
+    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         for other in numbers:
