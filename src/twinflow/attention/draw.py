@@ -116,7 +116,9 @@ def png_bytes(grids: list[Shades], max_pixels: int = 1024) -> bytes:
 
 
 def _pixels(grid: Shades, scale: int) -> np.ndarray[Any, Any]:
-    """RGB of a grid. A cell with a small kept share is still visible. Borders are drawn if cells are large enough."""
+    """The grid as RGB pixels. A cell with a small kept share is still visible. Borders are drawn if cells are large
+    enough.
+    """
     share = np.sqrt(grid.numpy())[..., None]
     colour = np.asarray(_LIGHT) * (1 - share) + np.asarray(_DARK) * share
     image: np.ndarray[Any, Any] = np.kron(colour, np.ones((scale, scale, 1))).round().astype(np.uint8)

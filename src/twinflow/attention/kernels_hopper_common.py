@@ -14,8 +14,8 @@ while this item is processed.
 - `sizes`: items of all heads, items of a head, long items, own rows, other rows and slots of a head.
 
 Operands that are constant over a loop are read from shared memory, because ptxas 12.8 reuses registers that hold such
-an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not carry it
-on.
+an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not keep its
+value.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def cases() -> Iterator[Case]:
 def disagreements(numel: int = 20_077) -> list[str]:
     """Names of the kernels whose results differ from the references in at least one bit. Empty if all are equal.
 
-    The default `numel` is more than one task of the pool, and not a multiple of a block or a vector.
+    The default `numel` needs more than one task of the thread pool, and is not a multiple of the block size or of the
+    vector width.
     """
     found = [f"update: {case}" for case in cases() if not _agrees(case, numel)]
     values = _random(numel, seed=3)

@@ -52,8 +52,12 @@ def launch(
     hostfile: Annotated[
         Path | None, _option("hostfile", "File with one machine in each line: HOST slots=N. Default: this machine.")
     ] = None,
-    include: Annotated[str, _option("include", "Use only these hosts and slots: HOST@HOST:SLOT,SLOT.")] = "",
-    exclude: Annotated[str, _option("exclude", "Use all hosts and slots except these: HOST@HOST:SLOT,SLOT.")] = "",
+    include: Annotated[
+        str, _option("include", "Use only these hosts and slots, for example worker-0@worker-1:0,2.")
+    ] = "",
+    exclude: Annotated[
+        str, _option("exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2.")
+    ] = "",
     master_addr: Annotated[
         str | None,
         _option(

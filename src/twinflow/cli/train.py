@@ -119,7 +119,7 @@ class TrainOptions:
     )
     of_megatron: bool = option(
         False,
-        "An option of Megatron that is accepted and has no effect.",
+        "Options of Megatron. They are accepted and have no effect.",
         "--deepspeed",
         "--cpu-optimizer",
         "--no-pipeline-parallel",

@@ -55,7 +55,7 @@ def parse_filter(option: str, text: str, pool: Mapping[str, int]) -> dict[str, t
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in pool:
-            raise invalid_value(f"A host in {option}", host, pool, f"The format of {option} is HOST@HOST:SLOT,SLOT.")
+            raise invalid_value(f"A host in {option}", host, pool, f"An example is: {option} worker-0@worker-1:0,2")
         if host in found:
             raise invalid_value(option, text, "a list without duplicate hosts", f"The host {host} is listed twice.")
         found[host] = _parse_slots(option, host, numbers, pool[host]) if colon else tuple(range(pool[host]))

@@ -23,7 +23,7 @@ from twinflow.launch.worker import Failure, end_with_parent, first_failure, read
 
 TERMINATE_GRACE_S = 12.0  # longer than the grace period of a worker, so that workers end first
 DRAIN_S = 2.0
-SETTLE_S = TERMINATE_GRACE_S  # Ranks behind a lost connection end within this time. The launcher cannot see their end.
+SETTLE_S = TERMINATE_GRACE_S  # Ranks whose connection is lost end within this time. The launcher cannot see their end.
 SSH_LOST = 255  # exit code of ssh after a failure of the connection
 
 

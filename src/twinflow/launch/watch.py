@@ -160,7 +160,7 @@ class Watch:
         self.cause: Cause | None = None
         self._timing = timing or Timing()
         self._on_failure = on_failure
-        self._store = store  # A clone does not keep the server of rank 0 alive.
+        self._store = store  # Kept, because a clone does not keep the server of rank 0 alive.
         self._attempt = attempt()
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()

@@ -95,7 +95,7 @@ def end_with_parent(number: int) -> Callable[[], None]:
     """Returns a function that makes Linux send this signal to the calling process when its parent dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None)  # Loaded before the fork: after it, only the call is safe.
+    libc = ctypes.CDLL(None)  # The library is loaded before the fork, because after the fork only the call is safe.
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 

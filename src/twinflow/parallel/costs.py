@@ -63,7 +63,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Amplified:
-    """Rate of all data groups together, compared with the network of one machine."""
+    """Rate of all data groups together, and its ratio to the network rate of one machine."""
 
     num_groups: int
     total_rate: float  # bytes/s of all groups

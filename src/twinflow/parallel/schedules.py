@@ -156,7 +156,9 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
 
 
 def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
-    """Number of forwards before the first backward: enough for the later ranks, and whole rounds of the chunks."""
+    """Number of forwards before the first backward. With one chunk, there is one for each later rank. With several
+    chunks, there are two for each later rank and one round for each chunk except the last.
+    """
     behind = num_ranks - 1 - rank
     if num_chunks == 1:
         return min(num_micro_batches, behind)

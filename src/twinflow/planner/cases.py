@@ -27,7 +27,7 @@ from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
 from twinflow.planner.simulate import Prediction, predict
 
-WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this factor longer
+WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this many times as long
 _MAX_LAYERS: Final = 1 << 18
 
 

@@ -19,7 +19,7 @@ PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, mea
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
 HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other processes
-_FLATS_OUT: Final = 6  # device buffers in use if every gradient is copied to the host at once
+_FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
 

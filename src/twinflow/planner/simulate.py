@@ -75,7 +75,7 @@ class Prediction:
     """Time of a step in the steady state."""
 
     step_s: float
-    bound_by: str  # "gpu", "host", "copies" or "gate"
+    bound_by: str  # "gpu", "host", "copies", or "gate": the wait for the gradient norm
     host_busy_s: float
     out_s: float
     in_s: float
