@@ -234,9 +234,9 @@ def test_a_token_of_a_sparse_gpt_sees_what_its_blocks_see() -> None:
     [
         (att.BigBirdSparsityConfig(HEADS), 'attention="unidirectional"'),
         (att.LocalSlidingWindowSparsityConfig(3), r"pattern.num_heads is 3, but must be 4"),
-        ([WINDOW], "one for each of the model's 2 layers"),
-        ({2: WINDOW}, "layer of a pattern is 2, but must be 0 to 1"),
-        ({}, "a pattern for one layer"),
+        ([WINDOW], "number of patterns is 1, but must be 2, one for each layer"),
+        ({2: WINDOW}, "a layer in the dict of patterns is 2, but must be 0 to 1"),
+        ({}, "at least one layer"),
         ("fixed", "pattern is 'str'"),
         ([WINDOW, None], "pattern of a layer is 'NoneType'"),
     ],
@@ -309,7 +309,7 @@ def test_the_config_gives_sparse_layers_their_pattern() -> None:
         ({}, 'attention="unidirectional"'),
         (
             {"mode": "local", "num_random_blocks": 2},
-            "num_random_blocks=2 cannot be used with.*It belongs to mode variable, bigbird",
+            "num_random_blocks=2 cannot be used with.*Remove it, or use the mode variable or bigbird",
         ),
         ({"mode": "fixed", "attention": "unidirectional", "num_local_blocks": 3, "num_global_blocks": 2}, "divisor"),
     ],
@@ -350,7 +350,7 @@ def test_padding_to_blocks() -> None:
     assert made.attention_mask.sum() == 42
     assert att.pad_to_block_size(7, ids).input_ids is ids
     assert att.unpad_sequence_output(0, ids) is ids
-    with pytest.raises(ValueError, match="input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds"):
         att.pad_to_block_size(16)
     utils = att.SparseAttentionUtils.pad_to_block_size(16, ids, mask, None, None, None, 1, None)
     assert utils.pad_len == 11

@@ -375,9 +375,9 @@ def test_dropout_drops_what_it_says_everywhere() -> None:
     ("changes", "words"),
     [
         ({"q": randn(4, 40, DIM)}, "q.shape"),
-        ({"k": randn(BATCH, HEADS, 40, DIM).float()}, "k is"),
+        ({"k": randn(BATCH, HEADS, 40, DIM).float()}, r"device\) of k is"),
         ({"k": randn(BATCH, 3, 40, DIM), "v": randn(BATCH, 3, 40, DIM)}, "heads of k is 3"),
-        ({"v": randn(BATCH, HEADS, 39, DIM)}, "shapes of k and v"),
+        ({"v": randn(BATCH, HEADS, 39, DIM)}, r"\(k.shape, v.shape\) is"),
         ({"q": randn(BATCH, HEADS, 60, DIM)}, "rows of the layout is 3"),
         ({"q_start": 9}, "rows of the layout is 3.*49 query positions"),
         ({"q_start": -1}, "q_start is -1"),

@@ -220,7 +220,7 @@ def test_a_pattern_is_laid_out_for_the_length() -> None:
     [
         ({"backend": "cuda"}, "backend is 'cuda', but must be one of 'auto', 'triton', 'flex', 'torch'"),
         ({"layout": "bigbird"}, "layout is 'str', but must be a Layout or a SparsityConfig"),
-        ({"dropuot": 0.1}, "an option of sparse_attention is 'dropuot', but must be one of 'scale'"),
+        ({"dropuot": 0.1}, "the name of an option of sparse_attention is 'dropuot', but must be one of 'scale'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         (
             {"backend": "triton"},
@@ -249,8 +249,8 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
     ("options", "message"),
     [
         ({"dropout": 0.1}, "dropout is 0.1, but must be 0.0 with flex"),
-        ({"bias": torch.zeros(256, 256, requires_grad=True)}, "bias is 'a tensor that requires a gradient'"),
-        ({"relative": torch.zeros(1, 511, requires_grad=True)}, "relative is 'a tensor that requires a gradient'"),
+        ({"bias": torch.zeros(256, 256, requires_grad=True)}, "bias.requires_grad is True"),
+        ({"relative": torch.zeros(1, 511, requires_grad=True)}, "relative.requires_grad is True"),
         ({}, "q.device is 'cpu', but must be a CUDA device"),
     ],
 )

@@ -262,9 +262,9 @@ def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.messages
     assert choose_backend("auto", "GPU-1") == "gloo"
     assert "Several ranks share the GPU GPU-1" in caplog.text
-    with pytest.raises(ValueError, match=r"Several ranks use the GPU GPU-1: start fewer ranks, or use gloo"):
+    with pytest.raises(ValueError, match='Several ranks use the GPU GPU-1: start fewer ranks, or use backend="gloo"'):
         choose_backend("nccl", "GPU-1")
-    with pytest.raises(ValueError, match="Give every rank a GPU, or use gloo"):
+    with pytest.raises(ValueError, match='Give every rank a GPU, or use backend="gloo"'):
         choose_backend("nccl", "")
 
 

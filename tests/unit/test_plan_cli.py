@@ -147,7 +147,10 @@ def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     found = plan_json("--model", "shapes_for_plan:tower", "--gpu", "h200")
     assert found["model"] == {"name": "tower", "params": 3 * (64 * 64 + 64), "layers": 3, "hidden": 64}
-    assert "returns a torch module, not a int" in plan("--model", "shapes_for_plan:number", "--gpu", "h200").output
+    assert (
+        "returns a torch.nn.Module, but it returns a int"
+        in plan("--model", "shapes_for_plan:number", "--gpu", "h200").output
+    )
     assert "can be imported" in plan("--model", "nowhere:f", "--gpu", "h200").output
 
 

@@ -465,7 +465,7 @@ def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_
         (("--pipeline-parallel-size", 0), ["--pipeline-parallel-size", "0", ">= 1"]),
         (("--pipeline-schedule", "2f2b"), ["--pipeline-schedule", "'2f2b'", "gpipe", "zbv"]),
         (("--max-position-embeddings", 8), ["--seq-length", "16", "--max-position-embeddings", "8"]),
-        (("--gpu-memory", "32GB"), ["--gpu-memory", "must be left out on a machine without a GPU"]),
+        (("--gpu-memory", "32GB"), ["--gpu-memory", "must be left out, because this machine has no GPU"]),
         (("--gpu-memory", "much"), ["--gpu-memory", "'much'", "32GB"]),
         (("--fp16", "--bf16"), ["--precision", "bf16", "fp16"]),
         (("--precision", "fp32", "--bf16"), ["--precision", "fp32", "bf16"]),

@@ -219,5 +219,7 @@ def test_fp16_of_a_trainer_is_refused_without_a_gpu_too(huggingface: Any, tmp_pa
 def test_options_beside_an_optimizer_that_has_its_own(huggingface: Any) -> None:
     model = mlp()
     taken = importlib.import_module("twinflow.integrations.given").take_over
-    with pytest.raises(ValueError, match=r"option is 'lr', but must be one of .*Give options of the update to AdamW"):
+    with pytest.raises(
+        ValueError, match=r"option is 'lr', but must be one of .*Pass options of the update, such as lr, to AdamW"
+    ):
         taken(torch.optim.AdamW(model.parameters()), model, lr=3.0)

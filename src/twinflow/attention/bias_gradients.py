@@ -1,6 +1,7 @@
-"""Gradients of a bias and of relative positions. Cells of scores are assigned to entries of the bias, and summed.
+"""Gradients of an attention bias and of relative positions. A cell is a small square of scores. Its score gradients are
+added to the entries of the bias that belong to the cell.
 
-Each entry is written by one program, and the order of each sum is fixed.
+One program computes each sum, and the order of the addends is fixed. The results are therefore deterministic.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from twinflow.attention.extras import as_4d
 from twinflow.attention.launch import Call, launch, strides_of
 from twinflow.attention.tiles import TileSize, cells
 
-CELL = {torch.float32: 32}  # maximum tokens on the side of a cell; 64 for other dtypes
-LIST_CELLS = 64  # maximum cells of a list, so that a long diagonal is shared by several programs
+CELL = {torch.float32: 32}  # maximum number of tokens along a side of a cell; 64 for other dtypes
+LIST_CELLS = 64  # maximum number of cells in a list; several programs share a longer diagonal
 
 
 class CellArgs(NamedTuple):
-    """Lists of cells, and the (batch, head) pairs that are summed."""
+    """Lists of cells, and the (batch, head) pairs over which each list is summed."""
 
     starts: Tensor
     rows: Tensor
@@ -36,7 +37,7 @@ Sets = dict[tuple[int, int], list[int]]
 
 @dataclass(frozen=True)
 class _Lists:
-    """Lists of cells. All cells of a list belong to one entry. `rank` numbers the lists of one entry."""
+    """Lists of cells. All cells of a list belong to one entry of the bias. `rank` counts the lists of an entry."""
 
     rows: Tensor
     cols: Tensor
@@ -85,7 +86,8 @@ def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
         rows, cols = cells(call.layout, pattern, call.span, cell)
         if not len(rows):
             continue
-        # The entry is key cell minus query cell, counted from the lowest. A diagonal of cells has 2 * cell - 1 offsets.
+        # The entry of a cell is its key index minus its query index, counted from the lowest difference. The scores of
+        # a diagonal of cells have 2 * cell - 1 different offsets.
         lowest = -((start + sizes.num_queries - 1) // cell)
         lists = _lists(rows, cols, cols - rows - lowest)
         diagonals = _diagonal_sums(_squares(tensors, call, lists, sets))  # [sets, lists, 2 * cell - 1]

@@ -1,12 +1,12 @@
-"""Plans of the kernels for Hopper. As in tiles.py, a program owns one tile and iterates over other tiles. An own tile
-has 128 tokens in two halves. An other tile has 64 or 128 tokens.
+"""Plans of the kernels for Hopper. As in tiles.py, a program computes the results of one tile of tokens, its own tile,
+and iterates over other tiles. An own tile has 128 tokens in two halves. The other tiles have 64 or 128 tokens each.
 
 If blocks have 128 tokens and the layout is not causal, both halves keep whole blocks, and the plan of tiles.py is
-sufficient. Otherwise the other tiles have 64 tokens, and each half has a word for each of them. The scores of one half
-and one other tile are a cell. The word is 0 if the cell is skipped, and WHOLE if all of it is kept. Otherwise the word
-has a bit for each square of 16 x 16 scores. Bit 4 * i + j is for the i-th 16 own tokens and the j-th 16 other tokens.
-In a causal layout, the word of a cell on the diagonal also has the bit DIAGONAL. The kernel then masks every score of
-this cell whose key comes after its query.
+sufficient. Otherwise the other tiles have 64 tokens, and each half has an int32 word for each other tile. The scores of
+one half and one other tile are a cell. The word is 0 if the cell is skipped, and WHOLE if all of it is kept. Otherwise
+the word has a bit for each square of 16 x 16 scores. Bit 4 * i + j is for the i-th 16 own tokens and the j-th 16 other
+tokens. In a causal layout, the word of a cell on the diagonal also has the bit DIAGONAL. The kernel then masks every
+score of this cell whose key comes after its query.
 
 A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent.
 """
@@ -25,7 +25,7 @@ from twinflow.attention.tiles import BITS, CACHED_PLANS, Span, TilePlan, TileSiz
 
 OWN = 128
 CELL = 64
-SUB = 16  # tokens per bit, for own and other tokens
+SUB = 16  # tokens per bit of a word, on each side of a cell
 WHOLE = 0xFFFF
 DIAGONAL = 1 << 16
 MIN_FILL = 0.6  # smallest kept share of computed cells; below it, kernels that gather small blocks are faster
@@ -48,7 +48,7 @@ class CellPlan:
 def device_cells(
     layout: Layout, span: Span, other: int, by_keys: bool, work: Work, device: torch.device
 ) -> CellPlan | None:
-    """`cell_plan` on a device. The last plans are cached."""
+    """The result of `cell_plan` on a device. The most recent plans are cached."""
     plan = cell_plan(layout, span, other, by_keys, work)
     if plan is None:
         return None
@@ -57,9 +57,10 @@ def device_cells(
 
 
 def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work) -> CellPlan | None:
-    """The plan of a layout with one pattern, for whole own tiles. None if cells would be mostly empty.
+    """The plan of a layout with one pattern, for whole own tiles. Returns None if too few of the computed scores would
+    be kept.
 
-    `other`: the best number of tokens of other tiles if all tiles are whole.
+    `other`: the number of tokens of an other tile, used if all tiles are whole.
     """
     assert layout.num_patterns == 1
     if layout.block >= OWN and not layout.is_causal:
@@ -100,7 +101,7 @@ def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[T
 
 
 def _below(by_keys: bool) -> int:
-    """Bits of a diagonal cell for which a query sees at least one key."""
+    """A word with the bits of all squares of a diagonal cell in which at least one query sees a key."""
     pairs = ((own, other) for own in range(_PER_CELL) for other in range(_PER_CELL))
     kept = [own * _PER_CELL + other for own, other in pairs if (own <= other if by_keys else other <= own)]
     return sum(1 << bit for bit in kept)

@@ -86,7 +86,9 @@ def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
 
 
 def text_lines(grid: Shades) -> list[str]:
-    """The grid as text, with two rows per line. Half blocks are used, or shades if cells are partly kept."""
+    """The grid as text, with two rows per line. The characters are half blocks, or shades if some cells are partly
+    kept.
+    """
     if grid.shape[0] % 2:
         grid = torch.cat([grid, torch.zeros_like(grid[:1])])
     upper, lower = grid[0::2], grid[1::2]
@@ -114,7 +116,9 @@ def png_bytes(grids: list[Shades], max_pixels: int = 1024) -> bytes:
 
 
 def _pixels(grid: Shades, scale: int) -> np.ndarray[Any, Any]:
-    """RGB of a grid. A cell with a small kept share is still visible. Borders are drawn if cells are large enough."""
+    """The grid as RGB pixels. A cell with a small kept share is still visible. Borders are drawn if cells are large
+    enough.
+    """
     share = np.sqrt(grid.numpy())[..., None]
     colour = np.asarray(_LIGHT) * (1 - share) + np.asarray(_DARK) * share
     image: np.ndarray[Any, Any] = np.kron(colour, np.ones((scale, scale, 1))).round().astype(np.uint8)

@@ -89,20 +89,23 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
             raise invalid_value(f"{name}.shape", tuple(tensor.shape), "[batch, heads, tokens, head_dim]")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise invalid_value(
-                name,
+                f"(dtype, device) of {name}",
                 (tensor.dtype, tensor.device),
-                f"on the device and in the dtype of q, which are {(q.dtype, q.device)}",
+                f"that of q, {(q.dtype, q.device)}",
+                f"Use {name}.to(q).",
             )
     if not q.is_floating_point():
         raise invalid_value("q.dtype", q.dtype, "a float dtype")
     sizes = sizes_of(q, k)
     if k.shape != v.shape or k.shape[0] != sizes.batch or k.shape[3] != sizes.head_dim:
         shapes = tuple(k.shape), tuple(v.shape)
-        raise invalid_value("shapes of k and v", shapes, f"both [{sizes.batch}, heads, keys, {sizes.head_dim}]")
+        raise invalid_value("(k.shape, v.shape)", shapes, f"[{sizes.batch}, heads, keys, {sizes.head_dim}] for both")
     if min(q.shape) < 1 or min(k.shape) < 1:
-        raise invalid_value("shapes of q and k", (tuple(q.shape), tuple(k.shape)), "without empty dimensions")
+        raise invalid_value("(q.shape, k.shape)", (tuple(q.shape), tuple(k.shape)), "without a dimension of size 0")
     if sizes.num_heads % sizes.num_kv_heads:
-        raise invalid_value("heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q")
+        raise invalid_value(
+            "the number of heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q"
+        )
     _check_layout(layout, sizes, extras)
     _check_tensors(sizes, extras, q.device)
     if extras.scale is not None and not math.isfinite(extras.scale):
@@ -110,25 +113,32 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
     if not 0.0 <= extras.dropout < 1.0:
         raise invalid_value("dropout", extras.dropout, "a number >= 0 and < 1")
     if not 0 <= extras.seed < 2**64:
-        raise invalid_value("seed", extras.seed, "0 to 2**64 - 1")
+        raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")
     return sizes
 
 
 def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
     if layout.num_heads != sizes.num_heads:
         raise invalid_value(
-            "heads of the layout", layout.num_heads, [sizes.num_heads], "Build the layout for the heads of q."
+            "the number of heads of the layout",
+            layout.num_heads,
+            [sizes.num_heads],
+            f"q has {sizes.num_heads} heads. Build the layout for as many.",
         )
     if extras.q_start < 0:
         raise invalid_value("q_start", extras.q_start, "a whole number >= 0")
     end = extras.q_start + sizes.num_queries
     if layout.num_rows * layout.block < end:
         raise invalid_value(
-            "rows of the layout", layout.num_rows, f"enough blocks of {layout.block} for {end} query positions"
+            "the number of block rows of the layout",
+            layout.num_rows,
+            f"at least {-(-end // layout.block)}, for {end} query positions in blocks of {layout.block}",
         )
     if layout.num_cols * layout.block < sizes.num_keys:
         raise invalid_value(
-            "columns of the layout", layout.num_cols, f"enough blocks of {layout.block} for {sizes.num_keys} keys"
+            "the number of block columns of the layout",
+            layout.num_cols,
+            f"at least {-(-sizes.num_keys // layout.block)}, for {sizes.num_keys} keys in blocks of {layout.block}",
         )
 
 
@@ -139,7 +149,9 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
             continue
         if (tensor.dtype == torch.bool) != is_bool or not (is_bool or tensor.is_floating_point()):
             raise invalid_value(
-                f"{name}.dtype", tensor.dtype, "bool, with True for what is used" if is_bool else "a float dtype"
+                f"{name}.dtype",
+                tensor.dtype,
+                "torch.bool, with True for entries that are used" if is_bool else "a float dtype",
             )
         if tensor.device != device:
             raise invalid_value(f"{name}.device", tensor.device, [device])
@@ -170,7 +182,9 @@ def threshold(dropout: float) -> int:
 
 
 def _mix(x: T) -> T:
-    """Mix 32-bit words, also as int64 tensors. If a product overflows, its low 32 bits are still right."""
+    """Mix the bits of 32-bit words, given as int or as int64 tensors. If a product overflows, its low 32 bits are still
+    right.
+    """
     x = x ^ x >> 16
     x = x * MIX_1 & WORD
     x = x ^ x >> 15

@@ -52,7 +52,7 @@ def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
         raise invalid_value("block", layout.block, [BLOCK], f"The kernels of flex use tiles of {BLOCK}. {REMEDY}")
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
         lengths = (sizes.num_queries, sizes.num_keys)
-        raise invalid_value("queries and keys", lengths, f"multiples of {BLOCK} with flex", REMEDY)
+        raise invalid_value("(number of queries, number of keys)", lengths, f"multiples of {BLOCK} with flex", REMEDY)
     if extras.q_start:
         raise invalid_value("q_start", extras.q_start, "0 with flex", REMEDY)
     if extras.dropout:
@@ -60,9 +60,7 @@ def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
     for name in ("bias", "relative"):
         tensor = getattr(extras, name)
         if tensor is not None and tensor.requires_grad:
-            raise invalid_value(
-                name, "a tensor that requires a gradient", "a tensor that does not require one, with flex", REMEDY
-            )
+            raise invalid_value(f"{name}.requires_grad", True, "False with flex", REMEDY)
 
 
 def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:

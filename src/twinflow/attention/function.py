@@ -1,9 +1,9 @@
 """Attention over a layout or a pattern: `sparse_attention` chooses the implementation. `PatternAttention` is for the
 layers of a model.
 
-`PatternAttention` takes sequences of any length. The layout of a short sequence is the corner of the layout of the
-longest one. The tokens that a token sees therefore do not depend on the number of later tokens. Generation with a cache
-gives the same result as a forward over the whole text, and random blocks are the same at every length.
+`PatternAttention` accepts sequences of any length. The layout of a short sequence is the top left corner of the layout
+of the longest one. The tokens that a token sees therefore do not depend on the number of later tokens. Generation with
+a cache gives the same result as a forward over the whole text, and random blocks are the same at every length.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from twinflow.attention.triton_attention import triton_attention
 from twinflow.errors import invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
-CACHED_LAYOUTS = 32  # of patterns that are given to sparse_attention
-CACHED_CORNERS = 8  # of each PatternAttention
+CACHED_LAYOUTS = 32  # maximum number of layouts, for patterns that are passed to sparse_attention
+CACHED_CORNERS = 8  # maximum number of layouts of each PatternAttention
 # Patterns whose rows are the same at every length if there are no random blocks.
 _EVEN = (
     BigBirdSparsityConfig,
@@ -58,11 +58,11 @@ def sparse_attention(
     known = [field.name for field in fields(Extras)]
     for name in extras:
         if name not in known:
-            raise invalid_value("an option of sparse_attention", name, known)
+            raise invalid_value("the name of an option of sparse_attention", name, known)
     if isinstance(layout, SparsityConfig):
         if q.dim() != 4 or k.dim() != 4:
             shapes = (tuple(q.shape), tuple(k.shape))
-            raise invalid_value("shapes of q and k", shapes, "[batch, heads, tokens, head_dim]")
+            raise invalid_value("(q.shape, k.shape)", shapes, "[batch, heads, tokens, head_dim] for both")
         length = max(k.shape[2], extras.get("q_start", 0) + q.shape[2])
         layout = _layout(layout, -(-length // layout.block) * layout.block)
     if not isinstance(layout, Layout):
@@ -84,11 +84,11 @@ def _layout(pattern: SparsityConfig, length: int) -> Layout:
 
 
 class PatternAttention:
-    """Attention over the blocks that a pattern keeps. Layouts are built for each new length, and the last few are
-    cached.
+    """Attention over the blocks that a pattern keeps. A layout is built for each new length. The most recent layouts
+    are cached.
 
-    The layout is built for sequences of up to `max_tokens` tokens. A longer sequence gets a layout of its own length.
-    With `heads`, q has only this range of the pattern's heads, as under tensor parallelism.
+    A sequence of up to `max_tokens` tokens uses the top left corner of the layout for `max_tokens`. A longer sequence
+    gets a layout of its own length. `heads` is the range of the pattern's heads that q has under tensor parallelism.
     """
 
     def __init__(
@@ -105,7 +105,9 @@ class PatternAttention:
         if backend not in BACKENDS:
             raise invalid_value("backend", backend, BACKENDS)
         if heads is not None and not 0 <= heads[0] < heads[1] <= pattern.num_heads:
-            raise invalid_value("heads", heads, f"a nonempty range within 0 to {pattern.num_heads}")
+            raise invalid_value(
+                "heads", heads, f"a range (first, last + 1) of the {pattern.num_heads} heads of the pattern"
+            )
         self.pattern = pattern
         self.max_tokens = max_tokens
         self.backend = backend
@@ -124,14 +126,14 @@ class PatternAttention:
     ) -> Tensor:
         """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.
 
-        `is_causal`: whether the layer is causal. None: as the pattern. The seed of dropout is drawn from torch's CPU
-        generator, so that a layer that runs again in backward drops the same scores.
+        `is_causal`: whether the layer is causal. None means as in the pattern. The seed of dropout is drawn from
+        torch's CPU generator, so that a layer that is recomputed in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)
         num_queries, num_keys = q.shape[2], k.shape[2]
         if num_queries > num_keys:
             raise invalid_value(
-                "keys",
+                "the number of keys",
                 num_keys,
                 f"at least the number of queries, {num_queries}",
                 "The queries must be the last positions of the keys.",
@@ -171,7 +173,7 @@ class PatternAttention:
         if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
             return layout.for_heads(0, num_heads)  # all heads have the same pattern
         remedy = "Pass the range of the pattern's heads that the layer has: heads=(first, last + 1)."
-        raise invalid_value("heads of q", num_heads, [layout.num_heads], remedy)
+        raise invalid_value("the number of heads of q", num_heads, [layout.num_heads], remedy)
 
 
 def not_causal(pattern: SparsityConfig) -> ValueError:
@@ -198,7 +200,9 @@ def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:
 
 
 def _laid_out(pattern: SparsityConfig, num_tokens: int, max_tokens: int) -> int:
-    """Number of tokens for which the layout is built, so that its first `num_tokens` are as in the longest sequence."""
+    """Number of tokens for which the layout is built. With this number, the first `num_tokens` tokens see the same
+    tokens as in the longest sequence.
+    """
     if type(pattern) in _EVEN and not getattr(pattern, "num_random_blocks", 0):
         return num_tokens
     if type(pattern) is FixedSparsityConfig:

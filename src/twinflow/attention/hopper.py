@@ -1,6 +1,6 @@
-"""Launches the kernels for Hopper. They support heads of 128 in half precision, one pattern for all heads, whole tiles,
-and scores without bias, mask and dropout. triton_attention.py uses its own kernels for all other calls, with the same
-results.
+"""Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
+whole tiles, and scores without bias, mask and dropout. triton_attention.py uses its own kernels for all other calls,
+with the same results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ HALF = 64
 WHOLE_TILE = 128  # tokens of other tiles in forward if all tiles are whole
 STAGES = {64: 4, 128: 2}  # pipeline stages of other tiles in forward, by their tokens
 BACKWARD_STAGES = 3
-MIN_SCALE = 1e-30  # smallest scale of scores; it is not zero in fp32
-NUM_PROCESSORS = 132  # used if kernels are only compiled, without a GPU
+MIN_SCALE = 1e-30  # smallest supported scale of scores; it is far from zero in fp32
+NUM_PROCESSORS = 132  # number of multiprocessors that is assumed if kernels are only compiled, without a GPU
 OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
@@ -59,7 +59,7 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tuple[Tensor, Tensor]:
-    """The forward of triton_attention.py with a kernel for Hopper."""
+    """Does the same as `forward` of triton_attention.py, with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_forward as kernels
 
     bind_context(q.device)
@@ -76,7 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tupl
 def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
-    """The query_gradients of triton_attention.py with a kernel for Hopper."""
+    """Does the same as `query_gradients` of triton_attention.py, with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_queries as kernels
 
     bind_context(q.device)
@@ -95,7 +95,7 @@ def query_gradients(
 def key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
-    """The key_gradients of triton_attention.py with a kernel for Hopper."""
+    """Does the same as `key_gradients` of triton_attention.py, with a kernel for Hopper."""
     from twinflow.attention import kernels_hopper_keys as kernels
 
     bind_context(q.device)

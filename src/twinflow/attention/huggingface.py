@@ -1,8 +1,8 @@
 """Sparse attention for the attention interface of transformers.
 
 transformers looks up two functions by the name of an implementation: the attention itself, and a function that creates
-the mask of a whole forward. Our function returns padding as [B, keys] instead of a square mask. Causality is part of
-the layout. This module uses transformers only if the user's model has imported it.
+the mask of a whole forward. The mask function of this module returns only the padding, as [B, keys], instead of a
+square mask. Causality is part of the layout. This module uses transformers only if the user's model has imported it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REFUSED = {
     "output_attentions": "Probabilities are never stored. To read them, use unsparsify() and eager attention.",
     "softcap": "Sparse attention does not cap scores.",
     "s_aux": "Sparse attention has no attention sinks.",
-    "position_bias": "Sparse attention does not take a bias from the model.",
+    "position_bias": "Sparse attention does not support a position bias of the model.",
     "sliding_window": "The pattern defines the window. Set the model's sliding_window to None.",
 }
 
@@ -73,7 +73,10 @@ def sparse_transformers(
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise invalid_value(
-            "model", type(model).__name__, "one whose attention can be set", "transformers did not change it."
+            "model",
+            type(model).__name__,
+            "a model whose attention can be replaced",
+            "Its set_attn_implementation() had no effect.",
         )
     if not hasattr(model, _BEFORE):
         setattr(model, _BEFORE, (before, model.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)))
@@ -105,13 +108,18 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     transformers = sys.modules["transformers"]
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
         version = getattr(transformers, "__version__", "unknown")
-        raise invalid_value("transformers", version, f"a version with {' and '.join(_NEEDS)}", "Install version 5.")
+        raise invalid_value(
+            "transformers",
+            version,
+            f"a version with {' and '.join(_NEEDS)}",
+            'Install it with: pip install "transformers>=5"',
+        )
     if not model._can_set_attn_implementation():
         remedy = "Its layers compute attention themselves. Build it with twinflow.attention.SparseSelfAttention."
         raise invalid_value("model", name, "one whose layers use transformers' attention interface", remedy)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         remedy = "Patterns are for self-attention, and not for attention from a decoder to an encoder."
-        raise invalid_value("model", name, "an encoder, or a decoder alone", remedy)
+        raise invalid_value("model", name, "an encoder-only or a decoder-only model", remedy)
     if getattr(config, "output_attentions", False):
         raise _refusal("output_attentions", True)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
@@ -176,8 +184,8 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function that transformers calls once per forward. Returns padding as bool [B, keys], True = used, or
-    None.
+    """The mask function that transformers calls once per forward. Returns the padding as bool [B, keys], with True for
+    tokens that are used, or None if there is no padding.
 
     If there is more than causality and padding (for instance packed sequences), transformers makes a square mask.
     """

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Backward. Probabilities are recomputed from the log-sum-exp that forward has saved.
+"""Kernels for the backward of attention. Probabilities are recomputed from the log-sum-exp that forward has saved.
 
-Programs of `query_gradients` own tiles of queries, and programs of `key_gradients` own tiles of keys. No two programs
-write to the same place, and the order of every sum is fixed. If tiles.py has cut a row or column into pieces, `reduce`
-sums the pieces.
+Each program of `query_gradients` computes the gradients of a tile of queries. Each program of `key_gradients` computes
+those of a tile of keys. No two programs write to the same place, and the order of every sum is fixed. If tiles.py has
+cut a row or column into pieces, `reduce` sums the pieces.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: t
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
 def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
-    """Compute dq for one item of one head, and delta, the sum of out * grad of each query, for the other kernels."""
+    """Compute dq for one item of the plan and one head. Also compute delta, the sum of out * grad of each query, which
+    the other kernels need.
+    """
     item, batch_head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
@@ -105,7 +107,9 @@ def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, 
 @triton.jit
 def _walk_keys(acc, tiles, lines, query, keys, values, codes, start, stop, next_code, where, extras, drop, sizes,
                MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the contributions of the key tiles start to stop to the gradient of queries, without the scale."""
+    """Add the contributions of the key tiles start to stop to the gradient of queries. The caller multiplies by the
+    scale.
+    """
     q_tile, grad_tile = tiles
     lse, delta = lines
     rows = query[:, None]
@@ -130,7 +134,7 @@ def _walk_keys(acc, tiles, lines, query, keys, values, codes, start, stop, next_
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
 def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
-    """Compute dk and dv for one item of one head.
+    """Compute dk and dv for one item of the plan and one head.
 
     GROUP query heads share a head of keys. A program sums IN_PROGRAM of them, so that dk and dv have num_heads //
     IN_PROGRAM heads.
@@ -188,7 +192,9 @@ def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, ext
 @triton.jit
 def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, start, stop, next_code, where, extras, drop,
                   sizes, MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the query tiles start to stop to the gradients of keys (without the scale) and values."""
+    """Add the contributions of the query tiles start to stop to the gradients of keys and values. The caller multiplies
+    the gradient of keys by the scale.
+    """
     k_tile, v_tile = tiles
     rows = key[:, None]
     for tile in tl.range(start, stop):
@@ -222,7 +228,7 @@ def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, star
 
 @triton.jit(do_not_specialize=["sizes", "count", "start"])
 def reduce(first, second, strides, plan, scratch, sizes, count, start, ROWS: tl.constexpr, S: tl.constexpr):
-    """Sum the pieces of a tile that was cut, for one or two gradients. A program has ROWS rows.
+    """Sum the pieces of a tile that was cut, for one or two gradients. Each program sums ROWS rows.
 
     A gradient has `count` rows, the first of which has the position `start`.
     """

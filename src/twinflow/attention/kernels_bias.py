@@ -18,8 +18,8 @@ from twinflow.attention.kernels_common import dropout_factor, head_base, load_ro
 @triton.jit(do_not_specialize=["drop", "sizes", "num_members"])
 def score_sums(q, k, v, lse, grad, delta, sums, strides, cells, extras, drop, sizes, num_members, DENSE: tl.constexpr,
                S: tl.constexpr):  # fmt: skip
-    """Sum one list for one set of members. With DENSE, sums are added at the position of each score. Otherwise `sums`
-    has one square per list.
+    """Sum one list of cells over one set of (batch, head) pairs. With DENSE, each sum is added to the number at the
+    position of its score. Otherwise `sums` has one square per list.
     """
     number = tl.program_id(0) % sizes.num_items
     members = tl.program_id(0) // sizes.num_items

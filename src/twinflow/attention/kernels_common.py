@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that all attention kernels share: positions of tokens in a tile, masks, bias and dropout.
 
-Scores are in base 2: they are multiplied by log2(e), so that the softmax uses exp2. Kernels that own queries have
-scores as [queries, keys], and kernels that own keys have them as [keys, queries]. The functions here take indices that
-broadcast to either shape.
+Scores are in base 2: they are multiplied by log2(e), so that the softmax uses exp2. Kernels whose programs compute
+tiles of queries have scores as [queries, keys]. Kernels whose programs compute tiles of keys have scores as [keys,
+queries]. The functions here take indices that broadcast to either shape.
 
 Arguments are tensors or tuples. launch.py defines `strides`, `extras`, `drop`, `sizes` and `scratch` and the constants
-S, and tiles.py defines `plan`. A tensor in `extras` that is None has no cost.
+S, and tiles.py defines `plan`. For a tensor in `extras` that is None, no code is compiled. tiles.py explains own and
+other tiles, codes, units, items, pieces and slots.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ KEY = tl.constexpr(0xC2B2AE3D)
 def own_item(sizes):
     """The item and the head (over the whole batch) of this program.
 
-    Long items of all heads come first, so that none of them runs at the end. The other items are ordered by head, so
-    that programs that run at the same time read the same keys.
+    The long items of all heads come first, so that no long item is still running when all others have ended. The other
+    items are ordered by head, so that programs that run at the same time read the same keys.
     """
     number = tl.program_id(0)
     num_heads = tl.num_programs(0) // sizes.num_items
@@ -59,7 +60,9 @@ def split_head(batch_head, num_heads):
 
 @triton.jit
 def first_codes(plan, start, mid, S: tl.constexpr):
-    """Codes of the first tiles without and with a mask, read first because loads of these tiles depend on them."""
+    """Codes of the first tile without a mask and of the first tile with a mask. They are read early, because the loads
+    of these tiles need them.
+    """
     return read_code(plan.codes, start, S), read_code(plan.codes, mid, S)
 
 

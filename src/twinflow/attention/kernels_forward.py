@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Forward. A program owns a tile of queries and iterates over its tiles of keys, first those without a mask.
+"""Kernels for the forward of attention. A program computes the outputs of a tile of queries. It iterates over the tiles
+of keys, first over those without a mask.
 
 If tiles.py has cut a row into pieces, each piece writes its unnormalised sum, its maximum and its sum of weights to
 scratch memory in fp32. `reduce` combines the pieces in their order.
@@ -36,7 +37,7 @@ from twinflow.attention.kernels_common import (
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
 def forward(q, k, v, out, lse, strides, plan, scratch, extras, drop, sizes, S: tl.constexpr):
-    """Compute the output and log-sum-exp for one item of one head."""
+    """Compute the output and log-sum-exp for one item of the plan and one head."""
     item, batch_head = own_item(sizes)
     first = 0
     if not S.ONE_PATTERN:  # With one pattern all heads have the same number of items, and the reads are not needed.
@@ -137,7 +138,7 @@ def _finish(state, query, is_there, out, stride, lse, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sizes"])
 def reduce(out, lse, strides, plan, scratch, sizes, ROWS: tl.constexpr, S: tl.constexpr):
-    """Combine the pieces of a tile that was cut. A program has ROWS rows."""
+    """Combine the pieces of a tile that was cut. Each program combines ROWS rows."""
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
     batch_head = tl.program_id(0) // (S.OWN // ROWS) // sizes.num_items

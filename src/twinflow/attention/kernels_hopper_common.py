@@ -1,21 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that the kernels for Hopper share: the items of a program, the warp that loads, and the stores of results.
 
-Programs are persistent. A program processes the items number, number + programs, and so on. Two warpgroups each own 64
-rows of the own tile of an item. They share the other tiles, which a separate warp loads by TMA. While one warpgroup
-computes exponentials, the products of the other use the tensor cores. The tiles of the next item are loaded while this
-item is processed.
+Programs are persistent. Of n programs, program i processes the items i, i + n, i + 2n and so on. Each of two warpgroups
+computes 64 rows of the own tile of an item. They share the other tiles, which a separate warp loads by TMA. While one
+warpgroup computes exponentials, the products of the other use the tensor cores. The tiles of the next item are loaded
+while this item is processed.
 
 - `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; results are stored through them.
-- `other_bufs`: other tiles of two tensors, [stages, tile, dim], and two vectors of them if scores are [keys, queries].
-- `bars`: barriers for full and empty buffers, of own tiles, of the first other tiles and of the second.
+- `other_bufs`: other tiles of two tensors, [stages, tile, dim]; and two vectors per tile if scores are [keys, queries].
+- `bars`: barriers for full and for empty buffers: of own tiles, and of the other tiles of each of the two tensors.
 - `plan`: items, codes and words of a CellPlan.
 - `places`: two numbers for each tensor with rows, in the order of the descriptors, see launch.Rows.
 - `sizes`: items of all heads, items of a head, long items, own rows, other rows and slots of a head.
 
 Operands that are constant over a loop are read from shared memory, because ptxas 12.8 reuses registers that hold such
-an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not carry it
-on.
+an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not keep its
+value.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ LOWEST = gl.constexpr(-1e30)  # lower than any real score, but finite, so that d
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def forward(q, k, v, out, lse, sums, tops, weights, plan, places, total, num_items, num_long, num_own, num_other,
             num_slots, scale, S: gl.constexpr):  # fmt: skip
-    """A program owns queries. q, k, v and out are descriptors. Without cells, every tile is whole."""
+    """Compute outputs and log-sum-exp for tiles of queries. q, k, v and out are TMA descriptors. If S.HAS_CELLS is
+    false, every tile is whole.
+    """
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
     own_bufs = (gl.allocate_shared_memory(q.dtype, [4, HALF, DIM], q.layout),)
@@ -66,7 +68,7 @@ def forward(q, k, v, out, lse, sums, tops, weights, plan, places, total, num_ite
 
 @gluon.jit
 def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
-    """The work of one warpgroup, which has one half of each own tile."""
+    """The work of one warpgroup, which computes one half of each own tile."""
     DIM: gl.constexpr = other_bufs[0].shape[2]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OTHER, 16])

@@ -35,7 +35,9 @@ from twinflow.attention.kernels_hopper_common import (
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, places, total, num_items, num_long, num_own,
                   num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
-    """A program owns keys and sums over the query heads that share them. All but scratch and plan are descriptors."""
+    """Compute the gradients of tiles of keys and values, summed over the query heads that share them. All tensors
+    except the scratch memory and the plan are TMA descriptors.
+    """
     OTHER: gl.constexpr = q.block_type.shape[0]
     DIM: gl.constexpr = q.block_type.shape[1]
     own_bufs = (
@@ -68,7 +70,7 @@ def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, place
 
 @gluon.jit
 def _key_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
-    """The work of one warpgroup, which has one half of each own tile. Scores are [keys, queries]."""
+    """The work of one warpgroup, which computes one half of each own tile. Scores are [keys, queries]."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])

@@ -35,7 +35,7 @@ from twinflow.attention.kernels_hopper_common import (
 @gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
 def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, total, num_items, num_long, num_own,
                     num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
-    """A program owns queries. q, grad, k, v and dq are descriptors."""
+    """Compute the gradients of tiles of queries. q, grad, k, v and dq are TMA descriptors."""
     OTHER: gl.constexpr = k.block_type.shape[0]
     DIM: gl.constexpr = k.block_type.shape[1]
     own_bufs = (
@@ -65,7 +65,7 @@ def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, tota
 
 @gluon.jit
 def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
-    """The work of one warpgroup, which has one half of each own tile. Rows of `out` are read one item ahead."""
+    """The work of one warpgroup, which computes one half of each own tile. Rows of `out` are read one item ahead."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -129,7 +129,7 @@ def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, si
 
 @gluon.jit
 def _read_out(out, head, position, places, sizes, DIM: gl.constexpr, ROWS: gl.constexpr):
-    """Load rows of `out`, the sixth tensor in `places`. Its stride between rows follows all places."""
+    """Load rows of `out`, the sixth tensor in `places`. Its stride between rows is stored after all places."""
     row, col = corner(head, sizes[3], places, 5)
     stride = places[12]
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ROWS))

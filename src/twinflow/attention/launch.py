@@ -16,7 +16,7 @@ from twinflow.attention.layout import Layout
 from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
 from twinflow.attention.tuning import Tuning, Tunings, padded_dim
 
-REDUCE_ROWS = 16  # rows of a program that combines pieces; small, because few tiles are cut
+REDUCE_ROWS = 16  # rows that one program combines from pieces; small, because few tiles are cut
 REDUCE_OPTIONS = {"num_warps": 4}
 
 Strides = tuple[int, int, int]
@@ -25,7 +25,7 @@ _BOUND = threading.local()  # devices whose CUDA context is bound to a thread
 
 class ExtraArgs(NamedTuple):
     """The tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape, because
-    Triton 3.6 mistakes the position in a tuple of tuples if a number is 1.
+    Triton 3.6 confuses the positions in nested tuples if a number is 1.
     """
 
     padding: Tensor | None
@@ -35,7 +35,7 @@ class ExtraArgs(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Arguments of dropout. seed and threshold are uint32 words as int32."""
+    """Arguments of dropout. seed and threshold are uint32 words, reinterpreted as int32."""
 
     seed: int
     threshold: int

@@ -1,4 +1,4 @@
-"""Layouts: the kept blocks of an attention matrix, as compressed rows.
+"""Layouts: the kept blocks of an attention matrix in compressed sparse row format.
 
 A `Layout` has one list of columns for each block row of each distinct pattern. Each head refers to a pattern. The
 memory is proportional to the number of kept blocks: a million tokens in blocks of 16 need megabytes, while a grid of
@@ -114,7 +114,10 @@ class Layout:
         if numel > DENSE_LIMIT:
             shape = (self.num_heads, self.num_rows, self.num_cols)
             raise invalid_value(
-                "shape of the layout", shape, f"at most {DENSE_LIMIT} entries", "Use rows_of() and cols_of()."
+                "shape of the layout",
+                shape,
+                f"a shape with at most {DENSE_LIMIT} entries",
+                "Use rows_of() and cols_of().",
             )
         patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
         for pattern in range(self.num_patterns):
@@ -124,7 +127,9 @@ class Layout:
     def for_heads(self, start: int, stop: int) -> Layout:
         """The layout of the heads start to stop, for a rank that has only these heads."""
         if not 0 <= start < stop <= self.num_heads:
-            raise invalid_value("heads", (start, stop), f"a nonempty range within 0 to {self.num_heads}")
+            raise invalid_value(
+                "heads", (start, stop), f"a range (first, last + 1) of the {self.num_heads} heads of the layout"
+            )
         wanted = self.head_to_pattern[start:stop]
         patterns = list(dict.fromkeys(wanted))
         counts = self.row_starts.diff(dim=1)[patterns]
@@ -189,11 +194,11 @@ def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
-        raise invalid_value("grid", tuple(grid.shape), "of shape [heads, rows, cols] or [rows, cols]")
+        raise invalid_value("grid.shape", tuple(grid.shape), "[heads, rows, cols] or [rows, cols]")
     if grid.is_floating_point() or grid.is_complex():
         raise invalid_value("grid.dtype", grid.dtype, "bool or an integer dtype")
     if num_heads is not None and grid.shape[0] not in (1, num_heads):
-        raise invalid_value("grid", tuple(grid.shape), f"one grid or {num_heads} grids")
+        raise invalid_value("the number of grids", grid.shape[0], f"1 or num_heads, {num_heads}")
     flats = [head.detach().cpu().reshape(-1).nonzero()[:, 0] for head in grid]
     heads = [0] * num_heads if num_heads is not None and len(flats) == 1 else None
     return from_flat(flats, grid.shape[1], grid.shape[2], block, is_causal=is_causal, head_to_pattern=heads)
@@ -216,12 +221,12 @@ def from_csr(
     starts = starts[None] if starts.dim() == 1 else starts
     cols = cols.cpu().to(torch.int64)
     if starts.dim() != 2 or starts.shape[0] == 0 or starts.shape[1] < 2:
-        raise invalid_value("row_starts", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
+        raise invalid_value("row_starts.shape", tuple(row_starts.shape), "[patterns, rows + 1] with at least one row")
     joined = bool((starts[1:, 0] == starts[:-1, -1]).all()) and int(starts[0, 0]) == 0
     if not joined or int(starts[-1, -1]) != cols.numel() or bool((starts.diff(dim=1) < 0).any()):
         raise ValueError(
-            "row_starts does not fit cols. Offsets must ascend from 0 to the number of columns, "
-            f"which is {cols.numel()}, with patterns in a row."
+            "row_starts does not fit cols. The offsets of all patterns, one pattern after the other, must ascend "
+            f"from 0 to the length of cols, which is {cols.numel()}."
         )
     _check_range("cols", cols, num_cols)
     num_rows = starts.shape[1] - 1
@@ -242,9 +247,7 @@ def from_rows(
     """A layout from lists. There is one list per pattern, with one tensor of columns per row."""
     sizes = {len(rows) for rows in patterns}
     if len(sizes) != 1 or 0 in sizes:
-        raise invalid_value(
-            "numbers of rows of the patterns", sorted(sizes), "the same number of rows in each pattern, at least one"
-        )
+        raise invalid_value("the set of row counts of the patterns", sorted(sizes), "one number >= 1 for all patterns")
     counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
     cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])
     return from_csr(_starts(counts), cols, num_cols, block, is_causal=is_causal, head_to_pattern=head_to_pattern)
@@ -312,6 +315,6 @@ def check_block(block: object) -> None:
 def _check_shape(block: int, num_rows: int, num_cols: int) -> None:
     check_block(block)
     if num_rows < 1 or num_cols < 1:
-        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "at least one of each")
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "at least (1, 1)")
     if num_cols >= 2**31 or num_rows >= 2**31:
-        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 of each")
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 each")

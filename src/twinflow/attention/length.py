@@ -37,12 +37,12 @@ def pad_to_block_size(
     """Pad the inputs of a model on the right to a multiple of `block_size`. The mask is 0 for padding.
 
     A mask is created if there is padding and no mask was given. Embeddings are padded with the embedding of the padding
-    token if `model_embeddings` is given, and with zeros otherwise. The attention of this package takes any length. This
-    function is for models and kernels that do not.
+    token if `model_embeddings` is given, and with zeros otherwise. The attention of this package accepts any length.
+    This function is for models and kernels that do not.
     """
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
-        raise invalid_value("input_ids and inputs_embeds", (None, None), "given, at least one of the two")
+        raise invalid_value("(input_ids, inputs_embeds)", (None, None), "a pair with at least one tensor")
     if block_size < 1:
         raise invalid_value("block_size", block_size, "a whole number >= 1")
     batch, tokens = given.shape[:2]
@@ -55,7 +55,7 @@ def pad_to_block_size(
         )
     if attention_mask is None:
         attention_mask = torch.ones(batch, tokens, dtype=torch.int64, device=given.device)
-    if position_ids is not None:  # the position of padding does not matter; a table certainly has this one
+    if position_ids is not None:  # the position of padding does not matter; every position table has this row
         position_ids = F.pad(position_ids, (0, pad_len), value=int(pad_token_id))
     return Padded(
         pad_len,
@@ -83,8 +83,8 @@ def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
 def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     """Extend a model of transformers to sequences of `max_position` tokens, in place. Returns the model.
 
-    A learned table (BERT, RoBERTa, GPT-2) is repeated, because local relations between positions are then valid
-    everywhere. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
+    A learned table (BERT, RoBERTa, GPT-2) is repeated, so that the distances between nearby positions keep the learned
+    meaning. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
     changes. Call this function before `sparsify` and before an optimizer is built. Raises ValueError for other models.
     """
     check_count("max_position", max_position, 1)
@@ -159,7 +159,9 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: nn.Module, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> nn.Module:
-        """`extend_position_embedding` if necessary, and `sparsify`. The default pattern is FixedSparsityConfig."""
+        """Call `extend_position_embedding` if necessary, and then `sparsify`. The default pattern is
+        FixedSparsityConfig.
+        """
         config: Any = model.config
         if config.max_position_embeddings < max_position:
             extend_position_embedding(model, max_position)

@@ -13,7 +13,7 @@ from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, che
 from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
-REMOVED = -1e4  # values of an additive mask up to this one remove a key
+REMOVED = -1e4  # a value of an additive mask that is not greater than this one removes the key
 
 
 class SparseSelfAttention(nn.Module):
@@ -151,7 +151,7 @@ def _as_2d(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
     found, wanted = ([size for size in sizes if size != 1] for sizes in (mask.shape, shape))
     if found != wanted or mask.dim() < 2:
         raise invalid_value(
-            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, also with further dimensions of size one"
+            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, optionally with further dimensions of size one"
         )
     return mask.reshape(shape)
 

@@ -1,8 +1,8 @@
 """`sparsify` replaces the attention of an existing model by sparse attention, and `unsparsify` restores it.
 
 Three kinds of layers are supported. For models of transformers, sparse attention is registered in the attention
-interface under its own name. Layers with `num_heads` and `set_attention(fn)`, such as those of our GPT, are given the
-function. A `SparseSelfAttention` is given the pattern.
+interface under its own name. Layers with `num_heads` and `set_attention(fn)`, such as those of our GPT, get the sparse
+attention through `set_attention`. A `SparseSelfAttention` gets the pattern.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def unsparsify(model: Model) -> Model:
 
 
 def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Apply the `sparse_attention` section of a config. The mode "dense" changes only SparseSelfAttention."""
+    """Apply the `sparse_attention` section of a config. The mode "dense" changes only layers of the class
+    SparseSelfAttention.
+    """
     is_dense = section.get("mode", "fixed") == "dense"
     own = _own(model)
     counts = {layer.sparsity_config.num_heads for layer in own}
@@ -68,7 +70,9 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
         remedy = (
             "Remove sparse_attention from the config, and call twinflow.attention.sparsify with a pattern per layer."
         )
-        raise invalid_value("heads of the model's layers", sorted(counts), "the same number in all layers", remedy)
+        raise invalid_value(
+            "the set of head counts of the model's layers", sorted(counts), "the same number in all layers", remedy
+        )
     if not counts and not is_dense:
         raise _nothing_to_change(model)
     pattern = pattern_from_config(section, counts.pop() if counts else 1)
@@ -105,7 +109,9 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
         patterns = _filled(pattern, num_layers)
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if num_layers and len(pattern) != num_layers:
-            raise invalid_value("patterns", len(pattern), f"one for each of the model's {num_layers} layers")
+            raise invalid_value(
+                "the number of patterns", len(pattern), f"{num_layers}, one for each layer of the model"
+            )
         patterns = list(pattern)[:num_layers]
     else:
         allowed = "a SparsityConfig, a list of them, or a dict from layer to SparsityConfig"
@@ -114,16 +120,18 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
         if not isinstance(its, SparsityConfig):
             raise invalid_value("pattern of a layer", type(its).__name__, "a SparsityConfig")
         if its.num_heads != count:
-            raise invalid_value("pattern.num_heads", its.num_heads, [count], "Build the pattern for the model's heads.")
+            raise invalid_value(
+                "pattern.num_heads", its.num_heads, [count], f"Build the pattern with num_heads={count}."
+            )
     return patterns
 
 
 def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[SparsityConfig]:
     for layer in patterns:
         if num_layers and layer not in range(num_layers):
-            raise invalid_value("layer of a pattern", layer, f"0 to {num_layers - 1}")
+            raise invalid_value("a layer in the dict of patterns", layer, f"0 to {num_layers - 1}")
     if not patterns:
-        raise invalid_value("pattern", patterns, "a dict with a pattern for one layer at least")
+        raise invalid_value("pattern", patterns, "a dict with at least one layer and its pattern")
     some = next(iter(patterns.values()))
     dense = DenseSparsityConfig(some.num_heads, some.block)
     return [patterns.get(layer, dense) for layer in range(num_layers)]

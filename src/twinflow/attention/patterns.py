@@ -1,8 +1,9 @@
 """Patterns of block-sparse attention, with DeepSpeed's names, arguments and defaults.
 
-There are two differences from DeepSpeed. "unidirectional" is exact to the token, and nothing above the diagonal is
-kept. Random blocks are drawn from a separate generator with its own seed, so that all ranks draw the same blocks and
-other random numbers do not change. In a unidirectional pattern they are drawn from the columns that a row may see.
+There are two differences from DeepSpeed. First, with attention="unidirectional" a token sees no later token, also not
+in its own block. Second, random blocks are drawn from a separate generator with its own seed, so that all ranks draw
+the same blocks and torch's generators do not change. In a unidirectional pattern, random blocks are drawn only from the
+columns that a row may see.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class SparsityConfig:
         """
         check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
-            raise invalid_value("seq_len", seq_len, f"a multiple of block {self.block}", "layout() takes any length.")
+            raise invalid_value(
+                "seq_len", seq_len, f"a multiple of block {self.block}", "For any other length, use layout()."
+            )
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
             raise invalid_value(
                 "seq_len", seq_len, f"small enough for a grid of {DENSE_LIMIT} entries", "Use layout()."
@@ -93,8 +96,8 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows and global blocks. The last blocks of each window are global: all rows see them (later rows only if
-    unidirectional).
+    """Local windows and global blocks. The last blocks of each window are global: all rows see them. In a
+    unidirectional pattern, only later rows see them.
 
     With `num_different_global_patterns`, heads use different global blocks in turn: each head uses the blocks before
     those of the previous head.
@@ -180,7 +183,9 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
-    """Random blocks, a sliding window, and global blocks at the start, as rows and as columns."""
+    """Random blocks, a sliding window, and global blocks at the start. Global blocks see all blocks, and all blocks see
+    them.
+    """
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -198,7 +203,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window and given global blocks, as rows and as columns."""
+    """A sliding window and given global blocks. Global blocks see all blocks, and all blocks see them."""
 
     num_sliding_window_blocks: int = 3
     global_block_indices: Sequence[int] = (0,)
@@ -249,7 +254,11 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
     for key, value in given.items():
         if key not in takes[mode]:
             others = [name for name, keys in takes.items() if key in keys]
-            remedy = f"It belongs to mode {', '.join(others)}." if others else f"Known: {', '.join(takes[mode])}."
+            remedy = (
+                f"Remove it, or use the mode {' or '.join(others)}."
+                if others
+                else f"Keys of this mode: {', '.join(takes[mode])}."
+            )
             option = f"sparse_attention.{key}={value!r}"
             raise incompatible(option, f"sparse_attention.mode={mode!r}", "this mode has no such key", remedy)
     if mode == "bigbird":  # the default in JSON differs from that of the class
@@ -294,7 +303,7 @@ def _sliding(num_blocks: int, width: int, is_causal: bool) -> Tensor:
 
 
 def _random(num_blocks: int, num_random: int, is_causal: bool, generator: torch.Generator) -> Tensor:
-    """`num_random` different columns of each row, with equal probabilities. Fewer if a row does not have so many.
+    """`num_random` different columns of each row, with equal probabilities. A row with fewer columns gets all of them.
 
     This is Floyd's sampling, with one step for all rows at once: draw j is from the first j + 1 columns, and a column
     that was drawn before is replaced by column j.
@@ -329,7 +338,7 @@ def _freeze_globals(pattern: VariableSparsityConfig | BSLongformerSparsityConfig
         return
     _freeze(pattern, "global_block_end_indices", least=1)
     if len(ends) != len(indices) or any(start >= end for start, end in zip(indices, ends, strict=True)):
-        allowed = f"one end for each of {list(indices)}, greater than it"
+        allowed = f"a list with one end for each of {list(indices)}, each greater than its start"
         raise invalid_value("global_block_end_indices", ends, allowed)
 
 

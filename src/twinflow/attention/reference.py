@@ -103,8 +103,8 @@ class _BlockAttention(torch.autograd.Function):
 class _Blocks:
     """q, k and v as blocks [B, heads, blocks, block, D], in the dtype of the computation.
 
-    q starts with the block row of position q_start. k and v end with a block of zeros. It fills rows that are shorter
-    than the width of their group.
+    q starts with the block row of position q_start. k and v end with a block of zeros, which fills rows that are
+    shorter than the width of their group.
     """
 
     q: Tensor
@@ -116,7 +116,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of some (batch, head) pairs. All rows have the same number of blocks."""
+    """Some rows of some (batch, head) pairs, which are called lanes. All rows have the same number of blocks."""
 
     batch: Tensor  # [lanes]
     heads: Tensor  # [lanes]

@@ -1,17 +1,18 @@
 """Plans of the kernels: the tiles of scores that each program processes, and their order. A plan is computed from a
 layout on the CPU.
 
-A program owns a tile of `own` tokens and iterates over tiles of `other` tokens. Own tokens are queries, or keys for the
-gradients of keys and values. The sizes of both tiles may differ from the block of the layout:
+A program computes the results of one tile of `own` tokens, its own tile, and iterates over tiles of `other` tokens. Own
+tokens are queries, or keys for the gradients of keys and values. The sizes of both kinds of tiles may differ from the
+block of the layout:
 
-- blocks that are smaller than an own tile are merged: the program processes the union of the blocks of its sub-rows,
-with
-  a bit for each sub-row that keeps a block;
+- blocks that are smaller than an own tile are merged: an own tile has one sub-row for each block row in it, and the
+  program processes the union of their blocks, with a bit for each sub-row that keeps a block;
 - an other tile is gathered from units of min(block, tile) tokens, so that scattered small blocks fill whole tiles;
 - units that every sub-row keeps whole come first and need no mask; units that do not fill a tile are added to the rest.
 
 A unit is described by one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens)
-are cut into pieces. A second kernel sums the results of the pieces.
+are cut into pieces. Each piece writes its result to a slot of scratch memory, and a second kernel sums these results.
+The work of one program is an item: an own tile, or a piece of it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class TilePlan:
 def device_plan(
     layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work, device: torch.device
 ) -> TilePlan:
-    """`tile_plan` on a device. The last plans are cached."""
+    """The result of `tile_plan` on a device. The most recent plans are cached."""
     return tile_plan(layout, span, size, by_keys, work).to(device)
 
 
@@ -115,7 +116,9 @@ def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of one pattern: for each own tile the number of other tiles without a mask, and of all other tiles."""
+    """Tiles of one pattern. For each own tile: the number of other tiles without a mask, and the number of all other
+    tiles.
+    """
 
     codes: Tensor
     first: int  # number of the first own tile
@@ -124,7 +127,7 @@ class _Tiles:
 
 
 def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: Work) -> TilePlan:
-    """The plan for programs that own queries, or keys if `by_keys`."""
+    """The plan for programs whose own tiles are queries, or keys if `by_keys`."""
     starts, others = layout.transposed() if by_keys else (layout.row_starts, layout.cols)
     lists = [_pattern_tiles(layout, starts[i], others, span, size, by_keys) for i in range(layout.num_patterns)]
     piece = _piece_length([int(tiles.total.sum()) for tiles in lists], work)

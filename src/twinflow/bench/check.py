@@ -14,7 +14,7 @@ from twinflow.rules import RULES, Rule, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, new_store
 
-# The options of all rules. Each rule reads its own.
+# The options of all rules. Each rule reads only its own options.
 OPTIONS: Final[dict[str, Any]] = {
     **{name: value for rule in RULES.values() for name, value in rule.defaults.items()},
     **{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "lr_decay": 0.01, "momentum": 0.9},
@@ -54,7 +54,8 @@ def cases() -> Iterator[Case]:
 def disagreements(numel: int = 20_077) -> list[str]:
     """Names of the kernels whose results differ from the references in at least one bit. Empty if all are equal.
 
-    The default `numel` is more than one task of the pool, and not a multiple of a block or a vector.
+    The default `numel` needs more than one task of the thread pool, and is not a multiple of the block size or of the
+    vector width.
     """
     found = [f"update: {case}" for case in cases() if not _agrees(case, numel)]
     values = _random(numel, seed=3)

@@ -26,7 +26,7 @@ QUICK_NUMEL, QUICK_REPEATS, REPEATS = 1 << 24, 3, 7
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of a run. All contenders use the same number of threads."""
+    """The size of a benchmark. All contenders (the functions that are timed) use the same number of threads."""
 
     numel: int
     threads: int
@@ -35,7 +35,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of one contender. A rival has no bytes, because its memory traffic is not known."""
+    """Results of one contender: a kernel of twinflow, or another implementation (a rival). A rival has no bytes,
+    because its memory traffic is not known.
+    """
 
     job: str
     name: str
@@ -99,7 +101,9 @@ class Report:
 def choose_settings(
     numel: int | None, threads: int | None, repeats: int | None, quick: bool, available_bytes: int
 ) -> Settings:
-    """Settings with defaults for options that are None. Raises ValueError for an invalid value, with its option."""
+    """Settings with defaults for options that are None. Raises a ValueError that names the option if its value is
+    invalid.
+    """
     if threads is not None:
         check_threads(threads, "--threads")
     if repeats is not None and repeats < 1:
@@ -108,7 +112,7 @@ def choose_settings(
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES
     if not SMALLEST_NUMEL <= numel <= most:
-        remedy = f"The benchmark needs {jobs.PEAK_BYTES} bytes of available memory per parameter."
+        remedy = f"The benchmark needs {jobs.PEAK_BYTES} bytes of available memory for each parameter."
         raise invalid_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
     default_repeats = QUICK_REPEATS if quick else REPEATS
     return Settings(numel, threads or native.get_threads(), default_repeats if repeats is None else repeats)

@@ -49,8 +49,8 @@ TORCH_ADAM: Final = {
 DEEPSPEED: Final = "DeepSpeedCPUAdam: scale, step, cast"
 FACTOR: Final = 0.5  # a clip factor other than 1, for jobs in which a rival scales the gradient too
 STEP: Final = 10
-# Bytes per parameter of the largest job: stores of 14 and 12 (both twice), 8 and 6, the gradient, two rivals of 18, and
-# the memory pass.
+# Bytes per parameter of the largest job: two stores of 14 bytes, two stores of 12, one store of 8 and one of 6, the
+# gradient (2), two rivals of 18 each, and the memory pass (12).
 PEAK_BYTES: Final = 14 + 14 + 12 + 12 + 8 + 6 + 2 + 18 + 18 + 12
 
 
@@ -61,7 +61,7 @@ class Contender:
     name: str
     run: Work
     prepare: Work | None = None  # runs before every timed call and is not timed
-    bytes_per_param: float | None = None  # of our kernels
+    bytes_per_param: float | None = None  # only for kernels of twinflow
     rival_of: str | None = None  # name of the kernel that a rival is compared with
 
 
@@ -165,8 +165,8 @@ class MixedJob(Fp32Job):
 
 
 class DeepSpeedJob(Fp32Job):
-    """The host update of DeepSpeed: the gradient is fp32 on the host. It is scaled in place, then step, then a cast to
-    bf16.
+    """The host update of DeepSpeed. The gradient is in fp32 on the host and is scaled in place. Then the optimizer
+    makes a step, and the weights are cast to bf16.
     """
 
     def __init__(self, numel: int, make: MakeOptimizer) -> None:
@@ -200,7 +200,7 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """DeepSpeedCPUAdam, or None and the reason."""
+    """The class DeepSpeedCPUAdam, or None and the reason why it cannot be used."""
 
     make: MakeOptimizer | None
     about: str
@@ -279,7 +279,9 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """AdamW with half of the gradients, m and v subnormal. A step flushes them, so they are filled before each call."""
+    """AdamW with half of the gradients, m and v subnormal. A step sets subnormal numbers to zero, so the tensors are
+    filled again before each call.
+    """
     store = huge_store(ADAMW, "fp32", numel, torch.bfloat16)
     normal_grad, grad = huge_random(numel, torch.bfloat16), huge_random(numel, torch.bfloat16)
     fill_half_tiny(grad, normal=1e-2, tiny=1e-39)

@@ -39,7 +39,7 @@ class Machine:
     logical_cores: int
     physical_cores: int
     affinity_cores: int  # logical cores in this process's affinity mask
-    cgroup_cores: int | None  # whole cores its quota allows, rounded up; None: no quota
+    cgroup_cores: int | None  # number of cores that the quota of the cgroup allows, rounded up; None: no quota
     memory_bytes: int
     available_bytes: int  # memory that can still be allocated, considering the limit of the cgroup
     cgroup_memory_bytes: int | None

@@ -21,5 +21,7 @@ def told_errors(exit_code: int = 1, kinds: tuple[type[Exception], ...] = (ValueE
 
 
 def option(default: Any, help: str, *names: str) -> Any:
-    """A field in a dataclass of command line options. `names`: those of the option if they differ from the field's."""
+    """A field in a dataclass of command line options. `names`: the names of the option, if they differ from the name of
+    the field.
+    """
     return field(default=default, metadata={"option": typer.Option(*names, help=help)})

@@ -20,9 +20,9 @@ from twinflow.cli import told_errors
 from twinflow.errors import incompatible
 
 attention_app = typer.Typer(no_args_is_help=True, help="Show patterns of sparse attention.")
-PIPE_WIDTH = 100  # for output into a pipe, which has no width
+PIPE_WIDTH = 100  # width of the output into a pipe
 MAX_CELLS = 64  # cells in a row of the drawing in a terminal
-MAX_DRAWN = 4  # patterns that are drawn, if heads have different ones
+MAX_DRAWN = 4  # maximum number of patterns that are drawn, if heads have different patterns
 PNG_CELLS = 1024
 _MODES = {"longformer": "bslongformer", "window": "local"}
 
@@ -45,14 +45,18 @@ def attention() -> None:
 
 @attention_app.command()
 def show(
-    pattern: Annotated[Pattern, typer.Option(help="Pattern: which blocks are computed.")] = Pattern.fixed,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
+    pattern: Annotated[
+        Pattern, typer.Option(help="Pattern of the blocks of scores that are computed.")
+    ] = Pattern.fixed,
+    seq: Annotated[int, typer.Option(min=1, help="Number of tokens in a sequence.")] = 4096,
     block: Annotated[int, typer.Option(help="Tokens in a block: 16, 32, 64 or 128.")] = 64,
-    heads: Annotated[int, typer.Option(min=1, help="Heads. With random blocks every head has its own pattern.")] = 1,
+    heads: Annotated[
+        int, typer.Option(min=1, help="Number of heads. With random blocks every head has its own pattern.")
+    ] = 1,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, for the cost estimate.")] = 64,
-    window: Annotated[int | None, typer.Option(help="Blocks in the window.")] = None,
-    num_global: Annotated[int | None, typer.Option("--global", help="Global blocks.")] = None,
-    random: Annotated[int | None, typer.Option(help="Random blocks in each row.")] = None,
+    window: Annotated[int | None, typer.Option(help="Number of blocks in the window.")] = None,
+    num_global: Annotated[int | None, typer.Option("--global", help="Number of global blocks.")] = None,
+    random: Annotated[int | None, typer.Option(help="Number of random blocks in each row.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="A token does not attend to later tokens.")] = False,
     png: Annotated[Path | None, typer.Option(help="Write a PNG image to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the drawing.")] = False,
@@ -75,7 +79,9 @@ def show(
 
 
 def section(pattern: str, block: int, heads: int, counts: dict[str, int | None], causal: bool) -> dict[str, Any]:
-    """The pattern as the config section `sparse_attention`. ValueError for an option that it does not have."""
+    """The pattern as the config section `sparse_attention`. Raises ValueError for an option that the pattern does not
+    have.
+    """
     names = {
         "fixed": {"--window": "num_local_blocks", "--global": "num_global_blocks"},
         "variable": {
@@ -97,7 +103,7 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
         if count is None:
             continue
         if option not in names:
-            takes = f"Its options are {', '.join(names)}." if names else "Leave the option out."
+            takes = f"Its options are {', '.join(names)}." if names else f"Leave {option} out."
             raise incompatible(f"{option} {count}", f"--pattern {pattern}", "the pattern has no such blocks", takes)
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}

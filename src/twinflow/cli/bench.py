@@ -53,9 +53,12 @@ def host(
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of every contender. Default: as many as the kernels use.")
+        int | None,
+        typer.Option(help="Threads of every implementation that is measured. Default: as many as the kernels use."),
     ] = None,
-    repeats: Annotated[int | None, typer.Option(help="Timed calls of each contender. Default: 7.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed calls of each implementation that is measured. Default: 7.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure less: 2**24 parameters, 3 repeats.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers to this file as a JSON object.")
@@ -132,7 +135,9 @@ def make_page(machine: Machine, report: Report) -> Page:
 
 
 def kernel_row(result: Result, results: Sequence[Result]) -> Row:
-    """Row of a twinflow kernel, or the row of a rival below it with the speedup of the twinflow kernel."""
+    """Row of a twinflow kernel, or of another implementation of it. The latter row shows how much faster the twinflow
+    kernel is.
+    """
 
     def cell(value: float | None, format: str, unit: float = 1.0) -> str:
         return f"{value / unit:{format}}" if value is not None else ""
@@ -160,7 +165,7 @@ def figure_row(figure: Figure) -> Row:
 def print_page(console: Console, page: Page) -> None:
     """Print the tables on a terminal or into a pipe."""
     if not console.is_terminal:
-        console = Console(file=console.file, width=140)  # a pipe has no width, and this one keeps the table unfolded
+        console = Console(file=console.file, width=140)  # wide enough that no row of the table wraps in a pipe
     for line in page.lines:
         console.out(line, highlight=False)
     for headers, rows in ((KERNEL_HEADERS, page.kernels), (FIGURE_HEADERS, page.figures)):

@@ -17,7 +17,7 @@ from twinflow.cli.facts import Cuda, Facts, Finding, Kernels, Pinned, findings, 
 from twinflow.monitor.progress import gib
 
 STYLES = {"broken": "bold red", "warning": "yellow", "note": "cyan"}
-PIPE_WIDTH = 120  # for output into a pipe, which has no width
+PIPE_WIDTH = 120  # width of the output into a pipe
 Rows = list[tuple[str, str]]
 
 

@@ -20,15 +20,17 @@ from twinflow.cli import told_errors
 from twinflow.cli.settings import parse_bytes
 from twinflow.rules import RULES
 
-LINE_S: Final = 10.0  # least interval of progress lines without a terminal
+LINE_S: Final = 10.0  # shortest time between two progress lines if the output is not a terminal
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of checkpoints, or of one checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with checkpoints, or the folder of one checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     dtype: Annotated[str, typer.Option(help="Data type of the weights: fp32, bf16 or fp16.")] = "fp32",
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest size of a file.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Largest size of each file, for example 5GB.")
+    ] = "5GB",
     config: Annotated[Path | None, typer.Option(help="A config.json to copy into the folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in the folder.")] = False,
 ) -> None:
@@ -84,7 +86,8 @@ def import_(
     out: Annotated[Path, typer.Argument(help="Folder to write, for engine.load_checkpoint.")],
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
     rule: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RULES)}. Default: determined from the config and the states.")
+        str | None,
+        typer.Option(help=f"Update rule: {', '.join(RULES)}. Default: determined from the config and the states."),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not convert the optimizer state.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint with this tag.")] = False,

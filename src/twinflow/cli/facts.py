@@ -119,7 +119,7 @@ def read_kernels(machine: Machine, environ: Mapping[str, str]) -> Kernels:
     """Load the library and compare a small run of every kernel with its reference."""
     try:
         loaded = load()
-    except ValueError as error:  # from TWINFLOW_ISA or TWINFLOW_THREADS
+    except ValueError as error:  # TWINFLOW_ISA or TWINFLOW_THREADS is invalid
         return Kernels(None, None, "none", [], False, 0, "nothing", setting_error=str(error))
     return Kernels(
         path=str(loaded.path) if loaded.path is not None else None,
@@ -179,7 +179,7 @@ def read_driver(root: Path) -> tuple[str | None, str | None]:
 
 
 def read_pinned(has_gpu: bool) -> Pinned:
-    """The limit of pinned memory. With a GPU, a trial allocation of 16 MiB."""
+    """The limit of pinned memory. With a GPU, also the result of a trial allocation of 16 MiB."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = None if soft == resource.RLIM_INFINITY else soft
     if not has_gpu:

@@ -29,7 +29,7 @@ from twinflow.launch.commands import (
 from twinflow.launch.environment import DEFAULT_PORT, free_port
 from twinflow.launch.run import run_and_restart
 
-# Everything after the script's name is passed to the script, even if it looks like an option of ours.
+# Everything after the script's name is passed to the script, even if it looks like an option of this command.
 CONTEXT = {"allow_interspersed_args": False}
 
 
@@ -40,22 +40,29 @@ def _option(name: str, help: str) -> Any:
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="The Python script, or the module with --module.")],
+    script: Annotated[str, typer.Argument(help="The Python script. With --module: the name of a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, passed on unchanged.")] = None,
     num_gpus: Annotated[
         int | None, _option("num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs.")
     ] = None,
     num_procs: Annotated[
-        int | None, _option("num_procs", "Processes on this machine, independent of its GPUs.")
+        int | None, _option("num_procs", "Processes on this machine, whatever number of GPUs it has.")
     ] = None,
     num_nodes: Annotated[int | None, _option("num_nodes", "Use only the first N hosts.")] = None,
     hostfile: Annotated[
         Path | None, _option("hostfile", "File with one machine in each line: HOST slots=N. Default: this machine.")
     ] = None,
-    include: Annotated[str, _option("include", "Use only these hosts and slots: HOST@HOST:SLOT,SLOT.")] = "",
-    exclude: Annotated[str, _option("exclude", "Use all hosts and slots except these: HOST@HOST:SLOT,SLOT.")] = "",
+    include: Annotated[
+        str, _option("include", "Use only these hosts and slots, for example worker-0@worker-1:0,2.")
+    ] = "",
+    exclude: Annotated[
+        str, _option("exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2.")
+    ] = "",
     master_addr: Annotated[
-        str | None, _option("master_addr", "Address of the first host for the other hosts. Default: its name.")
+        str | None,
+        _option(
+            "master_addr", "Address at which the other hosts reach the first host. Default: the name of the first host."
+        ),
     ] = None,
     master_port: Annotated[
         int | None,
@@ -76,13 +83,15 @@ def launch(
 ) -> None:
     """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
 
-    The first rank that fails ends all ranks. The error names that rank, and its exit code is the exit code of this
-    command.
+    If a rank fails, all ranks are ended. The error names the rank that failed first. The exit code of this command is
+    the exit code of that rank.
     """
     with told_errors():
         if no_local_rank and not compat:
             reason = "only --compat passes --local_rank=N to the script"
-            raise incompatible("--no_local_rank", "a launch without --compat", reason, "Leave it out, or add --compat.")
+            raise incompatible(
+                "--no_local_rank", "a launch without --compat", reason, "Leave --no_local_rank out, or add --compat."
+            )
         program = make_program(script, tuple(arguments or ()), module)
         program = replace(program, compat=compat, tells_local_rank=not no_local_rank)
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
@@ -140,7 +149,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
-    """Rendezvous address of the nodes. A run on one machine takes a free port, so that two runs do not collide."""
+    """Rendezvous address of the nodes. A run on one machine uses a free port, so that two runs do not collide."""
     if max_restarts < 0:
         raise invalid_value("--max_restarts", max_restarts, "a whole number >= 0")
     if port is not None and not 1 <= port <= 65535:

@@ -92,8 +92,8 @@ def _named(name: str, function: Callable[..., Any], **more: Any) -> Any:
 
 
 def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., Any]:
-    """A function with one parameter for each field of the dataclass `options`, which `function` takes as a whole: typer
-    makes command line options from the parameters of a function.
+    """A function with one parameter for each field of the dataclass `options`. It builds the dataclass and passes it to
+    `function`. typer makes command line options from the parameters of a function.
     """
 
     def command(**values: Any) -> Any:

@@ -1,9 +1,9 @@
 """Checks the memory of a run of `twinflow train` before it is allocated, with the byte counts of the planner.
 
-Two limits are compared with the available memory. The lower limit counts weights, optimizer state and waiting
-gradients, which are exact. A run that exceeds it is refused. The upper limit adds estimates: activations, the process
-and a reserve. It decides which format `--states auto` takes, what an error message proposes, and whether a run gets a
-warning that memory is tight.
+Two limits are compared with the available memory. The lower limit is the exact size of weights, optimizer state and
+gradients that wait for their update. A run whose lower limit exceeds the memory is refused. The upper limit also
+includes estimates: activations, the process and a reserve. The upper limit decides which format `--states auto`
+selects, what an error message proposes, and whether a run gets a warning that memory is tight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twinflow.rules import RULES
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
 _CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _NO_LIMIT: Final = 1 << 60
-_SURE: Final = ("weights", "state", "gradients")  # other kinds are estimates or can shrink
+_SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
 _NUM_RATIOS: Final = 50  # ratios that are tried
 _MAX_REMEDIES: Final = 3
 
@@ -50,10 +50,10 @@ class Case:
     ratio: float | str  # share of the state on the host, or "auto"
     formats: tuple[str, ...]  # state formats of the update rule
     only_clips: bool  # clipping is the only reason why gradients wait for the norm
-    is_told: bool = False  # the config file, not the free memory, determines where gradients wait
+    is_told: bool = False  # the config file, not the free memory, determines whether gradients wait on GPU or host
     # Copies of the optimizer state. With ZeRO stage 0 each replica has one, and `run` describes one replica.
     num_copies: int = 1
-    kept: float = 1.0  # activations of a rank, relative to one forward of the whole model
+    kept: float = 1.0  # share of the activations of one forward of the whole model that a rank keeps
 
     @property
     def num_ranks(self) -> int:
@@ -170,15 +170,17 @@ def _rule(config: Config) -> tuple[tuple[str, ...], int]:
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """Choose the state format of a run.
 
-    `states`: a format, or "auto" for the widest one that leaves as much room as the narrowest. Raises a MemoryError if
-    the weights, the state and the waiting gradients do not fit in any of the formats.
+    `states`: a format, or "auto". "auto" selects the widest format that fits in the same places (GPU and host) as the
+    narrowest format. Raises a MemoryError if the weights, the state and the waiting gradients do not fit in any of the
+    formats.
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
     possible = [each for each in cases if _missing(each, available).is_zero]
     if not possible:
         raise _too_large(cases[-1], available)
-    # A narrower format does not help if the activations are too large, so it is chosen only if it makes one side fit.
+    # A narrower format does not help if the activations are too large. So it is chosen only if the run then fits on the
+    # GPU or on the host, and would not fit otherwise.
     most = _rooms(possible[-1], available)
     chosen = next(each for each in possible if _rooms(each, available) == most)
     why = "as requested"
@@ -242,13 +244,13 @@ def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, boo
 
 
 def _missing(case: Case, available: Available) -> Memory:
-    """Bytes that the lower limit exceeds on GPU and host. Zeros if the run may fit."""
+    """Bytes by which the lower limit exceeds the memory of GPU and host. Zeros if the run may fit."""
     gpu_bytes = _NO_LIMIT if available.gpu_bytes is None else available.gpu_bytes
     return _sure(case, available).missing(Memory(gpu_bytes, available.host_bytes or _NO_LIMIT))
 
 
 def _sure(case: Case, available: Available) -> Bytes:
-    """The lower limit: bytes that the run cannot do without, by kind."""
+    """The lower limit: bytes that the run certainly needs, by kind."""
     used = bytes_at(case, start_ratio(case, available), available)
     kinds = [kind for kind in _SURE if kind != "gradients" or not case.is_told]
     gpu, host = ({kind: side[kind] for kind in kinds if side.get(kind)} for side in (used.gpu, used.host))
@@ -267,7 +269,7 @@ def _would_need(case: Case, available: Available) -> str:
     return f"{case.run.states} would need {_gb(used.host_total - used.host['shadows'])}"
 
 
-# Changes of the settings with which a run would fit.
+# Changes of the settings that make a run fit.
 
 _Change = tuple[str, Callable[[Case], Case]]  # the option, and the case with this option
 
@@ -280,7 +282,7 @@ def _too_large(case: Case, available: Available) -> MemoryError:
     names = {"state": f"{case.run.states} state"}
     text = ", ".join(f"{_gb(count)} of {names.get(kind, kind)}" for kind, count in parts.items() if count)
     where = "" if is_gpu else _on_ranks(case.num_ranks)
-    both = f" The host lacks {_gb(missing.host_bytes)} as well." if is_gpu and missing.host_bytes else ""
+    both = f" {_gb(missing.host_bytes)} of host memory are also missing." if is_gpu and missing.host_bytes else ""
     if available.gpu_bytes is not None and sure.gpu["weights"] > available.gpu_bytes:
         remedy = "The weights alone do not fit on the GPU. Train a smaller model."
     else:
@@ -309,7 +311,7 @@ def remedies(case: Case, available: Available) -> list[str]:
     ways = [[None, *changes] for changes in _changes(case)]
     for chosen in sorted(product(*ways), key=lambda changes: sum(change is not None for change in changes)):
         kinds = tuple(i for i, change in enumerate(chosen) if change is not None)
-        if kinds in found or len(kinds) > fewest:  # of each kind only the smallest change is of interest
+        if kinds in found or len(kinds) > fewest:  # only the smallest change of each kind is proposed
             continue
         changed = case
         for change in chosen:

@@ -31,16 +31,22 @@ def plan(
         str | None,
         Option(help="A Hugging Face config.json or its folder, or module:function that returns a module."),
     ] = None,
-    params: Annotated[str | None, Option(help="A GPT-2 shape with this number of parameters, for example 13b.")] = None,
+    params: Annotated[
+        str | None, Option(help="Plan a GPT-2 shape with this number of parameters, for example 13b.")
+    ] = None,
     config: Annotated[
         Path | None, Option(help="A DeepSpeed config with batch sizes, states, clipping and ratio.")
     ] = None,
     gpu: Annotated[
         str | None, Option(help=f"GPU: {', '.join(GPUS)}. Default: the GPU of this machine, measured.")
     ] = None,
-    ram: Annotated[str | None, Option(help="Host memory.  [default: 128GB with --gpu, else the free memory]")] = None,
+    ram: Annotated[
+        str | None, Option(help="Host memory, for example 128GB.  [default: 128GB with --gpu, else the free memory]")
+    ] = None,
     cores: Annotated[int | None, Option(help="CPU cores of the host.  [default: 16 with --gpu]")] = None,
-    dram: Annotated[str | None, Option(help="Bandwidth of the host memory.  [default: 150GB/s with --gpu]")] = None,
+    dram: Annotated[
+        str | None, Option(help="Bandwidth of the host memory, for example 150GB/s.  [default: 150GB/s with --gpu]")
+    ] = None,
     gpus: Annotated[
         int, Option(help="Number of GPUs. They share the optimizer state. For several machines see --per-node.")
     ] = 1,
@@ -49,7 +55,11 @@ def plan(
     ] = None,
     seq_length: Annotated[
         int | None,
-        Option("--seq-length", "--seq", help="Tokens in a sequence. Default: the model's, up to 2048."),
+        Option(
+            "--seq-length",
+            "--seq",
+            help="Tokens in a sequence. Default: the context length of the model, but at most 2048.",
+        ),
     ] = None,
     accumulation: Annotated[int | None, Option(help="Micro-batches in a step.")] = None,
     checkpoint_activations: Annotated[
@@ -68,7 +78,9 @@ def plan(
     write_config: Annotated[Path | None, Option(help="Write the recommended config to this file.")] = None,
     scaling: Annotated[
         int | None,
-        Option(help="Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs, --gpus in each machine."),
+        Option(
+            help="Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs. Each machine has --gpus GPUs."
+        ),
     ] = None,
     total_batch: Annotated[
         int | None,
@@ -76,21 +88,26 @@ def plan(
             "--total-batch", "--batch", help="Sequences in a step of all GPUs.  [default with --scaling: at most 512]"
         ),
     ] = None,
-    network: Annotated[str | None, Option(help="Network bandwidth of a machine.  [default: that of a DGX]")] = None,
+    network: Annotated[
+        str | None, Option(help="Network bandwidth of a machine, for example 25GB/s.  [default: that of a DGX]")
+    ] = None,
     per_node: Annotated[
         int | None,
-        Option(help="GPUs in a machine. More --gpus: search layouts over machines.  [default: 8, or 16 for V100]"),
+        Option(help="GPUs in a machine. With more --gpus, search layouts over machines.  [default: 8, or 16 for V100]"),
     ] = None,
     tokens: Annotated[
         str | None,
         Option(help="Tokens to train on, for example 300b. With several machines, shows the days of training."),
     ] = None,
     layouts: Annotated[
-        int | None, Option(help="Search pipeline x tensor x data layouts and show this many.  [default: 5]")
+        int | None,
+        Option(
+            help="Search layouts of pipeline x tensor x data ranks, and show this many of the fastest.  [default: 5]"
+        ),
     ] = None,
 ) -> None:
-    """Predict the memory of a model on GPU and host, the time of a step and its bottleneck, for several ways to
-    offload.
+    """Predict the memory of a model on GPU and host, the time of a training step and its bottleneck. Several ways to
+    offload the optimizer are compared.
 
     The exit code is 1 if nothing fits.
     """

@@ -131,7 +131,9 @@ def _built_model(name: str) -> ModelCost:
     with torch.device("meta"):
         built = function()
     if not isinstance(built, nn.Module):
-        raise invalid_value("--model", name, f"a function that returns a torch module, not a {type(built).__name__}")
+        raise invalid_value(
+            "--model", name, f"a function that returns a torch.nn.Module, but it returns a {type(built).__name__}"
+        )
     return count_module(built, function_name)
 
 
@@ -151,7 +153,7 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     embedding = sum(p.numel() for p in {id(m.weight): m.weight for m in tables}.values() if any(p is q for q in root))
     head = sum(p.numel() for p in root) - embedding
     if not any(numel):
-        remedy = "Blocks are the members of ModuleLists and Sequentials in the model."
+        remedy = "Put the blocks of the model into an nn.ModuleList or nn.Sequential."
         raise invalid_value("--model", name, "a model with blocks that have parameters", remedy)
     return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
 
@@ -176,14 +178,16 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 
 def choose_host(flags: Flags, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
-    """The host that the flags describe. The arguments are its values without flags."""
+    """The host that the flags describe. The arguments are the values that are used without flags."""
     check_positive("--cores", flags.cores)
     ram, rate = parse_bytes("--ram", flags.ram), parse_rate("--dram", flags.dram)
     return Host(ram or ram_bytes, flags.cores or cores, rate or dram_rate)
 
 
 def choose_cluster(flags: Flags, host: Host, num_gpus: int, why: str) -> Cluster:
-    """Machines with this host and the GPU and the network that the flags name. `why`: for the error without a GPU."""
+    """Machines with this host and the GPU and the network that the flags name. `why`: the reason in the error message
+    if the flags name no GPU.
+    """
     if flags.gpu is None:
         raise invalid_value("--gpu", None, GPUS, why)
     machine = Machine(gpu_named(flags.gpu), host, num_gpus)

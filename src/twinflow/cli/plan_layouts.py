@@ -31,7 +31,7 @@ from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.planner.machines import gpu_named
 
 SHOWN: Final = 5
-LEAST_BATCH: Final = 512  # sequences in a step without --total-batch
+LEAST_BATCH: Final = 512  # default number of sequences in a step, without --total-batch
 SEQUENCE: Final = 2048
 _DRAM_RATE: Final = 300e9  # bytes/s of a machine with two sockets
 _UNUSED: Final = ("config", "states", "accumulation", "grad_clip", "html", "write_config")
@@ -46,9 +46,9 @@ def wants_layouts(flags: Flags) -> bool:
 def show_layouts(flags: Flags) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits."""
     for name, value in flags.given(*_UNUSED).items():
-        reason = "the search over layouts does not use it"
+        reason = "the search over layouts does not use this option"
         remedy = (
-            f"Leave it out, or plan one machine with at most --gpus {_per_node(flags)} and without --tokens, "
+            f"Leave {name} out, or plan one machine: use at most --gpus {_per_node(flags)}, and leave out --tokens, "
             "--layouts and --total-batch."
         )
         raise incompatible(f"{name} {value}", "a plan of parallel layouts", reason, remedy)

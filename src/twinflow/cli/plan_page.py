@@ -44,7 +44,9 @@ main > .notes, main > figure { margin: 0 0 16px; }
 
 
 def plan_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
-    """The HTML text of the page. `machine`: its description. `config`: the recommended one, empty if nothing fits."""
+    """The HTML text of the page. `machine`: the description of the machine. `config`: the recommended config, empty if
+    nothing fits.
+    """
     run, memory = plan.run, plan.setting.memory
     largest = table("Largest model of this shape that fits", largest_rows(plan))
     parts = [

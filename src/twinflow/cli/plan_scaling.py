@@ -38,7 +38,10 @@ def show_scaling(flags: Flags, run: Run) -> int:
     cluster = choose_cluster(flags, choose_host(flags), flags.gpus, why)
     unused = flags.given("html", "write_config", "tokens", "layouts", "per_node")
     if unused:
-        reason, remedy = "it prints one table for all numbers of GPUs", "Leave them out. To save the table, use --json."
+        reason, remedy = (
+            "--scaling prints one table for all numbers of GPUs",
+            "Leave these options out. To save the table, use --json.",
+        )
         raise incompatible(f"--scaling {flags.scaling}", " and ".join(unused), reason, remedy)
     check_positive("--total-batch", flags.total_batch)
     total_batch = flags.total_batch or TOTAL_BATCH

@@ -12,7 +12,7 @@ from rich.text import Text
 from twinflow.planner.cases import Case, Plan
 from twinflow.planner.costs import Run
 
-PIPE_WIDTH: Final = 100  # for output into a pipe, which has no width
+PIPE_WIDTH: Final = 100  # width of the output into a pipe
 BOUND: Final = {"gpu": "GPU", "host": "host update", "copies": "PCIe", "gate": "clipping norm"}
 CASE_COLUMNS: Final = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by")
 _BAR: Final = 34
@@ -34,7 +34,7 @@ def make_table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
 
 
 def print_plan(plan: Plan, machine: str) -> None:
-    """Print the tables. `machine`: its description."""
+    """Print the tables. `machine`: the description of the machine."""
     console, shown, memory = make_console(), plan.nearest, plan.setting.memory
     console.print(Text(title(plan.run), style="bold"))
     console.print(Text(f"{machine}\n{how(plan.run)}\n", style="dim"))

@@ -1,4 +1,4 @@
-"""`twinflow train` on several ranks: communication between the ranks, and a common end.
+"""`twinflow train` on several ranks: communication between the ranks. All ranks end a run together.
 
 All ranks make the same calls in the same order, and every decision depends only on numbers that all ranks have. An
 error on one rank during preparation is sent to all ranks (`Ranks.together`).
@@ -76,9 +76,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise an error that occurs inside on any rank on all ranks, as a `SharedError` with the same message.
+        """If an error occurs inside the `with` block on any rank, raise it on all ranks, as a `SharedError` with the
+        same message.
 
-        The ranks must not communicate inside.
+        The ranks must not communicate inside the `with` block.
         """
         if self.group is None:
             yield
@@ -97,7 +98,9 @@ class Ranks:
             raise SharedError(text if rank == 0 else f"rank {rank}: {text}") from error
 
     def in_turns(self, act: Callable[[], Any]) -> Any:
-        """Call `act` on the first rank of each machine, then on the others, which find the files that it wrote."""
+        """Call `act` on the first rank of each machine, then on the other ranks, which find the files that the first
+        rank wrote.
+        """
         made: Any = None
         for turn in (True, False):
             with self.together():
@@ -151,7 +154,9 @@ def join() -> Ranks:
 
 
 def watched(engine: Engine, doing: str = "") -> AbstractContextManager[Any]:
-    """Report an exception inside to the other ranks. `doing`: name of an activity that takes longer than a step."""
+    """Report an exception inside the `with` block to the other ranks. `doing`: name of an activity that takes longer
+    than a step.
+    """
     if engine.watch is None:
         return nullcontext()
     return engine.watch.pause(doing) if doing else engine.watch.guard()

@@ -102,7 +102,7 @@ class Run:
     engine: Engine
     config: dict[str, Any]
     memory: MemoryPlan
-    first_step: int  # steps done before this process started
+    first_step: int  # number of steps that were done before this process started
     num_valid: int  # sequences in a validation
 
     @property
@@ -201,8 +201,9 @@ def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
         )
     )
     for rank, fingerprint in enumerate(prints := ranks.gather(data.fingerprint)):
-        if fingerprint != prints[0]:  # for example another version of Python's standard library
-            remedy = "That is the fingerprint on rank 0. Put the same data on all machines."
+        # The data can differ, for example because the machines have different versions of Python's standard library.
+        if fingerprint != prints[0]:
+            remedy = "The expected value is the fingerprint on rank 0. Put the same data on all machines."
             raise SharedError(
                 str(invalid_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy))
             )
@@ -221,7 +222,9 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
 
 
 def _num_valid(started: dict[str, Any]) -> int:
-    """Sequences in a validation, from the settings of the first start, so that any number of ranks uses the same."""
+    """Number of sequences in a validation. It is computed from the settings of the first start, so that a resumed run
+    with another number of ranks uses the same sequences.
+    """
     replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
     return VALID_BATCHES * int(started["batch_size"]) * replicas
 
@@ -255,7 +258,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
     if settings.gpu_memory is None:
         return int(total)
     if settings.gpu_memory > total:
-        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total}, the bytes of this GPU")
+        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total}, the memory of this GPU in bytes")
     torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
     return settings.gpu_memory
 
@@ -268,7 +271,7 @@ def run_training(run: Run, console: Console) -> Outcome:
             _train(run, outcome, console)
     except KeyboardInterrupt:
         outcome.status = "interrupted"
-        outcome.notes.append("It was interrupted twice, so the steps since the last checkpoint are lost.")
+        outcome.notes.append("The run was interrupted twice, so the steps since the last checkpoint are lost.")
     finally:
         run.engine.destroy()
     outcome.wall_s = time.perf_counter() - start
@@ -359,7 +362,9 @@ def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
 
 
 def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
-    """Save the last checkpoint. None is saved after numbers that are not finite: --resume needs a good one."""
+    """Save the last checkpoint. After a loss or gradient that is not finite, no checkpoint is saved, because --resume
+    needs a good one.
+    """
     _write_trace(run, outcome, progress)  # the run may end before the last step that was to be recorded
     last = outcome.steps[-1] if outcome.steps else None
     if last is not None and is_bad(last, run.settings.precision):

@@ -1,8 +1,8 @@
 """Settings of `twinflow train`: checked, with all defaults, and converted to a config for the engine.
 
 Pipeline and tensor ranks come from the options or the config file. They are stored in the sections `pipeline` and
-`tensor_parallel` of the config. All ranks of a replica get the same tokens, because batches are distributed over
-replicas.
+`tensor_parallel` of the config. Batches are distributed over the replicas of the model, so all ranks of a replica get
+the same tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from twinflow.rules import RULES
 SECTIONS: Final = ("pipeline", "tensor_parallel")
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
 _STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
-MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine, as a share of the peak
+MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine schedule, as a share of the peak
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
 RANKS_STAGE: Final = 2  # default ZeRO stage of several ranks
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -45,7 +45,12 @@ LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning 
 def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
     if value is not None and key in file_config:
-        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "both set the same value", "Remove one.")
+        raise incompatible(
+            f"{name} {value}",
+            f"{key!r} in the config file",
+            "both set the same value",
+            f"Remove {name} or the key in the config file.",
+        )
     return value
 
 
@@ -219,7 +224,7 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.keep_last is not None and settings.keep_last < 1:
         raise invalid_value("--keep-last", settings.keep_last, "a whole number >= 1")
     if settings.gpu_memory is not None and not torch.cuda.is_available():
-        raise invalid_value("--gpu-memory", settings.gpu_memory, "left out on a machine without a GPU")
+        raise invalid_value("--gpu-memory", settings.gpu_memory, "left out, because this machine has no GPU")
     check_threads(settings.threads, "--threads")
     formats = ("auto", *RULES[settings.rule].formats)
     if settings.states not in formats:
@@ -316,7 +321,7 @@ def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> d
     if settings.precision != "fp32" and not any(is_on(config, name) for name in ("fp16", "bf16", "bfloat16")):
         config[settings.precision] = {"enabled": True}
         if settings.precision == "bf16" and not settings.grad_clip:
-            # The check for overflow would delay every update until the last gradient, as clipping does.
+            # With the check for overflow, every update would wait for the last gradient, as with clipping.
             config["bf16"]["check_grad_overflow"] = False
     if "optimizer" not in config:
         params = {**rule_params(settings.rule), "lr": settings.lr, "weight_decay": settings.weight_decay}
@@ -330,7 +335,7 @@ def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> d
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
     offload.setdefault("device", "cpu")
     offload.setdefault("states", states)
-    if offload["device"] == "cpu":  # otherwise all state is on the GPU, and neither key has an effect
+    if offload["device"] == "cpu":  # with another device all state is on the GPU, and these keys have no effect
         offload.setdefault("ratio", settings.ratio)
         offload.setdefault("placement", settings.placement)
     offload.setdefault("delayed_update", settings.delayed_update)

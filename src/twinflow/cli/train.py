@@ -47,8 +47,10 @@ class TrainOptions:
     num_layers: int | None = option(None, "Number of transformer blocks.")
     hidden: int | None = option(None, "Width of the model.", "--hidden-size")
     num_heads: int | None = option(None, "Number of attention heads.", "--num-attention-heads")
-    vocab_size: int | None = option(None, "Size of the vocabulary. Default: what the preset and the tokenizer need.")
-    context: int | None = option(None, "Tokens in a sequence. Default: the preset's.", "--seq-length", "--context")
+    vocab_size: int | None = option(
+        None, "Size of the vocabulary. Default: the size that the preset and the tokenizer need."
+    )
+    context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length", "--context")
     checkpoint_activations: bool | None = option(
         None,
         "Keep only the input of each block and recompute the other activations in backward. "
@@ -57,7 +59,10 @@ class TrainOptions:
     )
     steps: int = option(800, "Number of training steps.", "--steps", "--train-iters")
     batch_size: int | None = option(
-        None, "Sequences in a micro-batch of a replica. Default: the preset's.", "--batch-size", "--micro-batch-size"
+        None,
+        "Sequences in a micro-batch of each model replica. Default: as in the preset.",
+        "--batch-size",
+        "--micro-batch-size",
     )
     accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
     lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
@@ -70,10 +75,12 @@ class TrainOptions:
     )
     rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
     states: str | None = option(
-        None, "Optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]"
+        None,
+        "Format of optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]",
     )
     ratio: str | None = option(
-        None, "Share of the optimizer state on the host, 0 to 1, or auto: chosen after some steps.  [default: 1]"
+        None,
+        "Share of the optimizer state on the host, 0 to 1, or auto: chosen by twinflow after some steps.  [default: 1]",
     )
     placement: str | None = option(
         None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
@@ -90,8 +97,8 @@ class TrainOptions:
         "--data",
         "--data-path",
     )
-    json_key: str = option("text", "Field of a JSONL line that holds the text.")
-    tokenizer: str = option("bytes", "bytes, or a folder with a Hugging Face tokenizer.json.")
+    json_key: str = option("text", "Field of a JSONL line that contains the text.")
+    tokenizer: str = option("bytes", "Tokenizer: bytes, or a folder with a Hugging Face tokenizer.json.")
     seed: int = option(0, "Seed of the weights and of the order of the data.")
     valid_every: int = option(
         100,
@@ -103,7 +110,7 @@ class TrainOptions:
     save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every", "--save-interval")
     keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
     resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
-    gpu_memory: str | None = option(None, "Limit of the GPU memory, for example 32GB.")
+    gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
     threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
     out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
     trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
@@ -112,7 +119,7 @@ class TrainOptions:
     )
     of_megatron: bool = option(
         False,
-        "Options of Megatron that have no effect here.",
+        "Options of Megatron. They are accepted and have no effect.",
         "--deepspeed",
         "--cpu-optimizer",
         "--no-pipeline-parallel",
@@ -132,7 +139,8 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Pretrain a GPT with the optimizer on the host, on a GPU if there is one, and write a report page.
 
-    Started with `twinflow launch --module twinflow train`, torchrun or srun, all ranks train one model together.
+    If the command is started with `twinflow launch --module twinflow train`, torchrun or srun, all ranks train one
+    model together.
     """
     console, ranks = Console(), Ranks()
     try:
@@ -144,7 +152,7 @@ def train(options: TrainOptions) -> None:
         run = prepare(settings, ranks, console)
         print_header(run, console)
         outcome = run_training(run, console)
-    except USER_ERRORS as error:  # also during training: a token outside the vocabulary, a full disk
+    except USER_ERRORS as error:  # such an error may also occur during training, for example a full disk
         if (text := ranks.message(error)) is not None:
             typer.echo(text, err=True)
         else:
@@ -209,7 +217,7 @@ def default_out(preset: str, rule: str) -> Path:
 
 def _context(context: int | None, max_positions: int | None) -> int | None:
     if context is not None and max_positions is not None and context > max_positions:
-        raise invalid_value("--seq-length", context, f"at most --max-position-embeddings, which is {max_positions}")
+        raise invalid_value("--seq-length", context, f"at most {max_positions}, the value of --max-position-embeddings")
     return context if context is not None else max_positions
 
 

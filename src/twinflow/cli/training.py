@@ -38,7 +38,7 @@ class Done:
     """Results of a step that the device may still be computing."""
 
     losses: Sequence[Tensor]
-    marks: Sequence[tuple[Any, Any, Any]]  # of each micro-batch: start, end of the forward, end of the backward
+    marks: Sequence[tuple[Any, Any, Any]]  # for each micro-batch: start, end of the forward, end of the backward
     is_mixed: bool = False  # forwards and backwards alternate, so only their sum is known
 
     def loss(self) -> float:
@@ -166,7 +166,9 @@ class Talk:
         return replace(record, **self._totals) if self.ranks.group is not None else record
 
     def mean(self, total: float, count: int, wanted: int) -> float | None:
-        """Sum of `total` over all ranks, divided by `wanted`. None if they have counted fewer sequences."""
+        """Sum of `total` over all ranks, divided by `wanted`. None if the ranks have counted fewer than `wanted`
+        sequences.
+        """
         totals = self.ranks.rows([total, count, self.asked()])
         self._stops = bool(totals[:, 2].any())
         return float(totals[:, 0].sum()) / wanted if int(totals[:, 1].sum()) == wanted else None
@@ -231,8 +233,8 @@ class Loop:
     def step(self) -> StepRecord:
         """Forward, backward and update on the micro-batches of this step.
 
-        The update runs concurrently with backward and the next forward. The recorded update time is only the time that
-        the loop waits: for new weights in the forwards, and for the norm after the last backward.
+        The update runs at the same time as backward and the next forward. The recorded update time is only the time for
+        which the loop waits: for new weights in the forwards, and for the norm after the last backward.
         """
         settings, engine = self._settings, self._engine
         lr = engine.get_lr()[0]
@@ -273,8 +275,8 @@ class Loop:
         return self._talk.of_all(record)
 
     def valid_loss(self) -> float | None:
-        """Mean loss over the same sequences each time, so that two measurements differ only by the weights. The
-        replicas share the sequences. None if a signal to stop arrived during the validation.
+        """Mean loss over the validation sequences. They are the same each time, so that two losses differ only because
+        of the weights. The replicas share the sequences. None if a signal to stop arrived during the validation.
         """
         engine, size, total, count = self._engine, self._settings.batch_size, 0.0, 0
         num_batches, at_once = -(-self._num_valid // size), batches_at_once(engine)

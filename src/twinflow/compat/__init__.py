@@ -1,9 +1,9 @@
 """DeepSpeed's names for twinflow, for DeepSpeed scripts that should run unchanged.
 
 Importing this package changes nothing. `install()` and `python -m twinflow.compat` make the names available: an import
-finder and a distribution answer for `deepspeed`, with modules that are made from the table in names.py. A name is
-resolved at its first use. Every module is marked as a package. Python therefore asks the finder for `y` in
-`from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
+finder provides the modules of `deepspeed`, which are made from the table in names.py, and a distribution provides its
+version. A name is resolved at its first use. Every module is marked as a package. Python therefore asks the finder for
+`y` in `from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def module_at(path: str) -> CompatModule:
 
 
 class CompatFinder(Loader):
-    """A finder for sys.meta_path that answers for `deepspeed`, for the modules below it and for its version."""
+    """A finder for sys.meta_path that provides `deepspeed`, the modules below it and its version."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of a module. ModuleNotFoundError with a remedy for a module that does not exist here."""
+        """The spec of a module. Raises ModuleNotFoundError with a remedy for a module that does not exist here."""
         top, _, below = fullname.partition(".")
         if top != NAME:
             return None
@@ -147,7 +147,9 @@ class CompatFinder(Loader):
         """Does nothing: the attributes of the module are resolved at their first use."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """For importlib.metadata: libraries ask for DeepSpeed's version before they import it."""
+        """The distribution `deepspeed` for importlib.metadata. Libraries read DeepSpeed's version before they import
+        it.
+        """
         name = getattr(context, "name", None)
         return [CompatDistribution()] if name in (None, NAME) else []
 

@@ -1,5 +1,6 @@
-"""DeepSpeed's optimizers by name. They work alone. `initialize` takes only the update rule and the options from
-them."""
+"""DeepSpeed's optimizers by name. They also work without `initialize`. `initialize` uses only their update rule and
+options.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Named(Optimizer):
 
     @property
     def rule_name(self) -> str | None:
-        """The name of the rule in a config. None for an optimizer with state or with state that is not fp32."""
+        """The name of the rule in a config. None if the optimizer already has state, or if its state is not fp32."""
         return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
 
     def options(self) -> dict[str, Any]:
@@ -41,8 +42,8 @@ class Named(Optimizer):
 class DeepSpeedCPUAdam(Named, HostOptimizer):
     """AdamW, or Adam with `adamw_mode=False`, on CPU tensors.
 
-    Unlike DeepSpeed's, it keeps an fp32 master for half-precision parameters. With `fp32_optimizer_states=False` the
-    moments are bf16, and the second moment is rounded stochastically.
+    Unlike DeepSpeed's optimizer, it keeps an fp32 master for half-precision parameters. With
+    `fp32_optimizer_states=False` the moments are bf16, and the second moment is rounded stochastically.
     """
 
     def __init__(
@@ -176,7 +177,9 @@ class FusedLion(Fused):
 
 def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
     if not bias_correction:
-        raise invalid_value("bias_correction", bias_correction, [True], "Bias correction cannot be switched off.")
+        raise invalid_value(
+            "bias_correction", bias_correction, [True], "Leave bias_correction out: twinflow always corrects the bias."
+        )
     if amsgrad:
-        remedy = "DeepSpeed ignores amsgrad. Use torch.optim.AdamW(..., amsgrad=True) to have it."
+        remedy = "DeepSpeed ignores amsgrad. To use it, build torch.optim.AdamW(..., amsgrad=True)."
         raise invalid_value("amsgrad", amsgrad, [False], remedy)

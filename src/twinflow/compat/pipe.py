@@ -1,4 +1,4 @@
-"""`deepspeed.pipe` with the instructions of a stage for inspection, and `deepspeed.checkpointing`."""
+"""The modules `deepspeed.pipe`, with the list of instructions of each stage, and `deepspeed.checkpointing`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from twinflow.parallel.schedules import one_f_one_b
 from twinflow.parallel.topology import ProcessTopology
 
 _SECTION = (
-    "Set it in the section activation_checkpointing of the config: initialize() applies it to the model's layers."
+    "Set this option in the section activation_checkpointing of the config: "
+    "initialize() applies it to the model's layers."
 )
 _STATE = {"configured": False}  # whether `configure` was called
 
@@ -31,8 +32,8 @@ def configure(
 ) -> None:
     """Checks the options for `checkpoint`.
 
-    `partition_activations` and `checkpoint_in_cpu` work through the config only: ValueError if one of them is true.
-    `contiguous_checkpointing`, `num_checkpoints`, `synchronize` and `profile` have no effect on results, as in
+    `partition_activations` and `checkpoint_in_cpu` work only through the config. A ValueError is raised if one of them
+    is true. `contiguous_checkpointing`, `num_checkpoints`, `synchronize` and `profile` have no effect on results, as in
     DeepSpeed.
     """
     asked = {"partition_activations": partition_activations, "checkpoint_in_cpu": checkpoint_in_cpu}
@@ -84,7 +85,7 @@ class PipelineModule(pipeline.PipelineModule):
         dynamic_shape: bool = False,
     ) -> None:
         if activation_checkpoint_func not in (checkpoint, torch_checkpoint):
-            remedy = "twinflow always uses torch.utils.checkpoint to run layers again in backward."
+            remedy = "Leave this argument out: twinflow always uses torch.utils.checkpoint."
             given = getattr(activation_checkpoint_func, "__name__", "a function")
             raise invalid_value("activation_checkpoint_func", given, "deepspeed.checkpointing.checkpoint", remedy)
         super().__init__(
@@ -130,7 +131,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction for one micro-batch. `buffer_id` is the buffer of the stage that holds the micro-batch."""
+    """An instruction for one micro-batch. `buffer_id` is the number of the buffer that contains the micro-batch."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -171,7 +172,7 @@ class PipeSchedule:
         raise NotImplementedError
 
     def num_pipe_buffers(self) -> int:
-        """The number of micro-batches that a stage holds at once."""
+        """The number of micro-batches that a stage keeps at a time."""
         return self.micro_batches
 
     @property

@@ -59,7 +59,7 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 
 
 class ZeroStageEnum(IntEnum):
-    """The stages of ZeRO. Each is named after the state that it is the first to partition."""
+    """The stages of ZeRO. Each stage has the name of what it partitions in addition to the previous stage."""
 
     disabled = 0
     optimizer_states = 1
@@ -147,7 +147,7 @@ def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:
     name = next((name for name in sources if given.get(name) is not None), None)
     source = given[name] if name is not None else getattr(given.get("args"), "deepspeed_config", None)
     if source is None:
-        remedy = "Give it as config, config_params or args.deepspeed_config."
+        remedy = "Pass the config as config=, config_params= or args.deepspeed_config."
         raise invalid_value("config", None, "a dict or the path of a JSON file", remedy)
     section = {"type": optimizer.rule_name, "params": optimizer.options()}
     changed: dict[str, Any] = dict.fromkeys(("args", *sources), None)
@@ -182,7 +182,9 @@ def init_distributed(
     if not dist.is_initialized():
         if world_size > 1:
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
-            raise incompatible(f"world_size={world_size}", "a process without a launcher", "it has one rank", remedy)
+            raise incompatible(
+                f"world_size={world_size}", "a process without a launcher", "such a process is the only rank", remedy
+            )
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
 
 

@@ -38,7 +38,9 @@ class Accelerator:
         try:
             return getattr(self._torch, name)
         except AttributeError:
-            message = f"The accelerator {self._name} has no attribute {name!r}, and torch.{self._name} has none either."
+            message = (
+                f"Neither the accelerator {self._name} nor the module torch.{self._name} has an attribute {name!r}."
+            )
             raise AttributeError(message) from None
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -183,7 +185,9 @@ def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: b
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
-    """Copies of the tensors in nested dicts, lists and tuples. Unlike a view, a copy holds only its own elements."""
+    """Copies of the tensors in nested dicts, lists and tuples. torch.save writes only the elements of a copy, but the
+    whole storage of a view.
+    """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, Mapping):

@@ -1,5 +1,5 @@
-"""Models that ranks partition are created, read, changed and exported, and their memory is estimated: `deepspeed.zero`,
-`deepspeed.utils.safe_*`, `deepspeed.utils.zero_to_fp32` and the memory estimators.
+"""Functions for models that are partitioned over ranks: `deepspeed.zero`, `deepspeed.utils.safe_*`,
+`deepspeed.utils.zero_to_fp32` and the memory estimators.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _WIDTH = WEIGHT_BYTES["bf16"]
 
 
-# The optimizers that `initialize` has built, by parameter: DeepSpeed's functions get only the parameter. Both are weak
-# references.
+# The optimizer that `initialize` has built for each parameter, because DeepSpeed's functions get only the parameter.
+# Keys and values are weak references.
 _OWNERS: Any = WeakTensorKeyDictionary()
 
 
@@ -57,7 +57,7 @@ def find_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
 def need_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param]:
     found = find_owner(tensor)
     if found is None:
-        given, allowed = f"a tensor of shape {tuple(tensor.shape)}", "a parameter that initialize() was given to train"
+        given, allowed = f"a tensor of shape {tuple(tensor.shape)}", "a parameter that initialize() trains"
         raise invalid_value("param", given, allowed, "Take the parameter from engine.module.named_parameters().")
     return found
 
@@ -97,8 +97,8 @@ class Init(nullcontext[None]):
 class GatheredParameters:
     """A context in which parameters are whole and all pending updates are in them.
 
-    With `modifier_rank`, the values of that rank are sent to all ranks at the end. ValueError for weights that are
-    partitioned (stage 3) or live on the host.
+    With `modifier_rank`, the values of that rank are sent to all ranks at the end. Raises ValueError for weights that
+    are partitioned (stage 3) or are in host memory.
     """
 
     def __init__(
@@ -127,13 +127,15 @@ class GatheredParameters:
         for param in self._params:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(param.data, self._modifier)
-            # torch does not count writes to `.data`. A new version makes the optimizer compare the weight with its
-            # master, and copy it there if it is not the rounded master.
+            # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
+            # weight with its master. If the weight is not the rounded master, it is copied to the master.
             torch.autograd.graph.increment_version(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing with one rank. ValueError with several: with stage 3 a weight cannot be used outside its module."""
+    """Does nothing with one rank. Raises ValueError with several ranks, because with stage 3 a weight cannot be used
+    outside its module.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise conflict("ZeRO stages 2 and 3", "external", ranks=dist.get_world_size())
 
@@ -173,8 +175,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient in fp32 and without the loss scale, between the last backward of a step and `step()`.
 
-    None at other times, and for a frozen parameter. ValueError if ranks or the host sum gradients, or if updates start
-    during backward.
+    Returns None at other times, and for a frozen parameter. Raises ValueError if gradients are summed over ranks or on
+    the host, or if updates start during backward.
     """
     if _is_frozen(param):
         return None
@@ -311,7 +313,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     _refuse_exclusion(exclude_frozen_parameters)
     if lazy_mode:
-        remedy = "Use convert_zero_checkpoint_to_fp32_state_dict(), which has one tensor in memory at a time."
+        remedy = "Use convert_zero_checkpoint_to_fp32_state_dict(), which loads one tensor at a time."
         raise invalid_value("lazy_mode", True, [False], remedy)
     found = find_checkpoint(Path(checkpoint_dir), tag)
     masters = exporting.masters_of(found)
@@ -348,7 +350,7 @@ def load_state_dict_from_zero_checkpoint(
 def _refuse_exclusion(is_asked_for: bool) -> None:
     """Raises ValueError: a checkpoint does not distinguish frozen parameters from buffers, and buffers must stay."""
     if is_asked_for:
-        remedy = "Leave them out at saving: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
+        remedy = "Exclude them when you save: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
         raise invalid_value("exclude_frozen_parameters", True, [False], remedy)
 
 

@@ -1,5 +1,5 @@
-"""twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. The rest of twinflow does
-not need these packages. Each is imported only by the module of its name.
+"""twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. Each of these packages is
+imported only by the module with its name. The rest of twinflow does not need them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TwinOptimizer in a loop of Accelerate: `twin_optimizer(accelerator, model, ...)` instead of a torch optimizer.
 
-This module changes two functions of the given accelerator. Its `clip_grad_norm_` must not read gradients that have been
-moved to the host (norms.py), and its `prepare` must not copy the optimizer state to the GPU.
+This module replaces `clip_grad_norm_` of the given accelerator, because that function must not read gradients that were
+moved to the host (norms.py). It also prevents `prepare` from copying the optimizer state to the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def twin_optimizer(
     """Build a TwinOptimizer and prepare it for a loop of Accelerate. The TwinOptimizer is the attribute `optimizer` of
     the result.
 
-    `options` are those of TwinOptimizer. Updates start in backward. The number of accumulation steps is taken from the
+    `options` are those of TwinOptimizer. Updates start in backward. The number of accumulation steps is that of the
     accelerator. If the loop clips gradients, pass its limit as `max_grad_norm`. The model is moved to the accelerator's
     device. Raises ValueError for settings of the accelerator that are not supported.
     """
@@ -79,7 +79,7 @@ def check_accelerator(accelerator: Any) -> None:
             "For several ranks use twinflow.initialize()."
         )
         found = f"{accelerator.num_processes} ({kind})"
-        raise invalid_value("processes of Accelerate", found, "one, without a launcher", remedy)
+        raise invalid_value("the number of processes of Accelerate", found, "1, without a launcher", remedy)
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'

@@ -1,9 +1,9 @@
 """The state of a TwinOptimizer in a folder of another library's checkpoint. It is written one parameter at a time, and
 not pickled.
 
-Training loops save `optimizer.state_dict()` in one file. This needs a second copy of the whole state in memory if
-masters are split or states have few bits. `StreamedState` has the methods that loops call. It writes the state to a
-folder, and the file of the loop contains only a reference to the folder.
+Training loops save `optimizer.state_dict()` in one file. This needs a second copy of the whole state in memory if the
+optimizer stores it in another format (split masters, or states in bf16 or int8). `StreamedState` has the methods that
+loops call. It writes the state to a folder, and the file of the loop contains only a reference to the folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
 
 
 def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
-    """Load the state from `folder`/twinflow. Load the weights of the model before. Raises ValueError before any change
+    """Load the state from `folder`/twinflow. Load the weights of the model first. Raises ValueError before any change
     if the state does not fit.
     """
     found = open_checkpoint(folder, TAG)

@@ -1,8 +1,8 @@
 """Conversion of a torch optimizer, built by a training loop, to a TwinOptimizer.
 
 If twinflow has an update rule for the optimizer and supports its options, this rule is used. Any other optimizer runs
-itself, on host copies. Schedulers that were built with the optimizer continue to work, because it gets the param groups
-of the TwinOptimizer.
+its own `step` on copies of the parameters in host memory. Schedulers that were built with the optimizer continue to
+work, because the optimizer gets the param groups of the TwinOptimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from twinflow.rules import RULES
 _RULES: Final[Mapping[type[Optimizer], str]] = {
     getattr(torch.optim, rule.torch_class): rule.name for rule in RULES.values() if rule.torch_class is not None
 }
-_HOW: Final = ("foreach", "fused", "capturable")  # they choose torch's implementation and do not change the result
+_HOW: Final = ("foreach", "fused", "capturable")  # select torch's implementation and do not change the result
 # Packages whose optimizers update on the GPU with their own kernels, and what to use instead.
 _ON_GPU: Final[Mapping[str, str]] = {
     "bitsandbytes": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
@@ -33,14 +33,14 @@ _ON_GPU: Final[Mapping[str, str]] = {
 def rule_for(optimizer: Optimizer) -> str | None:
     """The update rule that is equivalent to this optimizer, or None."""
     name = _RULES.get(type(optimizer))
-    # it has made steps; Adagrad has state at step 0
+    # No rule if the optimizer has already made steps. Adagrad has state at step 0, which is allowed.
     if name is None or any(entry.get("step", 1) for entry in optimizer.state.values()):
         return None
     modes = {**RULES[name].torch_modes, "differentiable": False}
     for group in optimizer.param_groups:
         if any(group.get(key, value) != value for key, value in modes.items()):
             return None
-        # for example a learning rate on the GPU
+        # No rule if an option is a tensor, for example a learning rate on the GPU.
         if any(isinstance(group.get(key), torch.Tensor) for key in RULES[name].defaults):
             return None
     return name
@@ -57,12 +57,14 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
     afterwards. Raises ValueError for an optimizer that cannot run on the host.
     """
     if isinstance(optimizer, TwinOptimizer):
-        raise invalid_value("optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", "Use it as it is.")
+        raise invalid_value(
+            "optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", "Use the TwinOptimizer without conversion."
+        )
     kind = type(optimizer).__name__
     for name in options:
         if name not in own_options():
-            remedy = f"Give options of the update to {kind}."
-            raise invalid_value("option", name, own_options(), remedy)
+            remedy = f"Pass options of the update, such as lr, to {kind}(...)."
+            raise invalid_value("the name of an option", name, own_options(), remedy)
     package = type(optimizer).__module__.split(".")[0]
     if package in _ON_GPU:
         raise invalid_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
@@ -92,7 +94,7 @@ def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:
     """The `optimizer` section of a config, with the rule and the defaults of the optimizer."""
     names = {option.name for option in RULES[rule].options}
     params = {key: value for key, value in optimizer.defaults.items() if key in names}
-    if rule == "adam":  # without it, Adam in a config means AdamW
+    if rule == "adam":  # without this key, Adam in a config means AdamW
         params["adam_w_mode"] = False
     return {"type": RULES[rule].title, "params": params}
 

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with TwinOptimizer: use `TwinTrainer` instead of `Trainer`.
 
 The Trainer builds the optimizer of its arguments as usual, with its groups, learning rate and options. A TwinOptimizer
-replaces this optimizer. Its updates start in backward. It takes `gradient_accumulation_steps` and `max_grad_norm` from
-the arguments. The accelerator's clipping returns the norm of the TwinOptimizer (norms.py). All other parts of the
+replaces this optimizer. Its updates start in backward. It uses `gradient_accumulation_steps` and `max_grad_norm` of the
+TrainingArguments. The accelerator's clipping returns the norm of the TwinOptimizer (norms.py). All other parts of the
 Trainer are unchanged.
 """
 
@@ -34,7 +34,9 @@ class TwinMixin:
     """Makes any Trainer use TwinOptimizer: `class MyTrainer(TwinMixin, SFTTrainer)`."""
 
     def __init__(self, *args: Any, twin: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """The arguments of a Trainer. `twin`: options of TwinOptimizer such as states, ratio and host_threads."""
+        """`args` and `kwargs` are the arguments of a Trainer. `twin`: options of TwinOptimizer such as states, ratio
+        and host_threads.
+        """
         self.twin: TwinOptimizer | None = None  # set when `train` starts
         self._twin_options = dict(twin or {})
         for name, argument in _DECLARED.items():
@@ -73,13 +75,15 @@ class TwinMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """Waits for the last update first, because it would overwrite the loaded weights."""
+        """Waits for the last update before the best model is loaded, because the update would overwrite the loaded
+        weights.
+        """
         if self.twin is not None:
             self.twin.flush()
         super()._load_best_model()  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.train`. When it returns, the weights include all updates, also a delayed one."""
+        """Run `Trainer.train`. When it returns, the weights include all updates, also a delayed one."""
         result = super().train(*args, **kwargs)  # type: ignore[misc]
         if self.twin is not None:
             self.twin.flush()
@@ -132,12 +136,14 @@ def _check_options(given: Mapping[str, Any]) -> None:
     allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
     for name in given:
         if name == "loss_scale":
-            raise invalid_value("option in twin", name, allowed, "The Trainer does not scale the loss. Use bf16.")
+            raise invalid_value(
+                "the name of an option in twin", name, allowed, "The Trainer does not scale the loss. Use bf16."
+            )
         if name not in allowed:
             remedy = (
                 "Set options of the update in TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
             )
-            raise invalid_value("option in twin", name, allowed, remedy)
+            raise invalid_value("the name of an option in twin", name, allowed, remedy)
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -145,7 +151,7 @@ def _check_arguments(trainer: Any) -> None:
     args = trainer.args
     if args.n_gpu > 1:
         remedy = "Set CUDA_VISIBLE_DEVICES to one GPU. For several GPUs use twinflow.initialize()."
-        raise invalid_value("GPUs of this process", args.n_gpu, [1], remedy)
+        raise invalid_value("the number of GPUs of this process", args.n_gpu, [1], remedy)
     if args.torch_compile:
         remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
         raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)

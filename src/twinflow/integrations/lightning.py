@@ -57,7 +57,7 @@ _Ddp = pl.strategies.DDPStrategy
 
 
 class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined,misc]
-    """Offload, Twin-Flow and ZeRO for a LightningModule, by a config for `twinflow.initialize`."""
+    """Trains a LightningModule with offload and ZeRO. `config` is a config for `twinflow.initialize`."""
 
     strategy_name = "twin"
     optimizers: Any
@@ -132,7 +132,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
         if getattr(self.precision_plugin, "scaler", None) is not None:
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
-            raise invalid_value("Trainer(precision=)", self.precision_plugin.precision, "one without a scaler", remedy)
+            raise invalid_value(
+                "Trainer(precision=)", self.precision_plugin.precision, "a precision without a gradient scaler", remedy
+            )
         _refuse_averages(trainer.callbacks)
         config, groups, given = self._configured(trainer), None, None
         if "optimizer" in config:
@@ -236,7 +238,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, because the engine loads its part and must exist before."""
+        """True, because the engine loads its part of the checkpoint and must exist before."""
         return True
 
     @property
@@ -245,7 +247,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Empty, because the engine saves the optimizer state without a copy."""
+        """An empty dict, because the engine saves the optimizer state without a copy."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -256,7 +258,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if self.engine is None:
             raise wrong_state(
                 "Trainer.save_checkpoint() cannot save the optimizer state",
-                "fit() has ended and its memory is released",
+                "fit() has ended and the memory of the optimizer is released",
                 "Save during fit() (ModelCheckpoint), or save only weights: save_checkpoint(path, weights_only=True).",
             )
         self.engine.count_from(checkpoint["global_step"])
@@ -270,7 +272,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if not path.is_dir():
             return self._load_file(path, weights_only)
         engine = self.engine
-        if engine is None:  # not in fit, for example in test
+        if engine is None:  # `fit` is not running, for example in `test`
             engine = self._initialize(config={"train_batch_size": self.world_size})[0]
         found, _ = engine.load_checkpoint(path, tag=_FOLDER, load_module_only=self.engine is None)
         if found is None:
@@ -332,7 +334,7 @@ def _only(optimizers: list[Any]) -> Optimizer:
     found = [one for one in optimizers if one.param_groups]  # for None, Lightning makes an optimizer without parameters
     if len(found) != 1:
         remedy = "Return one optimizer there, or set one in the config of TwinStrategy."
-        raise invalid_value("optimizers of configure_optimizers()", len(found), [1], remedy)
+        raise invalid_value("the number of optimizers from configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]
 
 

@@ -2,8 +2,8 @@
 
 With `early=True`, gradients have been moved to the host before the loop clips them. TwinOptimizer clips them itself, by
 the same global norm. The call of the loop therefore only checks that its limit equals that of the optimizer, and
-returns the norm. The norm is known when `step()` was called and backward has ended. Reading it earlier raises
-RuntimeError. A norm that is not read causes no wait.
+returns the norm. The norm is known after `step()` was called and backward has ended. Reading it before `step()` raises
+RuntimeError. If the loop does not read the norm, it does not wait for it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Clipping:
             raise invalid_value("norm_type", norm_type, [2.0], "Gradients are clipped by their Euclidean norm.")
         wanted = None if math.isinf(max_norm) else float(max_norm)  # inf: the loop only reads the norm
         if wanted is not None and wanted != own:
-            remedy = "TwinOptimizer clips gradients itself, with the max_grad_norm that it was built with."
+            remedy = (
+                f"TwinOptimizer clips gradients itself, with max_grad_norm={own}. Use the same value in both places."
+            )
             raise invalid_value(self._name, max_norm, [own], remedy)
         step = _Step()
         self._waiting.append(step)
@@ -114,7 +116,7 @@ class Clipping:
             return True
         if not own & given:
             return False
-        allowed = f"the {len(own)} that TwinOptimizer trains, because it clips by the norm of all of them"
+        allowed = f"the {len(own)} parameters that TwinOptimizer trains, because it clips by the norm of all of them"
         raise invalid_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:

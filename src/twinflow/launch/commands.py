@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from twinflow.errors import incompatible, invalid_value
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1"})
-# Variables that ssh does not forward. Tokens and keys are left out: all users of a machine can read command lines.
+# Variables that the launcher passes to other hosts, because ssh does not forward them. Tokens and keys are not passed,
+# because all users of a machine can read command lines.
 FORWARDED = frozenset({"PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"})
 FORWARDED_PREFIXES = ("NCCL_", "TWINFLOW_", "TORCH_")
 
@@ -35,7 +36,8 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
             continue
         where = f"{name}, line {number}"
         match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", words)
-        # ssh would take a host that starts with - for an option. The characters : and @ separate hosts in --include.
+        # ssh would treat a host name that starts with - as an option. The characters : and @ separate hosts in
+        # --include.
         if match is None or int(match[2]) < 1 or not re.fullmatch(r"[^-:@,][^:@,]*", match[1]):
             raise invalid_value(where, words, "HOST slots=N with N >= 1", "An example is: worker-1 slots=4")
         if match[1] in found:
@@ -53,7 +55,7 @@ def parse_filter(option: str, text: str, pool: Mapping[str, int]) -> dict[str, t
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in pool:
-            raise invalid_value(f"A host in {option}", host, pool, f"The format of {option} is HOST@HOST:SLOT,SLOT.")
+            raise invalid_value(f"A host in {option}", host, pool, f"An example is: {option} worker-0@worker-1:0,2")
         if host in found:
             raise invalid_value(option, text, "a list without duplicate hosts", f"The host {host} is listed twice.")
         found[host] = _parse_slots(option, host, numbers, pool[host]) if colon else tuple(range(pool[host]))
@@ -136,7 +138,7 @@ class NodeCommand:
 
     host: str
     argv: tuple[str, ...]
-    is_remote: bool = False  # over ssh
+    is_remote: bool = False  # started over ssh
 
     def shell_line(self) -> str:
         """The command as one line for a shell."""
@@ -144,13 +146,15 @@ class NodeCommand:
 
 
 def master_address(hosts: Sequence[Host], asked: str | None) -> str:
-    """The address of rank 0: the first host. ValueError if the other hosts cannot reach it by its name."""
+    """The address of rank 0, which is on the first host. Raises ValueError if the other hosts cannot reach it by its
+    name.
+    """
     if asked is not None:
         return asked
     first = hosts[0].name
     if first in LOOPBACK and len(hosts) > 1:
         expected = "a name that the other hosts can reach"
-        raise invalid_value("The first host", first, expected, "Give such a name as --master_addr.")
+        raise invalid_value("The first host", first, expected, "Pass such a name: --master_addr NAME.")
     return first if first not in LOOPBACK else "127.0.0.1"
 
 
@@ -189,13 +193,17 @@ def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meet
 
 
 def _visible_devices(host: Host, visible: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for the chosen slots. Empty for the first slots, which are the local ranks already."""
+    """CUDA_VISIBLE_DEVICES for the chosen slots. Empty if the chosen slots are the first ones, because each local rank
+    then uses the GPU with its number anyway.
+    """
     if host.slots == tuple(range(len(host.slots))):
         return {}
     here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]
     if len(here) < host.num_slots:
         expected = f"a list of {host.num_slots} GPUs, one for each slot of {host.name}"
-        raise invalid_value("CUDA_VISIBLE_DEVICES", visible, expected, "Change it, or the slots of the hostfile.")
+        raise invalid_value(
+            "CUDA_VISIBLE_DEVICES", visible, expected, "Change this variable, or the slots in the hostfile."
+        )
     return {"CUDA_VISIBLE_DEVICES": ",".join(here[slot] for slot in host.slots)}
 
 

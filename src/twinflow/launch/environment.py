@@ -2,7 +2,8 @@
 MPI, MPICH, Intel MPI or Slurm.
 
 MPI is checked before Slurm: inside a Slurm job, mpirun starts its daemons with srun, and each rank also has the SLURM_
-variables of its daemon. PMI_RANK alone does not mean MPI there, because srun sets it too.
+variables of its daemon. Inside a Slurm job, PMI_RANK alone does not mean that mpirun started the process, because srun
+sets it too.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from twinflow.errors import invalid_value
 LOGGER = logging.getLogger("twinflow")
 LOCAL_ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 29500
-# No machine has this address (RFC 5737). The route to it uses the interface to the outside.
+# No machine has this address (RFC 5737). The route to this address uses the network interface to other machines.
 OUTSIDE = "192.0.2.1"
 _SIOCGIFADDR = 0x8915
-# variables of rank, local rank, size and local size
+# The names of the variables for rank, local rank, size and local size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
@@ -48,8 +49,8 @@ ALONE = RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)  # a process wi
 
 
 def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
-    """The rank of this process from its launcher's variables. None without a launcher. ValueError if some variables are
-    missing or wrong.
+    """The rank of this process from its launcher's variables. Returns None without a launcher. Raises ValueError if
+    some variables are missing or wrong.
     """
     if "RANK" in env or "LOCAL_RANK" in env:
         return _torchrun(env)
@@ -150,7 +151,9 @@ def _port(env: Mapping[str, str], default: int) -> int:
 
 
 def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
-    """Checks that ranks are below their sizes, in total and here. `names`: rank, local rank, size, local size."""
+    """Checks that the rank is below the world size and the local rank is below the local size. `names`: rank, local
+    rank, size, local size.
+    """
     rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
     for name, value, size_name, size in (
         (names[0], rank, names[2], world_size),
@@ -210,7 +213,7 @@ def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta
 
     Every rank calls this function with its own GPU. NCCL would fail only in the first step, with an unclear message.
     """
-    turn = store.add(f"cards of {rank.rank}", 1)  # A process may call again after it has left its group.
+    turn = store.add(f"cards of {rank.rank}", 1)  # A process may call this function again after it has left its group.
     shared, everyone = f"{turn}: shared card", f"{turn}: all cards"
     if not card or store.add(f"{turn}: card {card}", 1) > 1:
         store.set(shared, card)
@@ -221,12 +224,12 @@ def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta
 
 
 def choose_backend(asked: str, shared: str | None) -> str:
-    """The backend for `asked`. ValueError for NCCL if ranks share a GPU."""
+    """The backend to use if the user asked for `asked`. Raises ValueError for NCCL if ranks share a GPU."""
     if shared is None:
         return "nccl"
     if asked == "nccl":
         why = f"Several ranks use the GPU {shared}: start fewer ranks" if shared else "Give every rank a GPU"
-        raise invalid_value("backend", asked, ("auto", "gloo"), f"{why}, or use gloo.")
+        raise invalid_value("backend", asked, ("auto", "gloo"), f'{why}, or use backend="gloo".')
     if shared:
         LOGGER.warning(f"Several ranks share the GPU {shared}: they communicate with gloo, through the host.")
     return "gloo"
@@ -249,7 +252,9 @@ def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, 
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface of the route to an address. None for loopback, and if it is unknown."""
+    """The network interface of the route to an address. None for the loopback interface, or if the interface is
+    unknown.
+    """
     if sys.platform != "linux":
         return None
     import fcntl

@@ -23,7 +23,7 @@ from twinflow.launch.worker import Failure, end_with_parent, first_failure, read
 
 TERMINATE_GRACE_S = 12.0  # longer than the grace period of a worker, so that workers end first
 DRAIN_S = 2.0
-SETTLE_S = TERMINATE_GRACE_S  # Ranks behind a lost connection end within this time. The launcher cannot see their end.
+SETTLE_S = TERMINATE_GRACE_S  # Ranks whose connection is lost end within this time. The launcher cannot see their end.
 SSH_LOST = 255  # exit code of ssh after a failure of the connection
 
 
@@ -74,7 +74,9 @@ class Node:
                 out.flush()
 
     def finish(self) -> None:
-        """Waits for the rest of the output. The wait has a limit, because a leftover process may hold the pipe open."""
+        """Waits for the rest of the output. The wait has a limit, because a process that is still running may keep the
+        pipe open.
+        """
         for thread in self._threads:
             thread.join(DRAIN_S)
 
@@ -187,7 +189,8 @@ def _signals_raise() -> Iterator[None]:
         return
 
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]  # as SIGHUP with nohup
+    # An ignored signal stays ignored, for example SIGHUP with nohup.
+    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
 
     def stop(number: int, frame: object) -> None:
         for other in numbers:

@@ -23,8 +23,8 @@ def param_lines(named_params: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_same(store: Store, rank: int, world_size: int, facts: Mapping[str, str], timeout_s: float = 60.0) -> None:
-    """Checks that the facts (text by name) of all ranks equal those of rank 0. All ranks call this function. ValueError
-    on all ranks if a fact differs, TimeoutError if a rank does not call in time.
+    """Checks that the facts (text by name) of all ranks equal those of rank 0. All ranks call this function. Raises
+    ValueError on all ranks if a fact differs, and TimeoutError if a rank does not call in time.
 
     Ranks compare digests. A rank that differs reads rank 0's text to find the first difference.
     """
@@ -78,7 +78,9 @@ def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:
 
 
 def first_difference(here: str, there: str) -> tuple[str, str]:
-    """The first line that differs between two texts, as `line N: ...` of each. A long line is cut around it."""
+    """The first line that differs between two texts, as `line N: ...` of each. A long line is shortened around the
+    difference.
+    """
     for number, (a, b) in enumerate(zip_longest(here.splitlines(), there.splitlines()), 1):
         if a != b:
             pairs = enumerate(zip_longest(a or "", b or ""))

@@ -19,10 +19,11 @@ def group_store() -> Store:
 
 
 def own_keys(store: Store, kind: str, rank: int) -> Store:
-    """A store with new keys: no earlier attempt and no earlier call on this rank has used them. It has its own
-    connection if the store can be cloned.
+    """A store with new keys: no earlier attempt and no earlier call on this rank has used them. The returned store has
+    its own connection if the given store can be cloned.
     """
-    clone = getattr(store, "clone", None)  # torch's type stubs lack it, and not all stores of torch 2.8 have it.
+    # torch's type stubs do not have this method, and not all stores of torch 2.8 have it.
+    clone = getattr(store, "clone", None)
     own = cast(Store, clone()) if clone is not None else store
     prefix = f"twinflow/{kind}/{attempt()}"
     count = own.add(f"{prefix}/count/{rank}", 1)  # All ranks make the same number of calls.

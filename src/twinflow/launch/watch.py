@@ -13,8 +13,8 @@ collective that cannot be interrupted. Therefore the judge ends the process with
 is known. `_known` is set when the cause is known, `_released` when the poller has finished with the store, and
 `_closed` when this rank has finished in order.
 
-The first cause wins (compare_set). "Connection closed" is not a first cause: such a rank lost another one. It waits
-until the ring has found the dead rank, and publishes its own error only if no rank did.
+The first cause wins (compare_set). "Connection closed" is not a first cause: a rank with this error has lost another
+rank. It waits until the ring has found the dead rank. It publishes its own error only if no rank has published a cause.
 
 The store may be in the process of rank 0. Rank 0 therefore ends last: it waits, for a limited time, until all other
 ranks have read the result.
@@ -105,9 +105,9 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
     """The rank that hangs, called when this rank has made no progress for too long. None if this rank may be waiting
     for a rank that works.
 
-    A rank works if it is in a pause, or if it is not ahead of this rank and made progress recently. The rank in the
-    lowest step hangs. Among several in that step, the rank with the longest stall hangs: the others went further and
-    wait for it.
+    A rank works if it is in a pause, or if it is not ahead of this rank and made progress recently. If no rank works,
+    the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall hangs: the other
+    ranks went further and wait for it.
     """
     for other in others:
         waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
@@ -160,7 +160,7 @@ class Watch:
         self.cause: Cause | None = None
         self._timing = timing or Timing()
         self._on_failure = on_failure
-        self._store = store  # A clone does not keep the server of rank 0 alive.
+        self._store = store  # Kept, because a clone does not keep the server of rank 0 alive.
         self._attempt = attempt()
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
@@ -197,8 +197,8 @@ class Watch:
         """A context in which no rank counts as hanging for `limit_s` (0: no limit; default: six times the limit of a
         step).
 
-        Use it for long work without a beat: checkpoints, evaluation, downloads. Only the rank that works needs it. It
-        also covers ranks that wait for this rank in a collective.
+        Use it for long work without a beat: checkpoints, evaluation, downloads. Only the rank that does the work needs
+        this context. It also covers ranks that wait for this rank in a collective.
         """
         before = self._place
         limit_s = PAUSE_TIMES * before.limit_s if limit_s is None else limit_s
@@ -376,7 +376,9 @@ class Watch:
         os._exit(1)
 
     def _tidy(self) -> None:
-        """Calls `on_failure` and flushes stdout, in its own thread: the main thread may hold the lock of stdout."""
+        """Calls `on_failure` and flushes stdout, in a separate thread, because the main thread may have locked
+        stdout.
+        """
         assert self.cause is not None
         try:
             if self._on_failure is not None:
@@ -385,8 +387,9 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self) -> None:
-        """Prints the cause once, after a hang with all stacks. Only the failed rank prints the line for the
-        launcher."""
+        """Prints the cause once. After a hang, also prints the stacks of all threads. Only the failed rank prints the
+        line for the launcher.
+        """
         with self._lock:
             if self._has_said:
                 return
@@ -445,7 +448,7 @@ class Watch:
 
     def _unhook(self) -> None:
         atexit.unregister(self._at_exit)
-        if sys.excepthook is self._hooks[0]:  # Otherwise a later hook calls this one.
+        if sys.excepthook is self._hooks[0]:  # Otherwise a hook that was installed later calls this one.
             sys.excepthook = self._old_hooks[0]
         if threading.excepthook is self._hooks[1]:
             threading.excepthook = self._old_hooks[1]

@@ -2,10 +2,10 @@
 
 A failure is one line of text. Workers write it, and the launcher reads it from the output of the nodes.
 
-A thread copies the stderr of the script and keeps its end, from which the failure gets its text. A death by signal is
-seen at once. After a signal to stop, the script has some seconds to end (torchrun signals the whole process group).
-Then it is killed: a script with a SIGTERM handler that waits in a collective would delay the end of the run. This
-module does not import torch, to stay small.
+A thread copies the stderr of the script and keeps its end, from which the failure gets its text. The worker notices at
+once if a signal kills the script. After a signal to stop, the script has some seconds to end (torchrun signals the
+whole process group). Then the worker kills it: a script with a SIGTERM handler that waits in a collective would delay
+the end of the run. This module does not import torch, to stay small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import IO
 
 _LINE = re.compile(r"twinflow: rank ([0-9]+) failed at ([0-9.]+) with exit code ([0-9]+) in attempt ([0-9]+): (.*)")
-_RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ?")  # With a process group, torch puts it before each line of a traceback.
+# With a process group, torch writes this prefix before each line of a traceback.
+_RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ?")
 TRACEBACK = "Traceback (most recent call last)"
 # Errors of a rank that lost the connection to another one. They are never the first cause if there is another error.
 LOST_PEER = re.compile(
@@ -46,7 +47,7 @@ class Failure:
     rank: int
     time_s: float
     exit_code: int
-    attempt: int  # number of restarts before it
+    attempt: int  # number of restarts before this failure
     error: str
 
     def line(self) -> str:
@@ -65,7 +66,9 @@ def read_failure(line: str) -> Failure | None:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest failure of the last attempt, if possible one that is not the loss of another rank."""
+    """The earliest failure of the last attempt. A failure that is only a lost connection to another rank is used only
+    if there is no other one.
+    """
     return min(failures, key=lambda f: (-f.attempt, bool(LOST_PEER.search(f.error)), f.time_s), default=None)
 
 
@@ -92,7 +95,7 @@ def end_with_parent(number: int) -> Callable[[], None]:
     """Returns a function that makes Linux send this signal to the calling process when its parent dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc = ctypes.CDLL(None)  # Loaded before the fork: after it, only the call is safe.
+    libc = ctypes.CDLL(None)  # The library is loaded before the fork, because after the fork only the call is safe.
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -112,7 +115,9 @@ class Tail:
         self._thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits for the rest of the output, with a limit: a leftover process of the script may hold the pipe open."""
+        """Waits for the rest of the output, with a limit: a process that the script has started may keep the pipe
+        open.
+        """
         self._thread.join(timeout_s)
 
     def _copy(self) -> None:
@@ -206,7 +211,7 @@ def main() -> None:
     torchrun starts this command.
     """
     words = sys.argv[1:]
-    if words[0].startswith("--attempt="):  # A torchrun that the launcher has restarted counts from 0.
+    if words[0].startswith("--attempt="):  # torchrun counts from 0 again if the launcher has restarted it.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = words.pop(0).partition("=")[2]
     argv = [sys.executable, "-u", *rank_words(words, os.environ["LOCAL_RANK"])]
     sys.exit(run_rank(argv, int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))

@@ -30,7 +30,7 @@ INIT_STD: Final = 0.02
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape and options of a `GPT`. Raises ValueError for values that do not make a model."""
+    """Shape and options of a `GPT`. Raises ValueError for values with which no model can be built."""
 
     vocab_size: int
     context: int
@@ -54,7 +54,7 @@ class GPTConfig:
 # GPT-2's vocabulary of 50,257 tokens, padded to a multiple of 128 as in Megatron: matrix units work best on such sizes.
 GPT2_VOCAB_SIZE: Final = 50_304
 
-# `tiny` and `small` are byte-level models with 256 symbols. The loss of `tiny` falls within minutes on two cores;
+# `tiny` and `small` are byte-level models with 256 symbols. The loss of `tiny` decreases within minutes on two cores.
 # `small` needs a larger machine. Papers on training with offload report results for the GPT-2 shapes.
 PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
     {
@@ -139,7 +139,7 @@ def _draw(weight: Tensor, std: float) -> None:
 
 
 class Head(Linear):
-    """The output layer. It computes the logits, or the loss in chunks without ever holding all logits in memory."""
+    """The output layer. It computes the logits, or the loss in chunks so that never all logits are in memory."""
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits of `input` [..., hidden], or the mean cross entropy if `targets` [...] are given."""
@@ -270,7 +270,12 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
     num_tokens = ids.shape[1]
     if num_tokens > positions.num_embeddings:
         allowed = f"at most the model's context, which is {positions.num_embeddings}"
-        raise invalid_value("length of tokens", num_tokens, allowed, "Shorten the input or build a longer model.")
+        raise invalid_value(
+            "the number of tokens in a sequence",
+            num_tokens,
+            allowed,
+            "Shorten the input, or build the model with a larger context.",
+        )
     return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
 
 

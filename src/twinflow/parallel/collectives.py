@@ -4,8 +4,8 @@ A replicated tensor is equal on all ranks, and so is its gradient. A split tenso
 `reduce_out` are used around layers that are split by features. `gather_sequence` and `scatter_sequence` replace them if
 the sequence is split between such layers. `split_*` and `join_*` convert between replicated and split tensors.
 
-Half precision is summed in fp32. twinflow's reduction over gloo sums in fp32 independent of the dtype that is sent.
-NCCL sums in the dtype that is sent, so fp32 is sent.
+Half precision is summed in fp32. twinflow's reduction over gloo sums in fp32, whatever dtype is sent. NCCL sums in the
+dtype that is sent, so fp32 is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """The parts of all ranks, for replicated work. The gradient is replicated, and backward takes this rank's part."""
+    """The parts of all ranks, for a computation that every rank repeats. The gradient of the result is equal on all
+    ranks, and backward returns this rank's part of it.
+    """
     return _along(x, group, dim, joined, own_part)
 
 
@@ -94,7 +96,7 @@ def _along(x: Tensor, group: Group, dim: int, there: Callable[..., Tensor], back
     if there is not joined and x.shape[dim] % group.world:
         what = "number of features" if dim in (-1, x.dim() - 1) else "length of the sequence"
         allowed = f"a multiple of {group.world}, the number of tensor ranks that share it"
-        raise invalid_value(f"the {what}", x.shape[dim], allowed, "Pad it, or use fewer tensor ranks.")
+        raise invalid_value(f"the {what}", x.shape[dim], allowed, "Pad the tensor, or use fewer tensor ranks.")
     return _go(x, partial(there, group=group, dim=dim), partial(back, group=group, dim=dim))
 
 

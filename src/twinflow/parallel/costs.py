@@ -2,10 +2,10 @@
 
 This is a simulation. No number was measured at this scale. `memory.py` computes the memory of the fullest rank.
 
-The time of a step includes: matrix products at the rate of large ones; memory traffic; all-reduces between tensor
-ranks, which compute waits for; the pipeline, by simulating the schedule; communication between data ranks, hidden
-behind the last backward and the first forward; the all-reduce of a tied embedding's gradient between the first and the
-last stage after the last backward; the update of the optimizer.
+The time of a step includes: matrix products, at the rate that large products reach; memory traffic; all-reduces between
+tensor ranks, during which computation waits; the pipeline, by simulating the schedule; communication between data
+ranks, unless the last backward and the first forward hide it; the all-reduce of a tied embedding's gradient between the
+first and the last stage after the last backward; the update of the optimizer.
 
 Ranks fill machines in this order: tensor ranks are neighbours, then data ranks, then stages (`topology.py`). A group
 inside a machine uses the links of the machine. Groups over several machines share the network: a group with k ranks in
@@ -47,7 +47,7 @@ class Link:
     latency_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of a message or a ring of `num_bytes` for each GPU."""
+        """Time of a message, or of a ring collective, in which each GPU sends `num_bytes`."""
         return num_bytes / self.rate + self.latency_s if num_bytes else 0.0
 
 
@@ -63,7 +63,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Amplified:
-    """Rate of all data groups together, compared with the network of one machine."""
+    """Rate of all data groups together, and its ratio to the network rate of one machine."""
 
     num_groups: int
     total_rate: float  # bytes/s of all groups
@@ -98,16 +98,18 @@ def volume_of(shape: Shape, layout: Layout, grad_bits: float = 16.0) -> Volume:
 
 
 def tied_bytes(shape: Shape, layout: Layout) -> float:
-    """Bytes that the two ranks with an embedding and its copy send to each other in a step: the share of one
-    replica."""
+    """Bytes that a rank with the embedding and the rank with its copy send to each other in a step. Each replica sends
+    only its share of the gradient.
+    """
     if not layout.ties_ranks:
         return 0.0
     return 2.0 * ring_bytes(HALF_BYTES * shape.end_numel / layout.num_tp / layout.num_dp, 2)
 
 
 def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
-    """Time of the sum of a tied embedding's gradient: over the replicas, unless stage 3 has done so, then over both
-    stages."""
+    """Time to sum the gradient of a tied embedding: first over the replicas (with ZeRO-3 this is already done), then
+    over the first and the last stage.
+    """
     if not layout.ties_ranks:
         return 0.0
     near = 0.0
@@ -118,10 +120,10 @@ def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
 
 
 def ring_count(layout: Layout) -> int:
-    """Rings over all gradients or weights in a step.
+    """Number of ring collectives over all gradients or all weights in a step.
 
-    One ring reduces gradients and one gathers weights. Stage 2 without a pipeline has no room for sums, so it reduces
-    in every micro-batch. Stage 3 also gathers in every forward and every backward.
+    One ring reduces gradients and one gathers weights. ZeRO-2 without a pipeline keeps no unsharded sums, so it reduces
+    gradients in every micro-batch. ZeRO-3 also gathers weights in every forward and every backward.
     """
     if layout.num_dp == 1:
         return 0
@@ -145,8 +147,8 @@ class Seconds:
     pipeline_s: float  # all micro-batches through all stages, with tensor-parallel communication and bubble
     work_s: float  # mean of the ranks' compute and tensor-parallel communication
     tensor_s: float  # tensor-parallel communication, part of work_s
-    data_s: float  # exposed communication between data ranks
-    update_s: float  # exposed time of the optimizer's update
+    data_s: float  # communication between data ranks that compute does not hide
+    update_s: float  # part of the optimizer's update that compute does not hide
     tied_s: float = 0.0  # all-reduce of the tied embedding's gradient between the first and the last stage
 
     @property
@@ -254,8 +256,8 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
 def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
     """Add communication that compute does not hide.
 
-    Stage 2 without a pipeline scatters gradients during every backward. Stage 3 also gathers weights during forward and
-    backward.
+    ZeRO-2 without a pipeline reduce-scatters gradients during every backward. ZeRO-3 also gathers weights during
+    forward and backward.
     """
     if layout.num_dp == 1 or not layout.reduces_each:
         return time
@@ -268,7 +270,9 @@ def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, c
 
 
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:
-    """Time of a step. `plays`: simulate the schedule; otherwise use a formula, to select the layouts to simulate."""
+    """Time of a step. `plays`: whether to simulate the schedule. Otherwise a faster formula is used, which selects the
+    layouts to simulate.
+    """
     times = stage_times(shape, layout, cluster)
     kept = stream_bytes(shape, layout) / layout.kept_by
     send_s = link_of(cluster, layout, PIPE).seconds(kept) if layout.num_pp > 1 else 0.0
@@ -305,7 +309,7 @@ def largest_numel(shape: Shape, layout: Layout) -> float:
 
 
 def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: float, backward_s: float) -> float:
-    """Exposed communication between data ranks that is not in the stage times.
+    """Time of communication between data ranks that computation does not hide and that is not part of the stage times.
 
     The reduce-scatter runs during the last backward, and the all-gather during the first forward.
     """
@@ -318,7 +322,9 @@ def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: flo
 
 
 def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: float) -> float:
-    """Exposed time of the update: on the GPU after the last backward, on the host during one micro-batch."""
+    """Time of the update that computation does not hide. On the GPU the update runs after the last backward, on the
+    host during one micro-batch.
+    """
     rates = rates_of(cluster.machine)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:

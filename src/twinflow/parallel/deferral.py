@@ -38,7 +38,8 @@ class Batch:
         self._jobs.append((weight, make))
 
     def run(self) -> None:
-        """W: compute all gradients and pass them to autograd, so that hooks on the weights run once for each weight.
+        """Compute all deferred gradients (the half W) and pass them to autograd, so that hooks on the weights run once
+        for each weight.
 
         The tensors of a job are freed before the next job. Backward starts at views of the weights: the gradient of a
         view is a new tensor, which a weight without a gradient takes over without a copy.
@@ -61,7 +62,7 @@ class Batch:
 class Deferral:
     """Decides whether weight gradients are computed at once or deferred. All layers of a rank share one object.
 
-    Backward may run on threads of autograd, so the setting holds for all threads.
+    Backward may run on threads of autograd, so the setting applies to all threads.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Batch]:
-        """I: defer the weight gradients of the backward inside the block."""
+        """Defer the weight gradients of every backward inside the `with` block."""
         assert self._batch is None, "collecting() is called inside of another collecting()"
         self._batch = batch = Batch()
         try:
@@ -107,8 +108,8 @@ def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     is_in_out = is_conv1d(module)
     dtype = _compute_dtype(x)
     is_trained = torch.is_grad_enabled() and weight.requires_grad
-    # A weight from a parametrization is not a leaf, and I would free its graph. For dtypes that do not match, the
-    # plain call raises the error.
+    # A weight from a parametrization is not a leaf, and the input half (I) of the backward would free its graph. If the
+    # dtypes do not match, the plain call raises the error.
     if deferral is None or not is_trained or not weight.is_leaf or (dtype is None and x.dtype != weight.dtype):
         return _product(x, weight, bias, is_in_out)
     if dtype is not None:
@@ -155,10 +156,10 @@ class _Target(NamedTuple):
 class _Linear(torch.autograd.Function):
     """A linear layer with a deferred weight gradient. `x` and `bias` have the dtype to compute in.
 
-    Autograd gets the values of the parameter, not the parameter itself. Otherwise it would run the parameter's hooks in
-    I without a gradient. If no other input requires a gradient, an anchor makes autograd call backward. The anchor
-    never gets a gradient. The weight is cast in forward and again in backward, because a copy for each micro-batch in
-    flight would take more memory.
+    Autograd gets the values of the parameter, not the parameter itself. Otherwise autograd would run the parameter's
+    hooks in the half I without a gradient. If no other input requires a gradient, the dummy input `anchor` makes
+    autograd call backward. The anchor never gets a gradient. The weight is cast in forward and again in backward,
+    because a copy for each micro-batch in flight would take more memory.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        """Computes I, and computes or defers W."""
+        """Compute the gradient of the input (I). Compute or defer the gradient of the weight (W)."""
         x, weight = ctx.saved_tensors
         target: _Target = ctx.target
         rows, taken = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -187,5 +188,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(x: Tensor, grad: Tensor, is_in_out: bool, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A separate function, so that the closure keeps only these two tensors."""
+    """The function that computes the weight gradient. It is made here, so that the closure keeps only these two
+    tensors.
+    """
     return lambda: (x.t().mm(grad) if is_in_out else grad.t().mm(x)).to(dtype)

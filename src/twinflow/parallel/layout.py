@@ -17,7 +17,7 @@ HALF_BYTES = WEIGHT_BYTES["bf16"]  # size of an activation, gradient or weight
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout. A step has `num_micro_batches` of `micro_batch` sequences on each data rank."""
+    """In a step, each data rank runs `num_micro_batches` micro-batches of `micro_batch` sequences."""
 
     num_pp: int
     num_tp: int
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def ties_ranks(self) -> bool:
-        """Whether the embedding and the tied head are on two ranks. In a V both are on the first rank."""
+        """Whether the embedding and the tied head are on two ranks. In a V placement both are on the first rank."""
         return self.num_pp > 1 and self.placement != V
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def check_layout(layout: Layout, shape: Shape) -> None:
     if layout.num_stages > shape.num_layers:
         remedy = "Use fewer stages or chunks."
         raise invalid_value(
-            "the number of stages", layout.num_stages, f"at most {shape.num_layers}, the layers", remedy
+            "the number of stages", layout.num_stages, f"at most {shape.num_layers}, the number of layers", remedy
         )
     if shape.num_heads % layout.num_tp:
         raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
@@ -103,7 +103,7 @@ def check_layout(layout: Layout, shape: Shape) -> None:
 
 
 def stream_bytes(shape: Shape, layout: Layout) -> int:
-    """Bytes of a micro-batch between two layers."""
+    """Bytes of a micro-batch's activations between two layers."""
     return HALF_BYTES * shape.sequence * layout.micro_batch * shape.hidden
 
 

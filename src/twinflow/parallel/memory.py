@@ -3,16 +3,16 @@
 Bytes of the engine for each parameter, with bf16 weights and Adam:
 
     weights     2
-    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 of the rank's rows
-    gradients   2   gradients that wait for the global norm; from ZeRO-1 on only of the rank's own part
-    state      10   without the weight, which is the upper half of its master; from ZeRO-1 on of the rank's own part
+    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 only of its rows
+    gradients   2   gradients that wait for the global norm; from ZeRO-1 on only the rank's own part
+    state      10   without the bf16 weight, which is the upper half of its master; from ZeRO-1 on the rank's own part
 
 With offload the state is on the host and has 12 bytes there. Published tables count 2 + 2 + 12 bytes and shard the
 gradients from ZeRO-2 on. `Layout.published` selects this arithmetic.
 
-Added to that are the activations of micro-batches in flight, and the largest of four temporary peaks: the backward of
-a layer (with checkpointing after its recomputation), the loss, the gradient of the embedding, and the sum of a tied
-embedding's gradients over the two stages that have it.
+A rank also needs memory for the activations of micro-batches in flight, and for the largest of four temporary peaks:
+the backward of a layer (with checkpointing after its recomputation), the loss, the gradient of the embedding, and the
+sum of a tied embedding's gradients over the two stages that have it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from twinflow.planner.scaling import SCATTERS
 
 HALF, WIDE = 2.0, 4.0  # bytes of a number in half precision and in fp32
 WEIGHT = GRADIENT = float(WEIGHT_BYTES["bf16"])  # bytes for each parameter
-STATE: Final = state_bytes("fp32").host  # of Adam on the host, and as published
-OWN_STATE: Final = state_bytes("fp32").resident  # on the GPU, without the weight
+STATE: Final = state_bytes("fp32").host  # bytes of Adam's state for each parameter, on the host and in published tables
+OWN_STATE: Final = state_bytes("fp32").resident  # bytes for each parameter on the GPU, without the weight
 LOGIT_BYTES: Final = 6  # half precision, and fp32 for the loss
 WORKSPACE: Final = float(64 << 20)  # memory that libraries allocate for matrix products
 
@@ -95,8 +95,8 @@ def held_bytes(numel: float, layout: Layout) -> RankState:
 def layer_bytes(shape: Shape, layout: Layout) -> float:
     """Activations that one layer keeps of a micro-batch on a tensor rank, without checkpointing.
 
-    Added to those of a block are 5 bytes for each score if attention keeps its scores. As published: 2 bytes of dropout
-    masks for each token and unit of width instead of statistics.
+    If attention keeps its scores, each score adds 5 bytes. Published tables count 2 bytes of dropout masks for each
+    token and hidden unit, but not the statistics of norms and attention.
     """
     tokens, whole, parts = shape.sequence * layout.micro_batch, layout.kept_by, layout.num_tp
     scores = 5.0 * shape.num_heads * shape.sequence / parts if shape.keeps_scores else 0.0
@@ -113,16 +113,20 @@ def kept_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def put_off_bytes(shape: Shape, layout: Layout) -> float:
-    """Bytes that a layer keeps between I and W: the inputs of its products and the gradients of their outputs."""
+    """Bytes that a layer keeps between the two halves of its backward, I (input gradients) and W (weight gradients):
+    the inputs of its matrix products and the gradients of their outputs.
+    """
     units = shape.sequence * layout.micro_batch * shape.hidden
     return units * (8.0 / layout.kept_by + 24.0 / layout.num_tp)
 
 
 @lru_cache(maxsize=4096)
 def most_held(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Possible peaks of a ZBV rank: the number of (stage, micro-batch) pairs between F and I, and between I and W."""
+    """Possible memory peaks of a rank with the ZBV schedule. A peak is the number of (stage, micro-batch) pairs that
+    wait between the actions F and I, and the number that wait between I and W.
+    """
     kept = deferred = 0
-    most = dict[int, int]()  # most deferred pairs by the number of kept ones
+    most = dict[int, int]()  # largest number of pairs between I and W, by the number of pairs between F and I
     for action in _zbv(num_ranks, min(num_micro_batches, 2 * num_ranks + 1)).actions[rank]:
         kept += {"F": 1, "I": -1}.get(action.kind, 0)
         deferred += {"I": 1, "W": -1}.get(action.kind, 0)
@@ -136,7 +140,7 @@ def most_held(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[tuple[
 
 @lru_cache(maxsize=32)
 def _zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """A schedule that has all peaks. More micro-batches would only repeat its middle."""
+    """A ZBV schedule that is long enough to contain all peaks. With more micro-batches only its middle would repeat."""
     return make_schedule("zbv", num_ranks, num_micro_batches)
 
 
@@ -152,7 +156,9 @@ def in_flight_bytes(shape: Shape, layout: Layout, rank: int, layers: int) -> flo
 
 
 def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
-    """Memory of one pipeline rank: its layers, its end of the model, its micro-batches in flight."""
+    """Memory of one pipeline rank: its layers, the embedding or the head if it has one, and its micro-batches in
+    flight.
+    """
     p = layout.num_pp
     stages = stages_of(rank, p, layout.num_chunks, layout.placement)
     counts = stage_layers(shape, layout)
@@ -180,16 +186,17 @@ def _peaks(
     `first_numel`, `last_numel`: parameters of the embedding and of the head, if the rank has them. `is_tied`: another
     rank has a copy.
 
-    The backward of a layer has the gradient of its output, that of the wide side of the activation function, and that
-    of a weight.
+    At the backward of a layer, the memory holds the gradient of its output, the gradient of the inner MLP activations,
+    and the gradient of a weight.
 
     The loss keeps the gradients of its input and of the head. The head's gradient is in fp32, and in backward also in
-    half precision. Added are some rows of logits and of the head's gradient.
+    half precision. The loss also needs memory for some rows of logits and of the head's gradient.
 
     At the gradient of the embedding, the activations of its micro-batch are already freed.
 
-    The sum over stages has this rank's gradient in half precision beside the sum over micro-batches. Later it has,
-    without that sum, this rank's share, the sum of the shares, and a send buffer.
+    At the sum of a tied gradient over stages, the memory holds this rank's gradient in half precision beside its sum
+    over micro-batches. Later that sum is freed, and the memory holds this rank's share, the sum of the shares, and a
+    send buffer.
     """
     tokens = shape.sequence * layout.micro_batch
     stream, tp = HALF * tokens * shape.hidden, layout.num_tp
@@ -215,8 +222,8 @@ def _peaks(
 def _staging(shape: Shape, layout: Layout, end: float, open_layers: float) -> float:
     """Unsharded buckets of a layer and of the embedding during their reduction, and one bucket of gathered weights.
 
-    With ZBV the buckets of `open_layers` exist at once: they begin in I, with the gradients of biases, and are complete
-    in W.
+    With ZBV the buckets of `open_layers` layers exist at once. They are allocated in the input half I of backward,
+    which computes the gradients of biases. They are complete after the weight half W.
     """
     if layout.num_dp == 1:
         return 0.0
@@ -230,7 +237,7 @@ def _staging(shape: Shape, layout: Layout, end: float, open_layers: float) -> fl
 
 
 def _gathered(shape: Shape, layout: Layout) -> float:
-    """Unsharded layers that ZeRO-2 and 3 hold temporarily."""
+    """Bytes of unsharded gradients (ZeRO-2 and 3) and weights (ZeRO-3) that exist temporarily."""
     layer = shape.layer_numel / layout.num_tp
     staging = SCATTERS * layer * ((GRADIENT if layout.zero >= 2 else 0.0) + (WEIGHT if layout.zero >= 3 else 0.0))
     return staging if layout.num_dp > 1 else 0.0
@@ -246,8 +253,8 @@ def _published_work(shape: Shape, layout: Layout, is_last: bool) -> float:
 def fullest_rank(shape: Shape, layout: Layout) -> RankBytes:
     """The rank with the most memory.
 
-    Candidates are the first and the last rank, and of the ranks between, for each number of layers, the first one (most
-    micro-batches in flight) and the last one (most deferred gradients with ZBV).
+    The candidates are the first and the last rank. Of the other ranks with the same number of layers, the first one has
+    the most micro-batches in flight, and the last one has the most deferred gradients with ZBV. Both are candidates.
     """
     inner = list(enumerate(rank_layers(shape, layout)))[1:-1]
     last = {count: rank for rank, count in inner}

@@ -72,7 +72,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 def _range_sums(values: Matrix) -> Matrix:
-    """[start, stop]: the sum of this range, or infinity for an empty one.
+    """A matrix whose entry [start, stop] is the sum of the values in this range, or infinity for an empty range.
 
     Each row is summed from its own start, because differences of one running sum would have different rounding errors.
     """
@@ -84,7 +84,7 @@ def _range_sums(values: Matrix) -> Matrix:
 
 
 def _least_largest(sums: Matrix, parts: int) -> float:
-    """The minimal largest sum over all layers."""
+    """The smallest possible value of the largest sum of a part."""
     best = sums[0]  # minimal largest sum by stop, for the number of parts so far
     for _ in range(parts - 1):
         best = np.maximum(best[:, None], sums).min(0)
@@ -118,12 +118,12 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
     try:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        expected = f"{TYPE!r} and a regular expression"
+        expected = f"{TYPE!r} followed by a valid regular expression"
         raise invalid_value("partition_method", TYPE + pattern, expected, f"Python reports: {error}.") from error
     found = [int(compiled.search(layer.type_name) is not None) for layer in layers]
     if not any(found):
         names = sorted({layer.type_name for layer in layers})
-        expected = f"{TYPE!r} and an expression that matches some of {names}"
+        expected = f"{TYPE!r} followed by a regular expression that matches some of {names}"
         raise invalid_value("partition_method", TYPE + pattern, expected)
     return found
 

@@ -172,8 +172,9 @@ class PipelineModule(nn.Module):
         return value
 
     def finish(self, output: Any) -> Any:
-        """The output of the model without targets, from the output of the last stage. Logits, if the model ends in the
-        loss."""
+        """Convert the output of the last stage to the output of the model without targets. If the model ends in the
+        loss, these are the logits.
+        """
         return output if self._loss_part is None else self(LOSS, output, None)
 
     def calls(self) -> list[Callable[[Any], Any]]:
@@ -263,13 +264,15 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
         raise invalid_value(
-            "num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} has no other number of chunks."
+            "num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} always has this number of chunks."
         )
     return shape
 
 
 def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) -> tuple[LayerFacts, ...]:
-    """The facts for the partition. Specs are counted only if necessary, because some cannot be built without memory."""
+    """The properties of the layers for the partition. The parameters of specs are counted only if necessary, because
+    some layers cannot be built on the meta device.
+    """
     if seconds is not None and len(seconds) != len(items):
         raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)} numbers, one for each layer")
     counts = method.lower() == partition.PARAMETERS
@@ -301,8 +304,9 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
 def _find_ties(
     made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
-    """The ties (name of the first use, name on this rank, ranks), and the names on this rank that are not the first
-    use's."""
+    """The ties as (name of the first use, name on this rank, ranks). Also a dict from each other name on this rank to
+    the name of the first use.
+    """
     uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # ranks and names of all uses
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items():
@@ -394,7 +398,8 @@ def _call_as(module: nn.Module, function: Callable[[nn.Module, Any], Any], value
 
 @torch.no_grad()
 def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of each layer's forward, the minimum of some runs: `layer_seconds` for partition_method="profile".
+    """Measure the seconds of each layer's forward, as the minimum of some runs. Pass the result as `layer_seconds` with
+    partition_method="profile".
 
     The module must have all layers, so build it with num_stages=1.
     """

@@ -6,16 +6,17 @@ A plan maps shell patterns (`*` also matches dots) to styles. If several pattern
                          q, k and v in one layer) has each piece split. UNIT features, such as a head, stay together
   row                    a linear layer whose input features are split; its outputs are summed before the bias is added
   vocab                  an embedding whose rows are split
-  head                   an output projection whose symbols are split; it returns all logits, or the loss of targets
+  head                   an output projection with a split vocabulary; it returns all logits, or the loss with targets
   heads[:NAME,...]       an attention over this rank's heads; the named attributes (head counts, widths) are divided
   attention[:NAME,...]   like heads, for the attention of twinflow's GPT
-  region                 a module around column layers with the same input: the input is taken in once for all of them
+  region                 a module around column layers with the same input, which share one collective on the input
   dropout                an nn.Dropout of split features
   sequence               with a split sequence: a norm or an nn.Dropout that works on this rank's part
   stream:enter           with a split sequence: the layer that gets the whole sequence and takes this rank's part
   stream:leave           with a split sequence: the layer whose output is joined; stream:enter,leave for a single layer
 
-A column layer outside of any `region`, `heads` or `attention` takes its input in itself.
+The collective on the input is `copy_in`, or `gather_sequence` with a split sequence. A column layer outside of any
+`region`, `heads` or `attention` runs this collective itself.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
         if matching:
             found[name] = styles[matching[0]]
     if unused and not is_part:
-        remedy = "The names are those of model.named_modules()."
-        raise invalid_value("a pattern in a plan of tensor parallelism", min(unused), "the name of a module", remedy)
+        remedy = "Patterns are compared with the names in model.named_modules()."
+        raise invalid_value(
+            "a pattern in a plan of tensor parallelism", min(unused), "a pattern that matches a module", remedy
+        )
     return found
 
 
@@ -109,7 +112,9 @@ def plan_for(model: nn.Module) -> dict[str, str]:
 
 
 def _stream(layers: str, num_layers: int) -> dict[str, str]:
-    """The first layer takes a part of the sequence, and the output of the last layer is joined."""
+    """The styles by which the first layer keeps only a part of the sequence and the output of the last layer is
+    joined.
+    """
     if num_layers == 1:
         return {f"{layers}.0": "stream:enter,leave"}
     return {f"{layers}.0": "stream:enter", f"{layers}.{num_layers - 1}": "stream:leave"}

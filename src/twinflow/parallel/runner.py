@@ -34,7 +34,9 @@ def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
 
 
 class _Kept(NamedTuple):
-    """Data of a stage's forward for its backward, which starts at the edges of the graph, so outputs are not kept."""
+    """Data of a stage's forward that its backward needs. Backward starts at edges of the autograd graph, so outputs are
+    not kept.
+    """
 
     inputs: Value
     edges: tuple[GradientEdge | None, ...]
@@ -58,7 +60,8 @@ class Runner:
 
     A value between stages is a tensor, or a tuple of tensors and None. Gradients are those of the mean loss times
     `scale()`, and accumulate in the parameters as usual. Without `loss_fn(output, target)` the output of the last stage
-    is the loss. Without a deferral, I is the whole backward and W does nothing. `after` is called after each action.
+    is the loss. Without a deferral, the action I runs the whole backward and the action W does nothing. `after` is
+    called after each action.
     """
 
     def __init__(

@@ -156,7 +156,9 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
 
 
 def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
-    """Number of forwards before the first backward: enough for the later ranks, and whole rounds of the chunks."""
+    """Number of forwards before the first backward. With one chunk, there is one for each later rank. With several
+    chunks, there are two for each later rank and one round for each chunk except the last.
+    """
     behind = num_ranks - 1 - rank
     if num_chunks == 1:
         return min(num_micro_batches, behind)
@@ -165,7 +167,7 @@ def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -
 
 
 def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> int:
-    """The most (stage, micro-batch) pairs whose activations a rank holds, without building the lists.
+    """The largest number of (stage, micro-batch) pairs whose activations a rank keeps at a time. No schedule is built.
 
     For ZBV with fewer than 2p - 1 micro-batches this is an upper bound.
     """
@@ -178,7 +180,9 @@ def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int,
 
 
 def count_in_flight(actions: Sequence[Action]) -> int:
-    """The peak of `peak_in_flight`, counted in a list: pairs are held from F to B or W."""
+    """The same number as `peak_in_flight`, counted in a list of actions. The activations of a pair are kept from F to B
+    or W.
+    """
     held = most = 0
     for action in actions:
         held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)

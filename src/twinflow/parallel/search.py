@@ -49,7 +49,7 @@ class Found:
     best: tuple[Estimate, ...]  # one for each (pp, tp, dp), fastest first
     num_tried: int
     num_fitting: int
-    nearest: Estimate | None  # if none fits: the layout that lacks the least memory
+    nearest: Estimate | None  # the layout that lacks the least memory if none fits, otherwise None
 
 
 def search(ask: LayoutAsk, count: int = 5) -> Found:
@@ -59,7 +59,8 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
     fitting = [estimate(ask.shape, layout, ask.cluster, plays=False) for lacks, layout in tried if not lacks]
     if not tried:
         allowed = (
-            f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) and some number of data ranks"
+            f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) "
+            "times a possible number of data ranks"
         )
         remedy = f"A batch of {ask.num_gpus * max(ask.micro_batches)} allows all layouts."
         raise invalid_value("--batch", ask.batch, allowed, remedy)

@@ -8,7 +8,7 @@ from typing import Final
 from twinflow.errors import invalid_value
 from twinflow.planner.models import ModelCost
 
-# Widths of published large GPT shapes, each with the least number of parameters.
+# Widths of published large GPT shapes, each with the smallest number of parameters for which it is used.
 _WIDTHS: Final = (
     (0.0, 1024),
     (0.7e9, 1536),

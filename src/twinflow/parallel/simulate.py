@@ -1,8 +1,8 @@
 """Simulates a pipeline step: start and end of every action of a schedule.
 
 A rank computes one action at a time, in the order of its list. A forward waits for the previous stage. A backward (B or
-I) waits for the next stage. Both also wait for the transfer between two ranks. A transfer takes no time of a rank.
-Concurrent transfers do not slow each other down.
+I) waits for the next stage. Both also wait for the transfer between two ranks. Ranks continue to compute during a
+transfer. Concurrent transfers do not slow each other down.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Played:
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0) -> Played:
-    """Simulate the lists. `times`: of every stage. `send_s`: time of a transfer between two ranks.
+    """Simulate a schedule. `times`: the times of every stage. `send_s`: the time of a transfer between two ranks.
 
     Raises a ValueError for lists that deadlock.
     """

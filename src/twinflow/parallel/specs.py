@@ -19,7 +19,7 @@ Item = Any  # an element of a list of layers: nn.Module, LayerSpec, TiedLayerSpe
 
 
 class LayerSpec:
-    """A layer that its rank builds: `LayerSpec(nn.Linear, 4, 8, bias=False)`."""
+    """A layer that is built later, and only on the rank that has it: `LayerSpec(nn.Linear, 4, 8, bias=False)`."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
@@ -165,7 +165,7 @@ def num_params(item: Item, counts_specs: bool) -> int | None:
 
 
 def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.Module:
-    """Build a layer from a seed, without a change of the random generators."""
+    """Build a layer from a seed. The states of the random generators do not change."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         seed_fn(seed)

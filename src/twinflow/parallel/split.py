@@ -3,7 +3,7 @@
 A model defines its parts by a method `pipeline_parts()`. Adapters here define the parts of some causal language models
 of Hugging Face. They are found by the name of the class, so nothing is imported. Their layers get the same arguments as
 in the model's own forward: positions from 0 on, and the mask of the attention in use. Inputs are token numbers without
-padding. Targets are labels as for the model, which shifts them.
+padding. Targets are the unshifted labels that the model expects: the model's loss shifts them.
 """
 
 from __future__ import annotations

@@ -235,7 +235,9 @@ class Split:
 
 
 def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callable[..., Any] | None:
-    """The new forward of a module. `is_inside`: the module is in a region, which has already taken the input in."""
+    """The new forward of a module. `is_inside`: the module is in a region, which has already run the collective on the
+    input.
+    """
     if style.kind == "column":
         return partial(_column, module, None if is_inside else split)
     if style.kind == "row":
@@ -269,7 +271,9 @@ def _row(module: Any, split: Split, x: Tensor) -> Tensor:
 
 
 def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
-    """The rows of this rank. Rows of other ranks are zero here, and the sum over the ranks adds them."""
+    """Look up tokens in this rank's rows of the embedding. Tokens in rows of other ranks give zeros here, and the sum
+    over the ranks adds their values.
+    """
     num_rows, padding = len(module.weight), module.padding_idx
     local = tokens - start
     is_elsewhere = (local < 0) | (local >= num_rows)
@@ -337,10 +341,10 @@ def _changed(
     return args, {**kwargs, first: change(kwargs[first])}
 
 
-# Dropout as one process would have it. Every tensor rank draws the mask of all heads, from generators in the same
-# state, and takes its part. A fused kernel draws a mask only for the heads that it gets. So with dropout the attention
-# is computed here step by step, like torch does on the CPU, and takes memory for the square of the sequence. Without
-# dropout nothing changes.
+# Dropout with the mask that a single process would draw. Every tensor rank draws the mask of all heads, from generators
+# in the same state, and takes its part. A fused kernel draws a mask only for the heads that it gets. So with dropout
+# the attention is computed here step by step, like torch does on the CPU, and needs memory for the square of the
+# sequence length. Without dropout nothing changes.
 
 
 def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:

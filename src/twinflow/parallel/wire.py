@@ -14,10 +14,10 @@ Threads of a rank:
 
 The condition `_changed` guards the mailbox, the expected messages and the error. It is notified on every change.
 
-Errors: gloo can end a wait only by a timeout, which closes all connections of its group. So a rank that fails lets a
-short wait time out. Then its threads return, and ranks that wait for it notice. Before that it writes the error to the
-store of the process group. Only the first error is kept there, and the other ranks read it. A killed process writes
-none. In that case the error is that its connection is closed.
+Errors: gloo can end a wait only by a timeout, which closes all connections of its group. So a rank that fails starts a
+wait with a short timeout on purpose. Then its threads return, and ranks that wait for it notice. Before that it writes
+the error to the store of the process group. Only the first error is kept there, and the other ranks read it. A killed
+process writes no error. In that case the other ranks report that its connection is closed.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Wire:
     def _take(self, sender: int, keys: deque[Key]) -> None:
         """Receive a message into the mailbox.
 
-        A separate function, so that the message is not referenced while the thread waits for the next one.
+        This is a separate function, so that the message is not referenced while the thread waits for the next one.
         """
         try:
             message = self._links.receive(sender, keys[0])

@@ -27,7 +27,7 @@ from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
 from twinflow.planner.simulate import Prediction, predict
 
-WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this factor longer
+WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this many times as long
 _MAX_LAYERS: Final = 1 << 18
 
 
@@ -83,7 +83,9 @@ class Plan:
 
 
 def make_plan(run: Run, setting: Setting, states: Sequence[str] = STATES, ratio: float | None = None) -> Plan:
-    """The plan of a run. `ratio`: add the case with this share on the host, which is not recommended."""
+    """The plan of a run. `ratio`: also add a case with this share of the state on the host. This case is never the
+    recommended one.
+    """
     cases = all_cases(run, setting, states)
     largest = {name: largest_layers(replace(run, states=name), setting.memory) for name in states}
     given = [case_at("config's", run, setting, float(ratio))] if ratio is not None else []
@@ -91,7 +93,7 @@ def make_plan(run: Run, setting: Setting, states: Sequence[str] = STATES, ratio:
 
 
 def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
-    """All kinds in all formats, grouped by kind."""
+    """A case for each way to place the state and for each state format, grouped by way."""
     runs = [replace(run, states=name) for name in states]
     none = [case_at("no offload", r, setting, 0.0) for r in runs]
     full = [case_at("full offload", r, setting, 1.0) for r in runs]
@@ -99,7 +101,7 @@ def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> lis
 
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
-    """The case with a given share on the host."""
+    """The case with a given share of the state on the host."""
     used = bytes_of(run, placed_at(run, ratio), setting.memory)
     timing = timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(items_of(run, timing), ratio)
@@ -108,7 +110,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 
 
 def best_case(run: Run, setting: Setting) -> Case:
-    """The case with the fastest ratio that fits. If none fits, the one that lacks the least memory."""
+    """The case with the fastest ratio that fits. If no ratio fits, the case that lacks the least memory."""
     room, size = room_of(run, setting.memory), placing_size(run, setting.memory)
     if not fits(run, setting.memory):
         resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
@@ -134,7 +136,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     good = [case for case in good if STATES.index(case.run.states) == widest]
     least = min(case.prediction.step_s for case in good)
     close = [case for case in good if case.prediction.step_s <= 1.01 * least]
-    # No offload is the simplest setup, so it is preferred if it is as fast.
+    # The case without offload is the simplest one, so it is preferred if it is as fast.
     return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
 
 

@@ -12,14 +12,14 @@ from twinflow.planner.models import ModelCost, activation_bytes
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Timing, Ways
 
 # Defaults of the runtime.
-BUCKET_NUMEL: Final = 1 << 26  # 128 MiB of bf16: a copy over PCIe and an update on the host take some milliseconds each
+BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
 HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other processes
-_FLATS_OUT: Final = 6  # device buffers in use if every gradient is copied to the host at once
+_FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
 
@@ -49,7 +49,7 @@ class Run:
     delayed: bool = False
     checkpointing: bool = True
     weights: str = "bf16"
-    world: int = 1  # GPUs that share the optimizer state, all in one machine
+    world: int = 1  # number of GPUs that share the optimizer state; all are in one machine
     stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
     tensor_parallel: int = 1  # GPUs that each weight is split across
     num_moments: int = 2  # moments of the update rule, 2 for AdamW
@@ -105,7 +105,7 @@ class Bytes:
 
 
 def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
-    """Bytes that the runtime allocates, including its choices if memory is short."""
+    """Bytes that the runtime allocates, including the smaller buffers that it chooses if memory is short."""
     width, size = WEIGHT_BYTES[run.weights], run.size
     weights = _weight_bytes(run)
     resident = int(placed.resident * size.resident)
@@ -119,7 +119,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "staging": staging,
     }
     slot = bucket_numel(run) * width
-    # Only fp16 weights need slots for the way back: bf16 and fp32 weights are copied directly from the state.
+    # Only fp16 weights need extra slots for their copies to the GPU: bf16 and fp32 weights are copied directly from the
+    # state.
     slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
     host = {
         "state": int(placed.host * size.host + placed.streamed * size.streamed),
@@ -137,7 +138,9 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Memory of waiting gradients, and whether they wait or are summed on the host."""
+    """Memory of gradients that wait for their update. `holds_on_host`: they wait on the host. `sums_on_host`: they are
+    summed over micro-batches on the host.
+    """
 
     gpu_bytes: int
     host_bytes: int
@@ -163,7 +166,9 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
 
 
 def _weight_bytes(run: Run) -> int:
-    """Bytes of weights on one GPU. With stage 3: its shard, and the two blocks that are gathered at a time."""
+    """Bytes of weights on one GPU. With ZeRO-3: the shard of this GPU, and the two blocks that are gathered at a
+    time.
+    """
     width = WEIGHT_BYTES[run.weights]
     if run.stage < 3 or run.world == 1:
         return width * run.numel
@@ -183,10 +188,11 @@ def _even(numel: int) -> int:
 
 
 def room_of(run: Run, memory: Memory) -> Memory:
-    """Memory left for optimizer state beside weights, activations, gradients, rings and the process.
+    """Memory that is left for optimizer state beside weights, activations, gradients, page-locked buffers and the
+    process.
 
-    The numbers are negative if those do not fit. Gradients are counted as if all state were on the host, because state
-    on the GPU does not need more of them.
+    The numbers are negative if these do not fit. Gradients are counted as if all state were on the host, because
+    gradients need no more memory if state is on the GPU.
     """
     base = bytes_of(run, Placed(run.own_numel), memory)
     gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total
@@ -195,7 +201,7 @@ def room_of(run: Run, memory: Memory) -> Memory:
 
 
 def placing_size(run: Run, memory: Memory) -> StateBytes:
-    """Bytes for each parameter that a place takes, to compare with `room_of`.
+    """Bytes that state in each place needs for each parameter, to compare with `room_of`.
 
     The gradients of resident state stay on the GPU, even if the gradients of host state wait in host memory.
     """
@@ -212,7 +218,9 @@ def fits(run: Run, memory: Memory) -> bool:
 
 
 def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
-    """How many elements may be updated before the norm is known: as many as the speculative copies hold."""
+    """How many elements may be updated before the norm is known: as many as fit into the memory for speculative
+    copies.
+    """
     ahead = int(used.host["shadows"] / run.world / run.size.host) if used.host["shadows"] else 0
     return ClipDecision(run.clips, ahead)
 
@@ -232,7 +240,8 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
     backward = forward * (BACKWARD + (1.0 if run.checkpointing else 0.0))
     if run.world > 1 and link_rate:
-        # During compute, weights are gathered in forward (stage 3: and backward), gradients scattered in backward.
+        # During compute, weights are gathered in forward (with ZeRO-3 also in backward). Gradients are scattered in
+        # backward.
         share = WEIGHT_BYTES[run.weights] * run.numel * (run.world - 1) / run.world / link_rate
         forward = max(forward, share)
         backward = max(backward, share * (2 if run.stage == 3 else 1))
@@ -264,8 +273,9 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
 
 
 def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
-    """Buckets of the parameters outside of blocks. Their gradients are complete with the last parameter of the bucket,
-    and their weights are needed at the start of the forward."""
+    """Buckets of the parameters outside of blocks. The gradients of a bucket are complete when its last parameter has
+    its gradient. All these weights are needed at the start of the forward.
+    """
     model = run.model
     own = -(-(model.embedding_numel + model.head_numel) // run.world)
     if not own:
@@ -277,6 +287,6 @@ def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
 
 
 def placed_at(run: Run, ratio: float) -> Placed:
-    """The placement with a share of `ratio` on the host."""
+    """The placement with a share `ratio` of the optimizer state on the host."""
     host = round(run.own_numel * ratio)
     return Placed(host, run.own_numel - host)

@@ -1,4 +1,4 @@
-"""Bytes that optimizer state takes for each parameter, and activations for each token."""
+"""Bytes of optimizer state for each parameter, and bytes of activations for each token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from twinflow.rules.formats import FORMATS
 
 STATES: Final = FORMATS
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Bytes of two moments. int8 has a scale of 4 bytes for 128 codes.
+# Bytes of both moments of a parameter. In int8, 128 codes share a scale of 4 bytes.
 MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}
-# Memory traffic of an update on host or GPU, with bf16 weights: the state, weight and gradient are read, all but the
-# gradient are written.
+# Memory traffic of an update on host or GPU, with bf16 weights. State, weight and gradient are read. State and weight
+# are written.
 UPDATE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
 
 
@@ -30,8 +30,9 @@ class StateBytes:
 def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_moments: int = 2) -> StateBytes:
     """Bytes of a state format in each place. `num_moments`: two for AdamW, one for Lion.
 
-    A bf16 weight is the upper half of its fp32 master. The host keeps a copy of it and the lower half. On the GPU only
-    the lower half is added. An fp16 weight has a separate fp32 master. An fp32 weight is its own master.
+    A bf16 weight is the upper half of its fp32 master. The host keeps a copy of the weight and the lower half of the
+    master. On the GPU only the lower half is added to the weight. An fp16 weight has a separate fp32 master. An fp32
+    weight is its own master.
     """
     if states not in STATES:
         raise invalid_value("states", states, STATES)
@@ -45,12 +46,12 @@ def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_m
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for each token of a forward, except `fixed_bytes`."""
+    """Bytes of activations for each token of a forward. Only `fixed_bytes` is a total."""
 
     stream_bytes: float  # input of a block, which checkpointing keeps
     block_bytes: float  # activations of a block without checkpointing
     end_bytes: float  # activations outside of the blocks
-    loss_bytes: float  # all copies of the logits that the loss holds
+    loss_bytes: float  # all copies of the logits that the loss keeps
     fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
     chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
     chunk_bytes: float = 0.0  # bytes for each token of a chunk
@@ -58,7 +59,8 @@ class Activations:
     def peak_bytes(self, num_blocks: int, num_tokens: int, checkpointing: bool) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
 
-        The activations that the blocks keep, and the larger of the loss with its logits and the backward of one block.
+        The peak is the activations that the blocks keep, plus the larger of two: the loss with its logits, or the
+        backward of one block.
         """
         kept = num_blocks * (self.stream_bytes if checkpointing else self.block_bytes) + self.end_bytes
         loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
@@ -84,10 +86,10 @@ def gpt_activations(
 ) -> Activations:
     """Activations of the GPT of `twinflow train`, with weights of `width` bytes.
 
-    The loss has its input, the gradients of its input and of the head, and a chunk of logits in `width` bytes and in
-    fp32.
+    The loss keeps its input, the gradients of its input and of the head, and a chunk of logits with `width` bytes and a
+    copy of it in fp32.
     """
-    masks = hidden if has_dropout else 0  # a byte for each value: two in a block, one after the embedding
+    masks = hidden if has_dropout else 0  # dropout masks, one byte per value: two in a block, one after the embedding
     return Activations(
         stream_bytes=width * hidden,
         block_bytes=block_bytes(hidden, num_heads, width) + 2 * masks,

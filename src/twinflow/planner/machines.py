@@ -1,11 +1,13 @@
-"""Rates of machines from data sheets and from measurements on other machines. `probe.py` measures those of this one.
+"""Rates of machines from data sheets and from measurements on other machines. `probe.py` measures the rates of this
+machine.
 
 Memory is what a process can allocate: the memory of the GPU without the 0.6 GB of CUDA. Rates of matrix products and
 memory are those of large kernels, not peaks.
 
-Measured: PCIe of the H200, 55/55/50 GB/s. Fitted to training steps on the H200: 740 TFLOPS of matrix products (separate
-ones reach 790) and 3.8 TB/s. All other numbers are estimates: 0.55 to 0.85 of the peak for matrix products, 0.8 of the
-peak for memory. PCIe 5 is as measured, PCIe 4 and 3 are a half and a quarter of it.
+Measured: PCIe of the H200: 55 GB/s to the host, 55 GB/s to the GPU, 50 GB/s each way at once. Fitted to training steps
+on the H200: 740 TFLOPS of matrix products (outside of a training step they reach 790) and 3.8 TB/s of memory bandwidth.
+All other numbers are estimates: 0.55 to 0.85 of the peak for matrix products, 0.8 of the peak for memory. PCIe 5 is as
+measured, PCIe 4 and 3 are a half and a quarter of it.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ class Rates:
     """Rates per second. Updates are those of AdamW with bf16 gradients and weights. The keys of mappings are state
     formats."""
 
-    out_bytes: float  # copies from the device to page-locked host memory, alone
-    in_bytes: float  # copies from the host to the device, alone
+    out_bytes: float  # copies from the device to page-locked host memory, without other copies
+    in_bytes: float  # copies from the host to the device, without other copies
     duplex_bytes: float  # each direction while both copy
-    host_params: Mapping[str, float]  # updates on the host, alone
+    host_params: Mapping[str, float]  # updates on the host, without copies
     host_params_copying: Mapping[str, float]  # updates on the host while both directions copy at full rate
     device_bytes: float  # bytes of device memory that the fused update reads and writes
     flops: float  # matrix products in bf16, as in a training step; 0: unknown
@@ -38,10 +40,10 @@ class Rates:
 @dataclass(frozen=True)
 class Gpu:
     title: str
-    memory_bytes: int  # that a process can allocate
+    memory_bytes: int  # memory that a process can allocate
     tflops: float  # matrix products in half precision
     memory_rate: float  # bytes/s
-    pcie: int  # generation, 16 lanes
+    pcie: int  # generation of PCIe, with 16 lanes
     link_rate: float = 0.0  # bytes/s in each direction to other GPUs; 0: over PCIe
     weights: str = "bf16"  # fp16 if the GPU does not support bf16
 
@@ -80,11 +82,12 @@ GPUS: Final = {
     "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
     "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
 }
-# Other names, with the memory size as for the A100.
+# Other names of these GPUs, with the memory size in the name.
 _WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}
 # Bytes/s: to the host, to the device, in each direction when both run.
 _PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
-# Bandwidth of an update kernel relative to plain reads and writes. Alone it is 0.92 to 0.97; this fits training steps.
+# Bandwidth of an update kernel relative to plain reads and writes. Without other work it is 0.92 to 0.97. The value 0.9
+# fits training steps.
 _OF_DRAM: Final = 0.9
 # Updates per second and core if memory is no limit (AVX-512). int8: measured 8.9e9 on 16 cores; others: estimates.
 _A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
@@ -99,7 +102,9 @@ def gpu_named(name: str, option: str = "--gpu") -> Gpu:
 
 
 def recognise(title: str) -> Gpu | None:
-    """The GPU that a driver calls `title`, for example "NVIDIA A100-SXM4-40GB". None without a data sheet."""
+    """The GPU that a driver calls `title`, for example "NVIDIA A100-SXM4-40GB". Returns None if there is no data sheet
+    for it.
+    """
     plain = title.lower().replace(" ", "").replace("-", "")
     for name in sorted(GPUS, key=len, reverse=True):
         model, _, size = name.partition("-")
@@ -117,7 +122,8 @@ def rates_of(machine: Machine) -> Rates:
     alone = {
         states: min(_OF_DRAM * dram / moved, host.cores / n * _A_CORE[states]) for states, moved in UPDATE_BYTES.items()
     }
-    # Copies use the same memory: copies of 100 GB/s, at 150 GB/s of memory, left 0.5 to 0.6 of the update rate.
+    # Copies use the same memory. In a measurement with a memory bandwidth of 150 GB/s, copies of 100 GB/s reduced the
+    # update rate to 0.5 to 0.6.
     left = max(0.3, 1.0 - 0.6 * 2.0 * duplex / dram)
     return Rates(
         out_bytes=out,

@@ -9,14 +9,16 @@ from typing import Any, Final
 from twinflow.errors import invalid_value
 from twinflow.planner.formats import Activations, gpt_activations, hf_activations
 
-# Memory traffic of a forward without its matrix products: bytes for each hidden unit, token and block. Fitted on an
-# H200 to two Llama shapes of transformers (alone, they would give 372 and 240) and to the GPT of `twinflow train`.
+# Memory traffic of a forward without its matrix products: bytes for each hidden unit, token and block. The values are
+# fitted on an H200. HF_TRAFFIC fits two Llama shapes of transformers, which would give 372 and 240 separately.
+# GPT_TRAFFIC fits the GPT of `twinflow train`.
 HF_TRAFFIC: Final = 300.0
 GPT_TRAFFIC: Final = 52.0
-# Time to launch the kernels of a block's forward, its least time: 57 and 70 ms for 26 blocks of Llama shapes.
+# Time to launch the kernels of a block's forward, which is the shortest time of a block. Two Llama shapes with 26
+# blocks took 57 and 70 ms.
 HF_LAUNCH_S: Final = 2.2e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
-# Widths of GPT-2 shapes in papers on offload, each with the least number of parameters.
+# Widths of GPT-2 shapes in papers on offload, each with the smallest number of parameters for which it is used.
 _WIDTHS: Final = (
     (0.0, 768),
     (0.3e9, 1024),
@@ -166,7 +168,7 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
         return _FAMILIES[str(kind)](config, name or str(kind))
     except KeyError as error:
         key = f"without {error.args[0]!r}"
-        raise invalid_value("config.json", key, f"a complete config of a {kind} model") from None
+        raise invalid_value("config.json", key, f"a complete config of a {kind} model", "Add this key.") from None
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:

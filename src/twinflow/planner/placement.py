@@ -1,10 +1,11 @@
 """Chooses where the optimizer state of each bucket is placed: the placement that fits and has the shortest predicted
 step.
 
-Buckets whose weights are needed first and whose gradients are complete last have no time for an update on the host. So
-state becomes resident from the input side of the model on. More resident state means less work for the host. Once the
-GPU alone determines the time of a step, more resident state would only take memory. Streamed buckets divide the work
-between GPU and host. They are chosen only if they are clearly faster.
+The input side of the model needs its weights first in forward and has its gradients last in backward, so there is no
+time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
+GPU. More resident state means less work for the host. Once the GPU alone determines the time of a step, more resident
+state would only need memory. The state of a streamed bucket is in host memory, is copied to the GPU for its update, and
+is copied back. They are chosen only if they are clearly faster.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def choose(
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Choice:
-    """The placement with the shortest predicted step. Of nearly equal ones, the one with the least GPU memory.
+    """The placement with the shortest predicted step. Of placements that are nearly as fast, it is the one with the
+    least GPU memory.
 
     The places of `items` are ignored. Raises a MemoryError if nothing fits.
     """
@@ -91,7 +93,7 @@ def best_ratio(
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> Best:
-    """The best share of elements on the host, without streaming. A bucket may be split.
+    """The best share of elements whose state is on the host, without streamed buckets. A bucket may be split.
 
     Raises a MemoryError if nothing fits.
     """
@@ -108,7 +110,8 @@ def best_ratio(
 
     grid = {least + (most - least) * i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)}
     goal = CLOSE * min(run(ratio).step_s for ratio in grid)
-    # The largest good ratio takes the least GPU memory. It is between the grid's largest good ratio and the next.
+    # The largest good ratio takes the least GPU memory. It is between the largest good ratio of the grid and the next
+    # ratio of the grid.
     low = max(ratio for ratio in grid if run(ratio).step_s <= goal)
     high = min((ratio for ratio in grid if ratio > low), default=low)
     for _ in range(5 if high > low else 0):
@@ -118,7 +121,9 @@ def best_ratio(
 
 
 def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
-    """The items with a share of `ratio` on the host, beginning at the output side. One item may be split in two."""
+    """The items with a share `ratio` of their elements on the host, beginning at the output side of the model. One item
+    may be split in two.
+    """
     left = round((1.0 - ratio) * sum(item.numel for item in items))
     placed: list[Item] = []
     for i in input_side_first(items):
@@ -141,7 +146,9 @@ def _used(items: Sequence[Item], size: StateBytes) -> Memory:
 
 
 def input_side_first(items: Sequence[Item]) -> list[int]:
-    """Indices sorted by need. Items needed at the same time are sorted by their gradients, the last one first."""
+    """Indices of the items. Items whose weights are needed first come first. Of items that are needed at the same time,
+    the one whose gradient is complete last comes first.
+    """
     return sorted(range(len(items)), key=lambda i: (items[i].need, -items[i].ready))
 
 
@@ -162,7 +169,8 @@ def _fewest(
 ) -> tuple[tuple[str, ...], Prediction] | None:
     """The result with the fewest resident items among those close to the fastest.
 
-    Tries some numbers across the range, then bisects the gap below the fewest good one.
+    Tries some numbers of resident items across the range. Then bisects below the smallest number that was close to the
+    fastest.
     """
     grid = sorted({round(num_items * i / _NUM_TRIES) for i in range(_NUM_TRIES + 1)} | _edges(tried, num_items))
     results = {n: result for n in grid if (result := tried(n)) is not None}
@@ -215,7 +223,7 @@ def _nothing_fits(
         narrow = state_bytes(other)
         resident = min(total, max(0, room.gpu_bytes) / narrow.resident)
         if (total - resident) * narrow.host <= room.host_bytes:
-            remedies.append(f'The states "{other}" would fit.')
+            remedies.append(f'With "states": "{other}" the run would fit.')
             break
     if decision.clips:
         remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")

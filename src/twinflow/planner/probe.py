@@ -6,9 +6,9 @@ Measurements
   at once on two streams (the rate of each direction until the slower one is done). Without a GPU: copies in memory.
 - AdamW updates on the host for each state format, with the native kernel and the current settings of its thread pool:
   bf16 gradient and weight (page-locked, as in training), lower halves of the master and states (on huge pages).
-  Calls of 8 M parameters iterate over 64 M parameters, which is more than any cache holds. Updates are measured alone,
-  and while both directions copy continuously. The second rate is that of a training step, because updates and copies
-  share the bandwidth of the host memory.
+  Calls of 8 M parameters iterate over 64 M parameters, which do not fit into any cache. Updates are measured
+  without copies, and while both directions copy continuously. The second rate is that of a training step, because
+  updates and copies share the bandwidth of the host memory.
 - Device memory: one elementwise operation from 256 MiB to another 256 MiB, bytes read and written.
 - Matrix products: the three products of a linear layer in forward and backward, of width 4096 in bf16 (without a GPU:
   512 in fp32). The inputs are random, because a GPU multiplies zeros faster.
@@ -17,8 +17,8 @@ Every measurement gets the same share of the time budget. A fifth of the share i
 rest is samples of some milliseconds, and the median is the result. Allocations and the first call of each operation
 are not part of the budget.
 
-If memory is short, all buffers of a stage are halved until they fit. A stage without any room gets low default rates.
-`flops` is then 0, and such rates are not written to the cache.
+If memory is short, all buffers of a stage are halved until they fit. If even small buffers do not fit, the rates are
+low default values. `flops` is then 0, and such rates are not written to the cache.
 
 All memory is released, including that of the caching allocator. Only cuBLAS keeps its workspace for the calling thread,
 which the first matrix product of training would allocate anyway.
@@ -72,7 +72,7 @@ from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store, check_format, new_states
 from twinflow.version import __version__
 
-FORMAT_VERSION: Final = 1  # changes with the file format and with the meaning of the rates
+FORMAT_VERSION: Final = 1  # must change if the file format or the meaning of the rates changes
 _COPY_BYTES: Final = 128 << 20
 _HOST_NUMEL: Final = 1 << 26
 _CALL_NUMEL: Final = 1 << 23  # enough work to make the wake-up of the pool negligible
@@ -91,7 +91,7 @@ _OPTIONS: Final = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 
 Facts = dict[str, str | int]
-Work = Callable[[int], None]  # runs an operation that many times and waits for it
+Work = Callable[[int], None]  # runs an operation as often as its argument says, and waits for the end
 T = TypeVar("T")
 
 
@@ -127,7 +127,7 @@ def machine_facts(device: torch.device) -> Facts:
     return {
         "probe": FORMAT_VERSION,
         "cpu": _cpu_name(read_text(Path("/proc/cpuinfo"))) or platform.processor() or platform.machine(),
-        "cores": default_threads({}),  # cores that this process may use, independent of TWINFLOW_THREADS
+        "cores": default_threads({}),  # number of cores that this process may use, whatever TWINFLOW_THREADS is
         "threads": native.get_threads(),
         "isa": native.isa(),
         "gpu": gpu.name if gpu is not None else "",
@@ -144,7 +144,7 @@ def _cpu_name(cpuinfo: str) -> str:
 
 
 def rates_file(facts: Facts, folder: Path | None = None) -> Path:
-    """Path of the cache file of such a machine, in `folder` or in the user's cache."""
+    """Path of the cache file for a machine with these facts, in `folder` or in the user's cache."""
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return (default_folder(os.environ) if folder is None else folder) / f"rates-{key}.json"
 
@@ -193,8 +193,8 @@ def write_rates(path: Path, facts: Facts, rates: Rates) -> None:
         _write_whole(path, text)
     except OSError as error:
         warnings.warn(
-            f"The measured rates of this machine cannot be kept in {path.parent} ({error}). Every start measures them "
-            "again, which takes some seconds. Set TWINFLOW_CACHE to a folder that can be written.",
+            f"The measured rates of this machine cannot be written to {path.parent} ({error}). Every start measures "
+            "them again, which takes some seconds. Set TWINFLOW_CACHE to a folder that can be written.",
             stacklevel=2,
         )
 
@@ -247,7 +247,9 @@ def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
 
 
 def _fitting_part(free_bytes: int) -> int:
-    """The least power of two by which buffers are divided to take at most a quarter of the free host memory."""
+    """The smallest power of two by which all buffers must be divided to need at most a quarter of the free host
+    memory.
+    """
     part = 1
     while part < _SMALLEST_PART and free_bytes * part < 4 * _PEAK_BYTES:
         part *= 2
@@ -277,7 +279,9 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
 
 
 def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
-    """Normal numbers. They repeat a pattern, because drawing all of them would take longer than the measurement."""
+    """Normally distributed numbers. They repeat a pattern, because drawing all of them would take longer than the
+    measurement.
+    """
     pattern = torch.randn(min(numel, 1 << 18), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     tensor = streams.pinned(numel, torch.bfloat16)
     tensor.view(-1, pattern.numel()).copy_(pattern * scale)
@@ -304,7 +308,7 @@ def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
 
 
 class _Copies:
-    """Two buffers on host and device and a stream for each direction, so that both directions share nothing."""
+    """For each direction: a buffer on the host, a buffer on the device, and a stream. The directions share nothing."""
 
     def __init__(self, streams: Device, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -1,15 +1,16 @@
 """Predicts a step on many GPUs, with ZeRO-Offload and with ZeRO-2 without offload, from one GPU to many machines.
 
-Both shard state and gradients (stage 2) and keep whole weights. Gradients are reduce-scattered block by block during
-backward. Weights are all-gathered block by block during the next forward. Communication that compute does not hide
-becomes a tail after backward and a lead before forward. The step simulation covers the part in between: the update on
-the host with offload, or on the GPU without it. So one step is
+Both methods shard optimizer state and gradients (ZeRO stage 2), and every GPU keeps all weights. Gradients are
+reduce-scattered block by block during backward. Weights are all-gathered block by block during the next forward.
+Communication that compute does not hide becomes a tail after backward and a lead before forward. The step simulation
+covers the update between backward and the next forward: on the host with offload, or on the GPU without it. So one step
+is
 
     lead, forward, (more micro-batches), backward, tail, and the time that the GPU waits for weights.
 
 Each method uses the largest micro-batch that fits beside its own state, up to a total batch. State on the GPU reduces
-the batch. Rates of machines are from data sheets (`machines.py`). A network counts with 0.8 of its nominal rate, like
-the links in `machines.py`.
+the batch. Rates of machines are from data sheets (`machines.py`). The rate of a network is 0.8 of its nominal rate, as
+for the links in `machines.py`.
 
 Not included: the latency of collectives, the lower efficiency of matrix products in small batches, GPU cores that
 communication occupies, and PCIe switches that several GPUs share.
@@ -41,7 +42,7 @@ from twinflow.planner.simulate import Item, Prediction, Timing, predict
 
 OFFLOAD, PLAIN = "ZeRO-Offload", "ZeRO-2"
 RATIOS: Final = {OFFLOAD: 1.0, PLAIN: 0.0}  # share of the state on the host
-SCATTERS: Final = 2  # blocks with unsharded gradients on a GPU: one is computed, one is scattered
+SCATTERS: Final = 2  # number of blocks with unsharded gradients on a GPU: one is computed while the other is scattered
 # Network rate of a machine for each of its GPUs in bytes/s, in each direction, by PCIe generation: 0.8 of
 # 8 x 100 Gb/s for 16 GPUs (DGX-2), of 8 x 200 Gb/s for 8 GPUs (DGX A100), of 8 x 400 Gb/s for 8 GPUs (DGX H100).
 _NETWORK: Final = {3: 5e9, 4: 20e9, 5: 40e9}
@@ -49,7 +50,7 @@ _NETWORK: Final = {3: 5e9, 4: 20e9, 5: 40e9}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines. `machine.num_gpus`: GPUs in each of them."""
+    """Equal machines. `machine.num_gpus` is the number of GPUs in each machine."""
 
     machine: Machine
     network_rate: float  # bytes/s that a machine sends, and receives at the same time
@@ -92,7 +93,7 @@ class Ask:
     """Settings for both methods."""
 
     total_batch: int  # largest number of sequences in a step of all GPUs
-    gathers_first: bool = False  # gather all weights before forward, as the first ZeRO-Offload did; else during it
+    gathers_first: bool = False  # gather all weights before forward, like the first ZeRO-Offload, not during it
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ def point(kind: str, run: Run, cluster: Cluster, world: int, ask: Ask) -> Point 
 def largest_batch(run: Run, cluster: Cluster, ratio: float, total_batch: int) -> Run | None:
     """The run with the largest micro-batch that fits, and as many micro-batches as the total batch allows.
 
-    Sums over micro-batches also take memory. If no micro-batch fits beside them, the run has one micro-batch.
+    Sums of gradients over micro-batches also need memory. If no micro-batch fits beside these sums, the run has only
+    one micro-batch in a step.
     """
     memory, most = cluster.memory(run.world), total_batch // run.world
     sizes = range(most, 0, -1)
@@ -213,8 +215,8 @@ def used_bytes(run: Run, ratio: float, memory: Memory) -> Bytes:
 def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> Point:
     """Predict a step in the steady state, with concurrent compute, communication and updates.
 
-    Micro-batches before the last one have no updates. Their gradients are scattered too, because a GPU has no room for
-    all of them. So a backward takes at least as long as the reduce-scatter.
+    Micro-batches before the last one have no updates. Their gradients are scattered too, because a GPU does not have
+    enough memory for unsharded gradients. So a backward takes at least as long as the reduce-scatter.
     """
     rates, memory = rates_of(cluster.local(run.world)), cluster.memory(run.world)
     used = used_bytes(run, RATIOS[kind], memory)
@@ -230,7 +232,7 @@ def with_talk(run: Run, compute: Timing, rate: float, gathers_first: bool) -> tu
     earlier.
 
     Collectives run one at a time. Gradients are scattered in the order of backward. Weights are gathered as late as
-    possible, and a late one delays all that follow.
+    possible. If a gather is late, all gathers after it are delayed too.
     """
     timing = replace(compute, micro_batches=1)
     items = items_of(run, timing)
@@ -264,7 +266,9 @@ def _as_late_as_may_be(ends: Sequence[float], seconds: Sequence[float], order: S
 
 
 def efficiency(points: Sequence[Point | None]) -> list[float | None]:
-    """Throughput of a GPU relative to that on the least number of GPUs that fits. 1 is linear scaling."""
+    """Throughput of each GPU, relative to its throughput on the smallest number of GPUs on which the run fits. 1 means
+    linear scaling.
+    """
     first = next((p for p in points if p is not None), None)
     return [p.tflops / first.tflops if p is not None and first is not None else None for p in points]
 

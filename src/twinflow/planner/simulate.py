@@ -3,7 +3,7 @@
 Four units work concurrently: the GPU, a copy channel in each direction, and the update worker of the host. Between two
 events each unit has a constant rate. The rate depends on the other units: copies slow down each other and the host. The
 simulation advances from event to event, so a step of sixty buckets takes some milliseconds. Steps are simulated until
-two consecutive ones take equally long. Then the time of an update that reaches into the next forward is included.
+two consecutive ones take equally long. Such a step also includes the updates that continue into the next forward.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Item:
 
     numel: int
     place: str
-    ready: float  # seconds into the last backward
-    need: float  # seconds into the next step's first forward
+    ready: float  # time at which the gradient is complete, in seconds after the start of the last backward
+    need: float  # time at which the weights are needed, in seconds after the start of the next step's first forward
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class ClipDecision:
 class Ways:
     """Bytes and limits of the copies between GPU and host."""
 
-    grad_bytes: float = 2.0  # for each parameter, to the host
-    weight_bytes: float = 2.0  # for each parameter, to the GPU
+    grad_bytes: float = 2.0  # of a gradient for each parameter, copied to the host
+    weight_bytes: float = 2.0  # of a weight for each parameter, copied to the GPU
     num_slots: int = 4  # buckets of gradients on the host at a time
     delayed: bool = False  # an update may take a whole step
     streams: bool = True  # whether state may be streamed to the GPU for its update
@@ -75,7 +75,7 @@ class Prediction:
     """Time of a step in the steady state."""
 
     step_s: float
-    bound_by: str  # "gpu", "host", "copies" or "gate"
+    bound_by: str  # "gpu", "host", "copies", or "gate": the wait for the gradient norm
     host_busy_s: float
     out_s: float
     in_s: float
@@ -100,7 +100,9 @@ def predict(
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
-    """Prediction with delayed updates. All work has a whole step, so the slowest unit determines the time."""
+    """Prediction with delayed updates. An update may take a whole step, so the slowest unit determines the time of a
+    step.
+    """
     numel = {place: sum(i.numel for i in items if i.place == place) for place in PLACES}
     on_gpu = (numel["resident"] + numel["streamed"]) * UPDATE_BYTES[states] / rates.device_bytes
     stream = numel["streamed"] * state_bytes(states).streamed
@@ -129,7 +131,8 @@ class Play:
         self.has_grad = [False] * len(items)
         self.is_staged = [False] * len(items)
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
-        # States are loaded in the order of use: that of the gradients, or with clipping that of the next forward.
+        # States are loaded in the order of use. This is the order of the gradients, or with clipping the order of the
+        # next forward.
         self.stream_order = sorted(order, key=lambda i: items[i].need if decision.clips else items[i].ready)
         self.next_stage, self.free_stages, self.free_slots = 0, NUM_STAGES, ways.num_slots
         self.to_out: list[tuple[float, int]] = []  # heaps ordered by need: gradients that are complete on the GPU,
