@@ -117,7 +117,7 @@ def test_what_cannot_fit_says_how_much_is_missing() -> None:
     assert result.exit_code == 1
     assert "Nothing fits." in result.stdout
     assert "GPU +" in result.stdout
-    assert "Try a smaller --batch-size" in " ".join(result.stdout.split())
+    assert "Try a larger --gpu or a model of at most 7.67 B parameters." in " ".join(result.stdout.split())
 
 
 def test_hugging_face_config(tmp_path: Path) -> None:

@@ -811,3 +811,10 @@ def test_one_rank_may_be_named_as_a_layout(tmp_path: Path, text: Path) -> None:
     result = train(*SMALL, "--steps", 2, "--data", text, "--out", tmp_path / "run", *options)
     assert result.exit_code == 0, result.output
     assert [r.loss for r in steps_of(tmp_path / "run")] == [r.loss for r in steps_of(tmp_path / "plain")]
+
+
+def test_a_run_that_cannot_be_named_is_not_resumed(tmp_path: Path) -> None:
+    assert "--out is None, but must be the folder of the run to resume" in only_line(train("--resume", "--steps", "1"))
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "must be a folder. This is a file." in only_line(train(*SMALL, "--out", file))

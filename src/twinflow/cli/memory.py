@@ -18,7 +18,7 @@ from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import not_enough
 from twinflow.launch.environment import RankEnvironment
-from twinflow.models.gpt import cost_of
+from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
 from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
@@ -287,7 +287,7 @@ def _too_large(case: Case, available: Available) -> MemoryError:
         remedy = "The weights alone do not fit on the GPU. Train a smaller model."
     else:
         found = remedies(case, available)
-        remedy = f"Use {', or '.join(found)}." if found else "Train a smaller model, or free some memory."
+        remedy = f"Use {', or '.join(found)}." if found else _smaller(case, available)
     return not_enough(
         "GPU memory" if is_gpu else "host memory",
         f"a model of {case.run.model.numel / 1e9:.2f} B parameters{where}",
@@ -295,6 +295,15 @@ def _too_large(case: Case, available: Available) -> MemoryError:
         _gb((available.gpu_bytes or 0) if is_gpu else available.host_bytes),
         f"{_gb(lacks)} are missing.{both} {remedy}",
     )
+
+
+def _smaller(case: Case, available: Available) -> str:
+    """The largest preset that fits with the other options of the run, as a remedy."""
+    costs = {name: cost_of(shape) for name, shape in PRESETS.items()}
+    for name in sorted(costs, key=lambda name: -costs[name].numel):
+        if has_room(replace(case, run=replace(case.run, model=costs[name])), available):
+            return f"Train a smaller model: the largest preset that fits here is --preset {name}."
+    return "Train a smaller model, or free some memory."
 
 
 def _tight(case: Case, available: Available) -> str:

@@ -124,7 +124,7 @@ def advice(plan: Plan) -> str:
         case = f"{nearest.kind} with {nearest.run.states} states"
         sides = (("GPU", nearest.missing.gpu_bytes), ("host", nearest.missing.host_bytes))
         missing = " and ".join(f"{gb(amount)} GB of {side} memory" for side, amount in sides if amount)
-        return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(nearest)}"
+        return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(plan)}"
     keys = f'"ratio": {best.ratio:.3g}, "states": "{best.run.states}"'
     gain = _gain(best, plan.cases)
     bound = BOUND[best.prediction.bound_by]
@@ -139,16 +139,18 @@ def _gain(best: Case, cases: Sequence[Case]) -> str:
     return f". It is {full[0].prediction.step_s / best.prediction.step_s:.2f} times as fast as full offload"
 
 
-def _remedy(case: Case) -> str:
-    """Options that reduce memory, as a sentence."""
-    found = []
+def _remedy(plan: Plan) -> str:
+    """Options that reduce memory, as a sentence. Those of activations only if these take all that is missing."""
+    case, found = plan.nearest, []
     if case.missing.gpu_bytes:
-        found.append("a smaller --batch-size")
-        found += [] if case.run.checkpointing else ["--checkpoint-activations"]
+        if case.used.gpu["activations"] > case.missing.gpu_bytes:
+            found += ["a smaller --batch-size", *([] if case.run.checkpointing else ["--checkpoint-activations"])]
         found.append("a larger --gpu")
     if case.run.clips and case.used.host["gradients"]:
         found.append("--grad-clip 0")
     found += ["more --ram"] if case.missing.host_bytes else []
+    if largest := max(map(plan.largest_numel, plan.largest)):
+        found.append(f"a model of at most {count(largest)} parameters")
     return f"Try {' or '.join(found)}."
 
 

@@ -210,6 +210,8 @@ def option(name: str) -> str:
 
 def check_settings(settings: TrainSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
+    if settings.out.exists() and not settings.out.is_dir():
+        raise invalid_value("--out", str(settings.out), "a folder", "This is a file. Choose another --out.")
     at_least_one = ("steps", "batch_size", "accumulation")
     for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
         least = 1 if name in at_least_one else 0

@@ -169,6 +169,8 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     file_config = with_axes(
         read_config(options.config), options.stages, options.tensor_ranks, options.pipeline_schedule
     )
+    if options.resume and options.out is None:
+        raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
     context = _context(options.context, options.max_positions)
     by_hand = (options.num_layers, options.hidden, options.num_heads)
     preset, shape = choose_shape(options.preset, *by_hand, context, options.checkpoint_activations)

@@ -171,7 +171,7 @@ class TokenData:
         size = len(self._part(split))
         return ValueError(
             f"data is {self.name!r} with {self.num_tokens:,} tokens, {size:,} of them for {split}, but context "
-            f"{context} needs at least {context + 1:,}. Give more text, a smaller context, or another valid_share."
+            f"{context} needs at least {context + 1:,}. Give more text, or a context of at most {max(1, size - 1):,}."
         )
 
 

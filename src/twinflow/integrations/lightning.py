@@ -172,8 +172,10 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def _configured(self, trainer: Any) -> dict[str, Any]:
         """The config with the Trainer's settings for clipping and accumulation."""
         config = dict(self.config)
-        if trainer.gradient_clip_val and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) != "norm":
-            raise invalid_value("Trainer(gradient_clip_algorithm=)", trainer.gradient_clip_algorithm, ["norm"])
+        algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
+        if trainer.gradient_clip_val and algorithm != "norm":
+            remedy = 'Use Trainer(gradient_clip_algorithm="norm").'
+            raise invalid_value("gradient_clip_algorithm of the Trainer", algorithm, ["norm"], remedy)
         config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
         config["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
         return {"train_micro_batch_size_per_gpu": 1, **config}  # the Trainer determines the batches

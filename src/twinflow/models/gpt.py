@@ -46,7 +46,9 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise invalid_value(name, getattr(self, name), "a whole number >= 1")
         if self.hidden % self.num_heads:
-            raise invalid_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}")
+            divisors = [n for n in range(self.num_heads, 0, -1) if self.hidden % n == 0]
+            remedy = f"Use num_heads={divisors[0]}, or another hidden size."
+            raise invalid_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}", remedy)
         if not 0.0 <= self.dropout < 1.0:
             raise invalid_value("dropout", self.dropout, "a number >= 0 and < 1")
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at `path` atomically. A reader sees either the old text or the new text."""
+    """Replace the file at `path` atomically. A reader sees either the old text or the new text. Missing folders are
+    created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

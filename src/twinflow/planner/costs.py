@@ -17,6 +17,7 @@ FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
+_MOST_ITEMS: Final = 2048  # simulated buckets; a model of more than 137 B parameters is simulated with larger ones
 GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
 HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other processes
 _FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
@@ -264,10 +265,10 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         end = timing.backward_s * (1.0 - before / total)
         length = timing.backward_s * cost / total
         own = -(-numel // run.world)
-        count = max(1, -(-own // BUCKET_NUMEL))
+        count = max(1, min(-(-own // BUCKET_NUMEL), _MOST_ITEMS // len(model.blocks)))
         # With checkpointing, the first third of a block's backward recomputes the forward and produces no gradient.
         span = length * (0.65 if run.checkpointing else 1.0)
-        items += [Item(_even(own), "host", end - span * k / count, need) for k in range(count)]
+        items += [Item(-(-own // count), "host", end - span * k / count, need) for k in range(count)]
         before += cost
     return items
 
