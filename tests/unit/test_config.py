@@ -291,6 +291,21 @@ def test_errors_name_the_file(content: bytes, words: list[str], tmp_path: Path) 
         assert word in text
 
 
+def test_a_broken_config_gives_the_errors_of_both_parsers(tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    text = '{"train_batch_size": 8 "zero_optimization": {'
+    file.write_text(text)
+    both = (
+        "As JSON: Expecting ',' delimiter: line 1 column 24 (char 23). As HJSON: Bad key name (eof): line 1 column 46"
+    )
+    found = message(file)
+    assert found.startswith(f"{file} is not valid JSON or HJSON. {both}")
+    assert found.endswith(". Correct the file at this place.")
+    found = message(base64.urlsafe_b64encode(text.encode()).decode())
+    assert f"read as base64: The text is not valid JSON or HJSON. {both}" in found
+    assert found.endswith(". Correct the text at this place.")
+
+
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
     assert str(tmp_path) in message(tmp_path)
 
