@@ -17,6 +17,7 @@ from twinflow.config import Batch, Config, compression_choice, optimizer_choice
 from twinflow.conflicts import DIVISIONS, conflict, refuse
 from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
+from twinflow.offload.recipe import check_step
 from twinflow.offload.settings import Tuning
 from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.optim.twin import TwinOptimizer
@@ -210,7 +211,9 @@ def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
     with suppress(
         AssertionError, RuntimeError
     ):  # Errors about devices and gradients matter only for the real optimizer.
-        kind([param], **options).step()
+        optimizer = kind([param], **options)
+        check_step(optimizer, "optimizer.type", '"Adam"', '"AdamW"')
+        optimizer.step()
 
 
 @contextmanager

@@ -194,6 +194,12 @@ def test_a_config_of_hugging_face_loads() -> None:
         ({"optimizer": {"params": {"lr": 1e-3}}}, ["optimizer.type", "missing", "adamw"]),
         ({"optimizer": {"type": "AdamWW"}}, ["optimizer.type", "'AdamWW'", "'AdamW'"]),
         ({"optimizer": {"type": "Optimizer"}}, ["optimizer.type", "'Optimizer'"]),
+        ({"optimizer": {"type": "FusedAdam"}}, ["FusedAdam is a class of DeepSpeed", 'Use "AdamW", or "Adam".']),
+        ({"optimizer": {"type": "DeepSpeedCPUAdam"}}, ["class of DeepSpeed", 'Use "AdamW", or "Adam".']),
+        ({"optimizer": {"type": "CPUAdam"}}, ["class of DeepSpeed", 'Use "AdamW", or "Adam".']),
+        ({"optimizer": {"type": "FusedLion"}}, ["class of DeepSpeed", 'Use "Lion".']),
+        ({"optimizer": {"type": "DeepSpeedCPUAdagrad"}}, ["class of DeepSpeed", 'Use "Adagrad".']),
+        ({"optimizer": {"type": "FusedLamb"}}, ['LAMB is not supported. Use "AdamW".']),
         ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'", "AdamW"]),
         ({"optimizer": {"type": "ZeroOneAdam"}}, ["optimizer.type", "'ZeroOneAdam'", "OneBitAdam"]),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_threshold": 1.0}}}, ["freeze_threshold", "below 1"]),
@@ -289,6 +295,49 @@ def test_errors_name_the_file(content: bytes, words: list[str], tmp_path: Path) 
     text = message(str(file))
     for word in [str(file), *words]:
         assert word in text
+
+
+@pytest.mark.parametrize("name", ["SparseAdm", "sparseadam", "LBFG", "lbfgs"])
+def test_optimizers_that_are_refused_are_not_suggested(name: str) -> None:
+    text = message({"optimizer": {"type": name}})
+    assert "'SparseAdam'" not in text
+    assert "'LBFGS'" not in text
+
+
+def test_an_unknown_key_at_the_top_refers_to_the_docs() -> None:
+    expected = "foo is not a key of the config (its value is 1). Remove it. docs/config.md lists all keys."
+    assert message({"foo": 1}) == expected
+    assert "The keys are: auto_cast, " in message({"fp16": {"foo": 1}})
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"zero_optimization": {"stage": "2"}}, "must be 0, 1, 2, 3. Write the number without quotes."),
+        ({"train_batch_size": "8"}, "or null. Write the number without quotes."),
+        (adam(lr="1e-3"), "a finite number >= 0. Write the number without quotes. The value of optimizer.type"),
+        ({"fp16": {"enabled": "True"}}, "must be true, false. Write true without quotes."),
+        ({"zero_optimization": {"stage": "4"}}, "must be 0, 1, 2, 3."),
+        ({"fp16": {"enabled": "1"}}, "must be true, false."),
+    ],
+)
+def test_a_quoted_number_or_boolean_is_noticed(given: dict[str, Any], remedy: str) -> None:
+    text = message(given)
+    assert remedy in text
+    assert ("without quotes" in text) == ("without quotes" in remedy)
+
+
+def test_a_broken_config_gives_the_errors_of_both_parsers(tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    text = '{"train_batch_size": 8 "zero_optimization": {'
+    file.write_text(text)
+    both = "As JSON: Expecting ',' delimiter: line 1 column 24 (char 23). As HJSON: Bad key name (eof): line 1 "
+    found = message(file)
+    assert found.startswith(f"{file} is not valid JSON or HJSON. {both}")
+    assert found.endswith(". Correct the file at this place.")
+    found = message(base64.urlsafe_b64encode(text.encode()).decode())
+    assert f"read as base64: The text is not valid JSON or HJSON. {both}" in found
+    assert found.endswith(". Correct the text at this place.")
 
 
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:

@@ -196,6 +196,18 @@ def test_what_only_shows_when_it_is_built_names_the_key(case: str) -> None:
         train({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **config})
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LBFGS", r"^optimizer\.type is 'LBFGS', but must be .* no argument `closure`\. .* Use \"AdamW\"\.$"),
+        ("SparseAdam", r"^optimizer\.type is 'SparseAdam', but must be .* dense gradients\. Use \"Adam\"\.$"),
+    ],
+)
+def test_an_optimizer_that_cannot_run_names_another_one(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        train({"train_micro_batch_size_per_gpu": 2, **with_optimizer(name)})
+
+
 def test_wandb_that_is_not_installed_is_named() -> None:
     try:
         import wandb  # noqa: F401

@@ -157,6 +157,10 @@ def test_mistakes_are_named(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, words in (
         ((tmp_path / "nowhere", tmp_path / "out"), "nowhere"),
+        (
+            (tmp_path / "nowhere", tmp_path / "out"),
+            "does not exist. Check the path. twinflow train writes checkpoints to RUN/checkpoints.",
+        ),
         ((tmp_path / "empty", tmp_path / "out"), "contains no checkpoint"),
         ((root, tmp_path / "out", "--tag", "other"), "global_step2"),
         ((root, tmp_path / "out", "--dtype", "int4"), "'bf16'"),

@@ -180,7 +180,8 @@ def test_the_command(tmp_path: Path) -> None:
     result = run(app, ["import", str(source), str(tmp_path / "b"), "--rule", "lion"])
     assert result.exit_code == 1
     assert "exp_avg_sq" in result.output
-    assert "global_step3" in run(app, ["import", str(source), str(tmp_path / "b"), "--tag", "x"]).output
+    output = run(app, ["import", str(source), str(tmp_path / "b"), "--tag", "x"]).output
+    assert "must be 'global_step3'. Pass one of these as tag, or no tag for the latest." in output
 
 
 def damage(root: Path, glob: str, change: Callable[[bytes], bytes] | None) -> None:

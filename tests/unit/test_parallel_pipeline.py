@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import twinflow
 import twinflow.parallel
 from twinflow.offload.blocks import find_blocks
 from twinflow.parallel import LayerSpec, PipelineModule, TiedLayerSpec, profile_layers
@@ -387,6 +388,35 @@ def test_calling_it_says_what_to_call() -> None:
     for wrong in (batch()[0], 1, -1):
         with pytest.raises(ValueError, match=r"engine\.train_batch\(data_iter\) or engine\.eval_batch"):
             module(wrong)
+
+
+def test_data_that_ends_or_is_no_iterator_is_named() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+    }
+
+    def built() -> Any:
+        module = PipelineModule([LayerSpec(nn.Linear, 2, 2)], 1, loss_fn=F.mse_loss, index=0)
+        return twinflow.initialize(model=module, config=config)[0]
+
+    one = (torch.ones(1, 2), torch.ones(1, 2))
+    engine = built()
+    remedy = r"Repeat the data, for example with itertools\.cycle\(loader\)\."
+    with pytest.raises(StopIteration, match=rf"^data_iter ended after 1 of 2 micro-batches\. {remedy}$"):
+        engine.train_batch(iter([one]))
+    engine.destroy()
+    engine = built()
+    engine.set_dataiterator(iter([one, one, one]))
+    engine.train_batch()
+    with pytest.raises(StopIteration, match=r"^The iterator of set_dataiterator\(\) ended after 1 of 2"):
+        engine.train_batch()
+    engine.destroy()
+    engine = built()
+    with pytest.raises(ValueError, match=r"^data_iter is a list, but must be an iterator\. Pass iter\(data\)\.$"):
+        engine.train_batch([one, one])
+    engine.destroy()
 
 
 def test_specs_refuse() -> None:

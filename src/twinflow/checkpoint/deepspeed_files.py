@@ -106,7 +106,8 @@ def find_files(root: Path, tag: str | None) -> Files:
         tags = _tags(root)
         if not tags:
             raise ValueError(f"{root} contains no DeepSpeed checkpoint. Give the folder that save_checkpoint wrote to.")
-        raise invalid_value(f"The tag under {root}", folder.name, tags)
+        remedy = f"Pass one of these as tag{', or no tag for the latest' if tag is not None else ''}."
+        raise invalid_value(f"The tag under {root}", folder.name, tags, remedy)
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
             raise ValueError(

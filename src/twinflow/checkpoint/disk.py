@@ -15,6 +15,8 @@ from typing import Final
 from twinflow.errors import invalid_value
 
 LATEST: Final = "latest"
+# The remedy in errors about files of a checkpoint that are damaged or missing.
+RESTORE: Final = "Restore this file from a copy, or load another checkpoint with tag=TAG."
 MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
 
 
@@ -81,9 +83,9 @@ def file_status(path: Path) -> os.stat_result:
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing. Restore the file, or use another checkpoint.") from error
+        raise ValueError(f"{path} is missing. {RESTORE}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file, but must be one. Restore the file, or use another checkpoint.")
+        raise ValueError(f"{path} is not a regular file, but must be one. {RESTORE}")
     return status
 
 

@@ -153,7 +153,8 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
         source, tag = folder.parent, folder.name
     found = open_checkpoint(source, tag)
     if found is None:
-        remedy = "This folder contains no checkpoint." if source.is_dir() else "This folder does not exist."
+        state = "This folder contains no checkpoint." if source.is_dir() else "This folder does not exist."
+        remedy = f"{state} Check the path. twinflow train writes checkpoints to RUN/checkpoints."
         raise invalid_value("The checkpoint", str(source), "a folder that save_checkpoint wrote to", remedy)
     if "model" not in found.files():
         raise ValueError(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import LATEST, check_tag, counting, read_latest
+from twinflow.checkpoint.disk import LATEST, RESTORE, check_tag, counting, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
     META,
@@ -294,7 +294,7 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
         tags = [found.tag for found in find_all(root)[0]] if root.is_dir() else []
         if not tags:
             raise ValueError(f"{root} has no checkpoint {tag!r}, and no other checkpoint. Give another folder.")
-        raise invalid_value(f"The tag under {root}", tag, tags)
+        raise invalid_value(f"The tag under {root}", tag, tags, "Pass one of these as tag, or no tag for the latest.")
     if not folder.is_dir():
         raise ValueError(f"{folder} must be the folder of a checkpoint, but is {describe(folder)}")
     return Checkpoint(folder, tag, *_read_folder(folder))
@@ -362,7 +362,7 @@ def _read_meta(folder: Path, manifest: Manifest) -> dict[str, Any]:
     path = folder / META
     raw = path.read_bytes()
     if zlib.crc32(raw) != manifest.meta_crc32:
-        raise ValueError(f"{path} does not match its checksum: it was changed or damaged. Use another checkpoint.")
+        raise ValueError(f"{path} does not match its checksum: it was changed or damaged. {RESTORE}")
     return decode_meta(raw, path)
 
 
@@ -374,20 +374,18 @@ def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[
         header = read_header(path)
         if header.crc32 != part.header_crc32:
             raise ValueError(
-                f"The header of {path} does not match its checksum: the file was changed or damaged. Use another "
-                "checkpoint."
+                f"The header of {path} does not match its checksum: the file was changed or damaged. {RESTORE}"
             )
         if {info.name for info in header.infos} != set(part.tensors) or not set(part.parts) <= set(part.tensors):
             raise ValueError(
-                f"{path} does not contain the tensors that {MANIFEST} lists: the file was changed or damaged. Use "
-                "another checkpoint."
+                f"{path} does not contain the tensors that {MANIFEST} lists: the file was changed or damaged. {RESTORE}"
             )
         for info in header.infos:
             name, of = part.of(info.name)
             if of is not None and (len(info.shape) != 1 or not is_possible(of.shape, info.dtype)):
                 raise ValueError(
                     f"{path}: {info.name!r} must be a flat part of a tensor of shape {list(of.shape)}, but has the "
-                    f"shape {list(info.shape)}. The file is damaged. Use another checkpoint."
+                    f"shape {list(info.shape)}. The file is damaged. {RESTORE}"
                 )
             start, shape = (0, info.shape) if of is None else (of.start, of.shape)
             piece = Piece(path, header, info, part.tensors[info.name], start, start + math.prod(info.shape))

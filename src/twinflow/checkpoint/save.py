@@ -129,6 +129,7 @@ def save(
         step = step if isinstance(step, int) and not isinstance(step, bool) else None
         parts = plan_parts(files, part_bytes, rank)
         if not rank:
+            _check_root(root)
             _check_place(root / tag)
         job = Job(root, tag, tuple(parts), raw_meta, step, save_latest, on_progress)
         return job, {"tag": tag, "files": list(files), "spans": _spans(files)}
@@ -140,6 +141,13 @@ def save(
     else:
         _save_first(job, together, [file for plan in plans for file in plan["files"]], keep_last)
     return root / tag
+
+
+def _check_root(root: Path) -> None:
+    there = next((path for path in (root, *root.parents) if os.path.exists(path)), None)
+    if there is not None and not there.is_dir():
+        where = "" if there == root else f" ({there} is a file)"
+        raise invalid_value("save_dir", str(root), f"a folder, and not a file{where}", "Choose another save_dir.")
 
 
 def _check_place(final: Path) -> None:

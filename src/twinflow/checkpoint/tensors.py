@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import DurableFile, file_status
+from twinflow.checkpoint.disk import RESTORE, DurableFile, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
@@ -155,7 +155,7 @@ def read_header(path: Path) -> Header:
         if len(prefix) < 8 or length > min(status.st_size - 8, MAX_HEADER_BYTES):
             raise ValueError(
                 f"{path} is cut off or damaged: it has {status.st_size} bytes, and its header would have {length}. "
-                f"A header must fit into the file and have at most {MAX_HEADER_BYTES} bytes. Use another checkpoint."
+                f"A header must fit into the file and have at most {MAX_HEADER_BYTES} bytes. {RESTORE}"
             )
         text = file.read(length)
     infos = _parse_infos(text, status.st_size - 8 - length, path)
@@ -178,8 +178,7 @@ def _parse_infos(text: bytes, data_bytes: int, path: Path) -> tuple[TensorInfo, 
         end = info.stop
     if end != data_bytes:
         raise ValueError(
-            f"{path} is cut off or damaged: its tensors need {end} bytes, but it has {data_bytes}. "
-            "Use another checkpoint."
+            f"{path} is cut off or damaged: its tensors need {end} bytes, but it has {data_bytes}. {RESTORE}"
         )
     return infos
 
@@ -342,7 +341,7 @@ def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> 
 
 
 def _cut_off(path: Path, info: TensorInfo) -> ValueError:
-    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. Use another checkpoint.")
+    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. {RESTORE}")
 
 
 def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None:
@@ -350,7 +349,7 @@ def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None
     if found != expected:
         raise ValueError(
             f"{path}: tensor {info.name!r} does not match its checksum: the file was changed or damaged after it was "
-            "saved. Use another checkpoint."
+            f"saved. {RESTORE}"
         )
 
 

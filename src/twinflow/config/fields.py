@@ -11,6 +11,7 @@ nearest known key.
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from twinflow.errors import invalid_value
@@ -275,7 +276,8 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
     """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
-    remedy = remedy or nearest(key, names) or f"The keys are: {', '.join(sorted(names))}."
+    every = f"The keys are: {', '.join(sorted(names))}." if place else "Remove it. docs/config.md lists all keys."
+    remedy = remedy or nearest(key, names) or every
     name = f"{place}.{key}" if place else key
     return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
 
@@ -299,7 +301,22 @@ def wrong_values(
         if value is _MISSING:
             yield f"{name_of(path)} is missing, but must be {allowed}."
         else:
-            yield str(invalid_value(name_of(path), Shown(value), allowed, hint))
+            yield str(invalid_value(name_of(path), Shown(value), allowed, hint or _without_quotes(info, value)))
+
+
+def _without_quotes(info: FieldInfo, value: object) -> str:
+    """A remedy for a string that contains an allowed number or boolean, such as "2". Empty for other values."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        inner = json.loads(value.lower())
+        if not isinstance(inner, (bool, int, float)):
+            return ""
+        kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        TypeAdapter(kind).validate_python(inner, strict=True)
+    except (ValueError, RecursionError):  # ValidationError is a ValueError.
+        return ""
+    return f"Write {value.lower() if isinstance(inner, bool) else 'the number'} without quotes."
 
 
 def _field_at(model: type[Section], loc: Sequence[str | int]) -> tuple[KeyPath, FieldInfo]:

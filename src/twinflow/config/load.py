@@ -59,8 +59,9 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
             raise ValueError(
                 f"{name}: The config file cannot be read: {error}. It must be a text file in UTF-8."
             ) from error
-        return str(name), parse(text, f"{name}: ")
-    return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
+        return str(name), parse(text, f"{name}: ", str(name))
+    where = f"config {Shown(source)!r} is not a file and was read as base64: "
+    return "", parse(_decoded(source), where)
 
 
 def _decoded(source: str | os.PathLike[str]) -> str:
@@ -75,20 +76,39 @@ def _decoded(source: str | os.PathLike[str]) -> str:
         raise invalid_value("config", Shown(source), _SOURCES, remedy) from None
 
 
-def parse(text: str, where: str) -> Mapping[Any, Any]:
-    """Parses JSON, or else HJSON: it may have comments, missing or extra commas, and no outer braces."""
+def parse(text: str, where: str, file: str = "") -> Mapping[Any, Any]:
+    """Parses JSON, or else HJSON: it may have comments, missing or extra commas, and no outer braces. Errors start with
+    `where`. `file`: the path of the file that has the text, or empty.
+    """
     if not text.strip():
         raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
     try:
         try:
             found = json.loads(text, object_pairs_hook=_once)
-        except json.JSONDecodeError:
-            found = hjson.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError as error:
+            found = _parse_hjson(text, error, file)
+    except _NotParsed as error:
+        raise ValueError(str(error) if file else f"{where}{error}") from error
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}{error or type(error).__name__}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{where}{invalid_value('config', Shown(found), 'a JSON object: {...}')}")
     return found
+
+
+class _NotParsed(ValueError):
+    """The text is neither JSON nor HJSON."""
+
+
+def _parse_hjson(text: str, as_json: json.JSONDecodeError, file: str) -> Any:
+    """Parses HJSON. An error also contains the error of the JSON parser: most texts are meant as JSON."""
+    try:
+        return hjson.loads(text, object_pairs_hook=_once)
+    except hjson.HjsonDecodeError as error:
+        raise _NotParsed(
+            f"{file or 'The text'} is not valid JSON or HJSON. As JSON: {as_json}. As HJSON: {error}. "
+            f"Correct the {'file' if file else 'text'} at this place."
+        ) from error
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ for these classes.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -200,6 +201,16 @@ REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "muadamw": "Build the optimizer with the mup library and pass it to initialize()",
     "musgd": "Build the optimizer with the mup library and pass it to initialize()",
 }
+# Classes of deepspeed.ops, such as FusedAdam and DeepSpeedCPULion, and what to use in a config instead.
+_OPS: Final = re.compile("(?:fused|deepspeedcpu|cpu)(adamw?|adagrad|lion|lamb)")
+_OPS_REMEDIES: Final[Mapping[str, str]] = {
+    "adam": 'Use "AdamW", or "Adam"',
+    "adamw": 'Use "AdamW"',
+    "adagrad": 'Use "Adagrad"',
+    "lion": 'Use "Lion"',
+    "lamb": REFUSED_OPTIMIZERS["lamb"],
+}
+_NEVER_SUGGESTED: Final = ("SparseAdam", "LBFGS")  # TwinOptimizer refuses them.
 
 
 def torch_optimizers() -> dict[str, type[Any]]:
@@ -234,6 +245,10 @@ def optimizer_kind(name: str) -> type[Any]:
     allowed = [*OPTIMIZERS, "a class of torch.optim by its exact name"]
     if lower in REFUSED_OPTIMIZERS:
         raise invalid_value("optimizer.type", name, f"one of {', '.join(allowed)}", REFUSED_OPTIMIZERS[lower])
+    ops = _OPS.fullmatch(lower)
+    if ops:
+        remedy = f"{name} is a class of DeepSpeed, and not a type in configs. {_OPS_REMEDIES[ops[1]]}"
+        raise invalid_value("optimizer.type", name, f"one of {', '.join(allowed)}", remedy)
     return _torch_kind("optimizer.type", name, torch_optimizers(), allowed)
 
 
@@ -255,7 +270,7 @@ def _torch_kind(
         return found[name]
     from difflib import get_close_matches
 
-    names = {other.lower(): other for other in (*found, *more)}
+    names = {other.lower(): other for other in (*found, *more) if other not in _NEVER_SUGGESTED}
     near = get_close_matches(name.lower(), names, 1)
     remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
     raise invalid_value(key, name, f"one of {', '.join(allowed)}", remedy)

@@ -148,12 +148,13 @@ class PipelineEngine(Engine):
 
     def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
         """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage."""
+        name = "data_iter"
         if data_iter is None:
-            data_iter = self._own_batches()
+            data_iter, name = self._own_batches(), "The iterator of set_dataiterator()"
         elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
         try:
-            return [self._placed(next(data_iter)) for _ in range(num)]
+            return [self._placed(batch) for batch in _next_batches(data_iter, num, name)]
         except BaseException as error:
             self._wire.fail(error)  # other ranks wait for the outputs of this rank
             raise
@@ -291,6 +292,22 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+def _next_batches(data_iter: Iterator[object], num: int, name: str) -> list[object]:
+    """The next `num` batches. StopIteration with a message if there are fewer."""
+    if not hasattr(data_iter, "__next__"):
+        raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
+    found: list[object] = []
+    try:
+        for _ in range(num):
+            found.append(next(data_iter))  # noqa: PERF401 - the number of batches before the end is needed
+    except StopIteration:
+        raise StopIteration(
+            f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
+            "itertools.cycle(loader)."
+        ) from None
+    return found
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:

@@ -46,7 +46,7 @@ class Recipe:
             stands = {p: nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu")) for p in known}
             whole = self._call(stands)
             back = {stand: param for param, stand in stands.items()}
-        _check_step(whole)
+        check_step(whole)
         kind = type(whole)
         self.name = f"{kind.__module__}.{kind.__qualname__}"
         self.defaults: StateDict = dict(whole.defaults)
@@ -176,11 +176,15 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
         raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without step hooks", remedy)
 
 
-def _check_step(optimizer: Optimizer) -> None:
-    """Raises ValueError for optimizers whose step would fail later, in the background."""
+def check_step(
+    optimizer: Optimizer, name: str = "rule", dense: str = "torch.optim.Adam", other: str = "another optimizer"
+) -> None:
+    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: what the user set to
+    this optimizer. `dense` and `other`: what to use instead of SparseAdam and of an optimizer that needs a closure.
+    """
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise invalid_value("rule", kind.__name__, "an optimizer for dense gradients", "Use torch.optim.Adam.")
+        raise invalid_value(name, kind.__name__, "an optimizer for dense gradients", f"Use {dense}.")
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     wanted = [
         p.name for p in list(inspect.signature(kind.step).parameters.values())[1:]
@@ -188,8 +192,8 @@ def _check_step(optimizer: Optimizer) -> None:
     ]  # fmt: skip
     if wanted:
         expected = f"an optimizer whose step() needs no argument `{wanted[0]}`"
-        remedy = "Updates run beside the model, so step() cannot evaluate the model. Use another optimizer."
-        raise invalid_value("rule", kind.__name__, expected, remedy)
+        remedy = f"Updates run beside the model, so step() cannot evaluate the model. Use {other}."
+        raise invalid_value(name, kind.__name__, expected, remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         remedy = f"TwinOptimizer runs the update of {kind.__name__} without autograd."
         raise invalid_value("differentiable", True, [False], remedy)
