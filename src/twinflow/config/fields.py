@@ -312,7 +312,9 @@ def _without_quotes(info: FieldInfo, value: object) -> str:
         inner = json.loads(value.lower())
         if not isinstance(inner, (bool, int, float)):
             return ""
-        kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        kind: Any = info.annotation
+        for item in info.metadata:
+            kind = Annotated[kind, item]
         TypeAdapter(kind).validate_python(inner, strict=True)
     except (ValueError, RecursionError):  # ValidationError is a ValueError.
         return ""
