@@ -405,7 +405,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
         r"options \(lr\) cannot be used with an optimizer instance as rule \(SGD\)",
     ),
     "own groups": (lambda m: {"rule": optim.SGD(m.parameters()), "param_groups": m.parameters()}, "own groups"),
-    "all parameters": (lambda m: {"rule": lambda params: optim.SGD(m.parameters())}, "it is given"),
+    "all parameters": (
+        lambda m: {"rule": lambda params: optim.SGD(m.parameters())},
+        "exactly the parameters in `params`",
+    ),
     "no optimizer": (lambda m: {"rule": lambda params: None}, "torch.optim.Optimizer"),
     "groups by number": (lambda m: {"rule": by_number}, "must depend on that parameter alone"),
     "format": (lambda m: {"rule": optim.RMSprop, "states": "bf16"}, "states is 'bf16'"),
