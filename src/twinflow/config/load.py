@@ -27,7 +27,6 @@ from twinflow.config.fields import (
     Shown,
     asks_for,
     dotted,
-    in_words,
     is_given,
     section_of,
     switch_of,
@@ -337,10 +336,9 @@ def _check_together(config: Config) -> None:
     power, least = config.fp16.initial_scale_power, config.fp16.min_loss_scale
     found = {"precision": config.fp16.enabled and config.bf16.enabled, "loss scale": 2.0**power < least}
     refuse("Other keys of the config", found, power=power, least=least)
-    autocast = type(config.torch_autocast).model_fields["dtype"]
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
-        remedy = 'torch_autocast.enabled is true. Set torch_autocast.dtype to "bfloat16" or "float16".'
-        raise invalid_value("torch_autocast.dtype", None, in_words(autocast.annotation), remedy)
+        expected = '"bfloat16" or "float16" if torch_autocast.enabled is true'
+        raise invalid_value("torch_autocast.dtype", None, expected, "Set it, or set torch_autocast.enabled to false.")
     if config.optimizer is not None:
         _check_optimizer(config)
 

@@ -12,8 +12,9 @@ Each gradient is noted with the id of the stream that made it. Before the gradie
 for all of these streams (`Device.join_streams`).
 
 torch.compile: Dynamo traces the hooks of a module together with its forward. Our hooks add nothing to the traced graph.
-A compiled block waits for its weights before its compiled call (`CompiledCall`), outside of the graph, and before
-Dynamo reads the classes of the parameters (weight_guard.py).
+A compiled block waits for its weights outside of the graph, before its compiled call (`CompiledCall`). A parameter that
+waits for its update has another class (weight_guard.py). The wait restores the class before Dynamo compares it with the
+class that it has compiled for.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class Hypers:
 
 
 def _put_keys(rows: Rows, steps: Steps, of_params: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    """Computes `rounding_key` for all slices."""
+    """Writes the keys of stochastic rounding to `rows.keys`: `rounding_key` of the step and the parameter, for all
+    slices at once."""
     z = steps.astype(np.uint64) * _OF_STEP + of_params
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

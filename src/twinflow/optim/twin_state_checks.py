@@ -16,6 +16,7 @@ from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 from twinflow.zero.compression import VarianceWatch
 
+_UNCHANGED = "Pass a state that state_dict() has returned, without changes."
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
 _DICTS = ("state", "group")  # keys of an entry of a user's optimizer that are dicts
 _EXPECTED = "what state_dict() returns"
@@ -51,11 +52,11 @@ def check_head(saved: Mapping[str, object], rule_name: str) -> None:
         raise invalid_value("state_dict: rule", saved["rule"], [rule_name], remedy)
     for key in _COUNTS:
         if not (is_whole(saved[key]) and number_of(saved[key]) >= 0):
-            raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0")
+            raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0", _UNCHANGED)
     if not is_flag(saved["has_unsent"]):
-        raise invalid_value("state_dict: has_unsent", saved["has_unsent"], [True, False])
+        raise invalid_value("state_dict: has_unsent", saved["has_unsent"], [True, False], _UNCHANGED)
     if not isinstance(saved["loss_scale"], Mapping):
-        raise invalid_value("state_dict: loss_scale", saved["loss_scale"], "a dict of numbers")
+        raise invalid_value("state_dict: loss_scale", saved["loss_scale"], "a dict of numbers", _UNCHANGED)
     loss_scale.from_dict(saved["loss_scale"])
 
 

@@ -148,7 +148,7 @@ class Exchanges:
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """Sends weight changes. `flat` has the published weights, with new ones in this rank's part.
 
-        Afterwards `flat` has the weights that all ranks have.
+        Afterwards `flat` has the new weights, which are equal on all ranks.
         """
         own = self.of[bucket.plan.index]
         here = own_part(group, flat)
