@@ -244,7 +244,7 @@ def funnel() -> Any:
         (lambda: build("llama"), att.BigBirdSparsityConfig(HEADS), 'attention="unidirectional"'),
         (lambda: build("gpt2"), att.FixedSparsityConfig(HEADS), 'attention="unidirectional"'),
         (lambda: build("bert"), att.FixedSparsityConfig(8), r"pattern.num_heads is 8, but must be 4"),
-        (lambda: build("bert"), [WINDOW], "2 layers"),
+        (lambda: build("bert"), [WINDOW], "must be 2, one for each layer"),
         (mistral, WINDOW, "sliding_window 16"),
         (t5, WINDOW, "T5ForConditionalGeneration"),
         (crossing, WINDOW, "Patterns are for self-attention, and not for attention from a decoder"),

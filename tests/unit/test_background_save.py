@@ -133,7 +133,10 @@ def test_what_goes_wrong_is_raised_by_the_next_call(tmp_path: Path) -> None:
     train(engine, 0, 1)
     (tmp_path / "file").write_text("")
     engine.save_checkpoint(tmp_path / "file" / "below")
-    with pytest.raises(OSError, match=r"Not a directory|exists"):
+    with pytest.raises(ValueError, match="must be a folder, and not a file"):
+        engine.save_checkpoint(tmp_path / "other")
+    engine.save_checkpoint("/proc/below")  # where nobody can make a folder
+    with pytest.raises(OSError, match="/proc/below"):
         engine.save_checkpoint(tmp_path / "other")
     train(engine, 1, 2)  # goes on
     engine.save_checkpoint(tmp_path / "other")

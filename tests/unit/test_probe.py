@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_written(calls: list[torch.device], tmp_path: Pa
         with pytest.warns(UserWarning, match="TWINFLOW_CACHE"):
             assert probe.load_or_measure(CPU, folder=folder) == RATES
     kept_file(tmp_path).mkdir()  # neither read nor replaced
-    with pytest.warns(UserWarning, match="cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot be written"):
         assert probe.load_or_measure(CPU, folder=tmp_path) == RATES
     assert not list(tmp_path.glob(".rates*"))
 
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_written(calls: list[torch.device], tmp_path: Pa
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_read_only(calls: list[torch.device], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.warns(UserWarning, match="cannot be kept"):
+    with pytest.warns(UserWarning, match="cannot be written"):
         assert probe.load_or_measure(CPU, folder=tmp_path) == RATES
 
 
@@ -284,7 +284,7 @@ def test_it_warns_once(calls: list[torch.device], tmp_path: Path) -> None:
         for _ in range(3):
             probe.load_or_measure(CPU, folder=tmp_path / "file")
     assert len(warned) == 1
-    assert "cannot be kept" in str(warned[0].message)
+    assert "cannot be written" in str(warned[0].message)
 
 
 def test_a_write_that_fails_leaves_the_old_file(

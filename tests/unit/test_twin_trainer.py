@@ -95,5 +95,5 @@ def test_a_trainer_run_equals_adamw_and_its_own_resume(name: str, tmp_path: Path
 
 
 def test_the_trainers_clipping_of_gradients_that_are_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"give max_grad_norm"):
+    with pytest.raises(RuntimeError, match=r"set max_grad_norm"):
         train("llama", partial(twin, early=True, accumulation_steps=4), tmp_path)
