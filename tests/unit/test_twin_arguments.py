@@ -139,6 +139,18 @@ def test_what_is_no_model_is_named(given: Any, groups: Any, words: str) -> None:
         TwinOptimizer(given, param_groups=groups)
 
 
+def test_groups_may_have_names_and_parameters_of_a_loss() -> None:
+    model, loss = mlp(), nn.Linear(2, 2)
+    for groups in (
+        list(model.named_parameters()),
+        [{"params": list(model.named_parameters())}],
+        [{"params": model.parameters()}, {"params": loss.parameters()}],
+    ):
+        optimizer = TwinOptimizer(model, param_groups=groups)
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        optimizer.close()
+
+
 @pytest.mark.parametrize(("options", "name"), [({"rule": "AdmW"}, "adamw"), ({"states": "int-8"}, "int8")])
 def test_the_nearest_name_is_suggested(options: dict[str, str], name: str) -> None:
     with pytest.raises(ValueError, match=rf"Did you mean '{name}'\?"):

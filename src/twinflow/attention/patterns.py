@@ -222,7 +222,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """Only a sliding window."""
+    """Each token sees the tokens in a window around it, and no others."""
 
     different_layout_per_head: bool = field(default=False, init=False)
     num_sliding_window_blocks: int = 3

@@ -28,7 +28,7 @@ class Together(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """A single process."""
+    """The ranks of a save by one process, which waits for nobody."""
 
     rank: int = 0
     world: int = 1

@@ -58,7 +58,6 @@ def show_scaling(flags: Flags, run: Run) -> int:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """Description of the machines."""
     gpu, host, num = cluster.machine.gpu, cluster.machine.host, cluster.machine.num_gpus
     links, network = (f"{rate / 1e9:.0f} GB/s" for rate in (link_rate(cluster.machine), cluster.network_rate))
     memory = f"{host.ram_bytes / 1e9:.0f} GB RAM at {host.dram_rate / 1e9:.0f} GB/s"

@@ -184,7 +184,6 @@ class TrainSettings:
 
     @property
     def context(self) -> int:
-        """Tokens in a sequence."""
         return self.model.context
 
     @cached_property

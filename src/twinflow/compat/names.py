@@ -20,7 +20,6 @@ class Ours(NamedTuple):
     note: str = ""
 
     def resolve(self) -> Any:
-        """Imports the implementation."""
         module, _, name = self.target.partition(":")
         found = importlib.import_module(module)
         return getattr(found, name) if name else found

@@ -168,7 +168,7 @@ def _json_lines(file: BinaryIO, path: Path, json_key: str) -> Iterator[Piece]:
 
 
 class Tokenizer(Protocol):
-    """Encodes text as tokens."""
+    """Encodes text as tokens, and decodes tokens as text."""
 
     name: str  # as the user gave it
     vocab_size: int  # All tokens are less than this number.

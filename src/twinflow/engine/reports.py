@@ -64,13 +64,11 @@ class Reports:
         self._waited_s = 0.0  # total time that forwards have waited for weights
 
     def forward(self, engine: EngineParts) -> AbstractContextManager[object]:
-        """Context of a forward."""
         if self._profiler is not None:
             self._profiler.before_forward(engine)
         return self._measure("forward")
 
     def backward(self) -> AbstractContextManager[object]:
-        """Context of a backward."""
         return self._measure("backward")
 
     def step(self) -> AbstractContextManager[object]:

@@ -136,7 +136,8 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
 
 def _check_members(groups: Sequence[ParamEntry], model: nn.Module) -> None:
     """Raises ValueError if no parameter of the groups belongs to the model. Some others are allowed, e.g. of a loss."""
-    members = [param for group in groups for param in (group["params"] if isinstance(group, dict) else [group])]
+    entries = [entry for group in groups for entry in (group["params"] if isinstance(group, dict) else [group])]
+    members = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # torch allows pairs with a name
     known = set(model.parameters())
     if members and not any(isinstance(param, Tensor) and param in known for param in members):
         raise ValueError(
