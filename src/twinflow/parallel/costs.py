@@ -66,7 +66,6 @@ class Amplified:
     """Rate of all data groups together, and its ratio to the network rate of one machine."""
 
     num_groups: int
-    total_rate: float  # bytes/s of all groups
     times: float  # total rate relative to the network rate of one machine
 
 
@@ -137,7 +136,7 @@ def amplified(cluster: Cluster, layout: Layout) -> Amplified:
     """The rate of all data groups together. There are as many groups as stages times tensor ranks."""
     num_groups = layout.num_pp * layout.num_tp
     total = num_groups * link_of(cluster, layout, DATA).rate
-    return Amplified(num_groups, total, total / cluster.network_rate)
+    return Amplified(num_groups, total / cluster.network_rate)
 
 
 @dataclass(frozen=True)
