@@ -63,7 +63,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Amplified:
-    """Rate of all data groups together, and its ratio to the network rate of one machine."""
+    """The number of data groups, and the rate of all of them together."""
 
     num_groups: int
     times: float  # total rate relative to the network rate of one machine
