@@ -265,6 +265,7 @@ class GradientQueue:
         self.size = 0  # number of parameters of this queue
         self.num_expected = 0  # number of gradients in the last backward
         self.num_taken = 0  # number of gradients in this backward so far
+        self._backward = -1  # autograd's id of the backward that `num_taken` counts
         self._late: set[int] = set()  # parameters with several gradients in one backward; each is taken at once
         self._last: int | None = None  # the parameter whose hook counts; None: all hooks count
         self._handles: dict[int, RemovableHandle] = {}
@@ -322,6 +323,17 @@ class GradientQueue:
         here = handle.hooks_dict_ref() if handle is not None else None
         if handle is not None and here is not None and handle.id in here:
             here[handle.id] = hooks[index]
+
+    def count(self, num_taken: int) -> None:
+        """Count gradients that are taken now.
+
+        Several backwards may run with no forward between them, so that nothing else tells where a backward ends.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):  # -1: gradients that still waited after the backward
+            self.end_backward()
+            self._backward = backward
+        self.num_taken += num_taken
 
     def end_backward(self) -> None:
         """Expect as many gradients in the next backward as were taken in this one."""

@@ -434,7 +434,7 @@ class Runtime:
         queue.arrived.clear()
         self.device.join_streams(set(streams))
         params = [self.params[index] for index in dict.fromkeys(indices)]
-        queue.num_taken += len(params)
+        queue.count(len(params))
         with plain():
             found: list[tuple[Param, Tensor]] = []
             for param in params:
@@ -480,7 +480,7 @@ class Runtime:
             if {*map(_CONDITION, whole.params)} != _ONLY_ORDINARY:
                 return False
             queue.arrived.clear()
-            queue.num_taken += queue.size
+            queue.count(queue.size)
             self.device.join_streams({*arrived.values()})
             by_index: dict[int, Tensor] = {}
             for param, tensor, grad in zip(whole.params, whole.tensors, grads, strict=True):

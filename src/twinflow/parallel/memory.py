@@ -187,7 +187,8 @@ def _peaks(
     rank has a copy.
 
     At the backward of a layer, the memory holds the gradient of its output, the gradient of the inner MLP activations,
-    and the gradient of a weight.
+    and the gradient of a weight. At its end, it holds the gradients of all the layer's weights, which are taken together,
+    and the gradients of queries, keys, values and the layer's input.
 
     The loss keeps the gradients of its input and of the head. The head's gradient is in fp32, and in backward also in
     half precision. The loss also needs memory for some rows of logits and of the head's gradient.
@@ -202,7 +203,8 @@ def _peaks(
     stream, tp = HALF * tokens * shape.hidden, layout.num_tp
     again = layer_bytes(shape, layout) - kept_bytes(shape, layout) if layout.checkpointing else 0.0
     weight = HALF * 4.0 * shape.hidden**2 / tp
-    found = [activations + again + stream + 4.0 * stream / tp + weight]
+    gradients = HALF * shape.layer_numel / tp
+    found = [activations + again + stream + 4.0 * stream / tp + weight, activations + stream + 4.0 * stream + gradients]
     if last_numel:
         at_once = min(tokens, LOSS_CHUNK)
         logits = (1 if tokens <= LOSS_CHUNK else 2) * LOGIT_BYTES * at_once * shape.vocab_size / tp
