@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for collect.py: the norm of each block of 128 gradients.
 
-The squares of a block are added in pairs, neighbours first. The addition of a pair is commutative, so the bits of a
-norm depend neither on the dtype nor on the assignment of elements to threads. `row_norms` in collect.py computes the
-same values with torch.
+The squares of a block are added in pairs, neighbours first, and so are the squares of the blocks' norms. The addition of
+a pair is commutative, so the bits of a norm depend neither on the dtype nor on the assignment of elements to threads,
+which Triton chooses from what it knows of an address. `row_norms` in collect.py computes the same values with torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from twinflow.gpu.codecs import BLOCK, from_bf16
 
 LEVELS = tl.constexpr(7)  # 2**7 elements in a block
+CHUNK, CHUNK_LEVELS = tl.constexpr(4096), tl.constexpr(12)  # rows that are summed at once: 2**12
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 TABLE_COLUMNS = tl.constexpr(4)  # int64: address, number of elements, start of the norms in `rows`, index of the norm
 
@@ -50,26 +51,28 @@ def collect_many(table, rows, ELEMENT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def norm(rows, num_rows, into, CHUNK: tl.constexpr):
+def norm(rows, num_rows, into):
     """Write the fp64 norm of all rows of one buffer."""
-    tl.store(into, _norm(rows, num_rows, CHUNK))
+    tl.store(into, _norm(rows, num_rows))
 
 
 @triton.jit
-def norm_many(table, rows, norms, CHUNK: tl.constexpr):
+def norm_many(table, rows, norms):
     """`norm` for each buffer of a table. The last column of the table is the index in `norms`."""
     own = table + tl.program_id(0).to(tl.int64) * TABLE_COLUMNS
-    found = _norm(rows + tl.load(own + 2) // BLOCK, tl.load(own + 1) // BLOCK, CHUNK)
+    found = _norm(rows + tl.load(own + 2) // BLOCK, tl.load(own + 1) // BLOCK)
     tl.store(norms + tl.load(own + 3), found)
 
 
 @triton.jit
-def _norm(rows, num_rows, CHUNK: tl.constexpr):
+def _norm(rows, num_rows):
     index = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.float64)
     for start in range(0, num_rows, CHUNK):
         x = tl.load(rows + start + index, mask=start + index < num_rows, other=0.0).to(tl.float64)
         total += x * x
+    for _ in tl.static_range(CHUNK_LEVELS):
+        total = tl.sum(tl.reshape(total, [total.shape[0] // 2, 2]), axis=1)
     return tl.sqrt(tl.sum(total, axis=0))
 
 
