@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for collect.py: the norm of each block of 128 gradients.
 
-The squares of a block are added in pairs, neighbours first, and so are the squares of the blocks' norms. The addition of
+The squares of a block are added in pairs, neighbours first, and so are the squares of the norms of blocks. Adding
 a pair is commutative, so the bits of a norm depend neither on the dtype nor on the assignment of elements to threads,
 which Triton chooses from what it knows of an address. `row_norms` in collect.py computes the same values with torch.
 """

@@ -187,8 +187,8 @@ def _peaks(
     rank has a copy.
 
     At the backward of a layer, the memory holds the gradient of its output, the gradient of the inner MLP activations,
-    and the gradient of a weight. At its end, it holds the gradients of all the layer's weights, which are taken together,
-    and the gradients of queries, keys, values and the layer's input.
+    and the gradient of a weight. At its end, it holds the gradients of all weights of the layer, which are taken
+    together, and the gradients of queries, keys, values and of the input of the layer.
 
     The loss keeps the gradients of its input and of the head. The head's gradient is in fp32, and in backward also in
     half precision. The loss also needs memory for some rows of logits and of the head's gradient.
