@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +236,10 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
         )
         four = {"ratio": "auto", "max_grad_norm": NEVER, "accumulation_steps": 4}
         settings.append(Setting("four micro-batches, ratio auto", four, 4 * base, 1.05, 4))
-    for setting in (one for one in settings if options.only in one.name):
+    wanted = [one for one in settings if options.only in one.name]
+    for setting, bucket_numel in product(wanted, options.bucket_numel or [None]):
         gc.collect()
-        tuning = Tuning() if options.bucket_numel is None else Tuning(bucket_numel=options.bucket_numel)
+        tuning = Tuning() if bucket_numel is None else Tuning(bucket_numel=bucket_numel)
         threads = options.host_threads
         optimizer = TwinOptimizer(
             model, "adamw", lr=1e-5, early=True, tuning=tuning, host_threads=threads, **setting.options
@@ -264,7 +266,8 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
                 f"hooks {inside:.1f} us a parameter in our functions, {beyond:.1f} us beyond forward + backward alone, "
                 f"{more}"
             )
-        rows.append(Row(f"{label}: {setting.name}", found, setting.against, setting.limit, more))
+        size = "" if bucket_numel is None else f", buckets of {bucket_numel:,}"
+        rows.append(Row(f"{label}: {setting.name}{size}", found, setting.against, setting.limit, more))
         print(rows[-1].text, flush=True)
         if options.full and setting.options == {"ratio": 1.0}:
             rows.append(busy_row(label, optimizer, step, base / 2))
@@ -313,7 +316,7 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="*", default=["0", "auto"])
     parser.add_argument("--full", action="store_true", help="all state on the host too, without clipping and clipped")
     parser.add_argument("--only", default="", help="only settings whose name holds this text")
-    parser.add_argument("--bucket-numel", type=int, help="elements of a bucket, instead of the default")
+    parser.add_argument("--bucket-numel", type=int, nargs="+", help="sizes of buckets to compare, in elements")
     parser.add_argument("--host-threads", type=int, help="threads of the host update, instead of the default")
     parser.add_argument("--no-hooks", action="store_true", help="do not measure the time of the hooks")
     parser.add_argument("--windows", type=int, default=3)
