@@ -274,7 +274,7 @@ SHOWN: Final = {
     "stage_2_or_3": "2 or 3",
     "ranks": "several",
     "rules": "that [this page](rules.md) lists",
-    "name": "Any parameter",
+        "name": "NAME",
     "callback": "WeightAveraging or StochasticWeightAveraging",
     "own_key": "fp16.enabled, or a key of offload_optimizer that DeepSpeed does not have",
 }

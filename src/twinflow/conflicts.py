@@ -175,7 +175,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "{name}, a parameter without dimensions,",
             _STAGE_3,
             "fully_shard() partitions the first dimension",
-            "Make it a tensor with one element, torch.ones(1), or use stage 2.",
+            "Make the parameter a tensor with one element, torch.ones(1), or use stage 2.",
         ),
         "predivide": Conflict(
             "predivide={predivide}", "stage 3", "fully_shard divides gradients itself", "Use predivide=1."
@@ -232,7 +232,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "stage of Zero": Conflict(
             "stage {stage_except_1}",
             _COMPRESSED,
-            "it always works as stage 1: each rank has all weights and owns a part of the state",
+            "compressed communication always works as stage 1: each rank has all weights and owns a part of the state",
             "Use stage 1.",
         ),
         "predivide": Conflict(
