@@ -180,7 +180,7 @@ def migration_tables() -> str:
         groups.setdefault(key.path[0] if len(key.path) > 1 else "", []).append(key)
     lines: list[str] = []
     for name, group in groups.items():
-        lines += [f"### {f'`{name}`' if name else 'At the top'}", "", *_table(group), ""]
+        lines += [f"### {f'`{name}`' if name else 'Top level'}", "", *_table(group), ""]
     return "\n".join([*lines, *_choices()]) + "\n"
 
 
@@ -274,7 +274,7 @@ SHOWN: Final = {
     "stage_2_or_3": "2 or 3",
     "ranks": "several",
     "rules": "that [this page](rules.md) lists",
-        "name": "NAME",
+    "name": "NAME",
     "callback": "WeightAveraging or StochasticWeightAveraging",
     "own_key": "fp16.enabled, or a key of offload_optimizer that DeepSpeed does not have",
 }
