@@ -213,7 +213,7 @@ def _choices() -> Iterator[str]:
         found = list(keys(options))
         told = [
             f"{label}: {', '.join(names)}"
-            for kind, label in ((NO_EFFECT, "no effect"), (OFF, "only the default is allowed"))
+            for kind, label in ((NO_EFFECT, "options without effect"), (OFF, "options that must have their default"))
             if (names := [f"`{dotted(key.path)}`" for key in found if status(key) == kind])
         ]
         yield f"| `{name}` | {WORKS} | {'; '.join(told) or 'all options'} |"
