@@ -80,7 +80,7 @@ class SparseAttention(Section):
     """`sparse_attention`: the sparsity pattern of the attention layers. A key of another mode must have its default."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = honoured(
-        "fixed", "the sparsity pattern; dense: the model's own attention; local (ours): only a sliding window"
+        "fixed", "the sparsity pattern; dense: the model's own attention; local (not in DeepSpeed): a sliding window"
     )
     block: Literal[16, 32, 64, 128] = honoured(16, "number of tokens in a block of queries or keys")
     different_layout_per_head: bool = honoured(False, "whether heads may have different patterns")
