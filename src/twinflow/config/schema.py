@@ -346,7 +346,7 @@ class Fp16(Section):
     consecutive_hysteresis: bool = honoured(
         False, "every step without overflow restarts the count of overflows for hysteresis"
     )
-    min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this")
+    min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this value")
     fp16_master_weights_and_grads: bool = refused(
         False, 'use offload_optimizer.states "bf16" or "int8" for a smaller state: master weights are fp32'
     )
