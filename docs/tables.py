@@ -122,7 +122,7 @@ def rule_table() -> str:
 
 
 def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same"
+    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same defaults"
 
 
 def spelling_table() -> str:
@@ -245,7 +245,7 @@ def named() -> Iterator[str]:
             shown = ", ".join(name if name == "all other names" else f"`{name}`" for name in names)
             yield f"| `{_full(path)}` | {shown} | {said} |"
     for alias, path in ALIASES.items():
-        yield f"| `{_full(alias)}` | all of `{_full(path)}` | the same module |"
+        yield f"| `{_full(alias)}` | all of `{_full(path)}` | an alias of that module |"
 
 
 def refused() -> Iterator[str]:
@@ -273,7 +273,7 @@ SHOWN: Final = {
     "stage_except_1": "0, 2 or 3",
     "stage_2_or_3": "2 or 3",
     "ranks": "several",
-    "rules": "that [this page](rules.md) lists",
+    "rules": "in the list of [update rules](rules.md)",
     "name": "NAME",
     "callback": "WeightAveraging or StochasticWeightAveraging",
     "own_key": "fp16.enabled, or a key of offload_optimizer that DeepSpeed does not have",
