@@ -185,8 +185,9 @@ class Recorder(Play):
 def overlap(p: Picture) -> None:
     """One training step: what runs at the same time
 
-    Backward makes gradients from the last block to the first. Each is copied to the host, updated there and copied
-    back while the model computes. The next forward waits for the weights of a block only when that block runs.
+    Backward computes gradients from the last block to the first. Each gradient is copied to the host, the host updates
+    the weights, and the weights are copied back while the model computes. The next forward waits for the weights of a
+    block only when that block runs.
     """
     n, forward, backward, numel = len(DEPTH), 0.8, 1.5, 10**6
     items = [Item(numel, HOST, (n - i) * backward, i * forward) for i in range(n)]
@@ -252,8 +253,8 @@ def as_torch(p: Picture) -> None:
 def twin_flow(p: Picture) -> None:
     """Where optimizer state lives, by ratio
 
-    A model of eight blocks from input to output. The ratio is the share of the state on the host. By default the
-    input side stays on the GPU; with placement tail the output side does.
+    A model of eight blocks from input to output. The ratio is the share of the state on the host. By default the state
+    of the input side stays on the GPU; with placement tail the state of the output side stays there.
     """
     count, left, numel = 8, 150, 1 << 20
     params = [ParamSpec(f"block{i}", numel, i, torch.bfloat16) for i in range(count)]
@@ -297,8 +298,8 @@ def offload(p: Picture) -> None:
 def weights_on_host(p: Picture) -> None:
     """Blocks are fetched before they run
 
-    Six blocks in forward and backward. While a block runs, the two that come next are copied to the GPU. After it
-    has run its memory is given back. The last block stays for backward.
+    Six blocks in forward and backward. While a block runs, the next two blocks are copied to the GPU. After a block has
+    run, its memory is freed. The last block stays on the GPU for backward.
     """
     count, left = 6, 86
     order = [*range(count), *reversed(range(count))]
@@ -321,8 +322,8 @@ def weights_on_host(p: Picture) -> None:
 def zero(p: Picture) -> None:
     """What each ZeRO stage partitions
 
-    Bytes a parameter that one of four ranks holds. Stage 1 partitions optimizer state, stage 2 the sums of
-    gradients as well, stage 3 also the weights.
+    Bytes a parameter on one of four ranks. Stage 1 partitions the optimizer state, stage 2 also the sums of gradients,
+    stage 3 also the weights.
     """
     ranks = 4
     weight, state = WEIGHT_BYTES["bf16"], state_bytes("fp32").host
@@ -346,8 +347,8 @@ def zero(p: Picture) -> None:
 def grid(p: Picture) -> None:
     """32 ranks as 4 stages x 2 tensor ranks x 4 replicas
 
-    Columns are stages of the pipeline, each on a machine of eight GPUs. Rows are replicas of the model. The two
-    ranks of a pair share every tensor of their layers.
+    Columns are stages of the pipeline, each on a machine of eight GPUs. Rows are replicas of the model. The two GPUs of
+    each pair are tensor ranks, which share every tensor of their layers.
     """
     stages, tensor, data = 4, 2, 4
     topology = PipeModelDataParallelTopology(stages, tensor, data)
@@ -426,8 +427,8 @@ def sparse_attention(p: Picture) -> None:
 def onebit(p: Picture) -> None:
     """An exchange with error compensation
 
-    Each rank adds the error of the step before to its momentum and sends signs with one scale. What the code could
-    not say stays as the new error. The owner averages and answers in the same code.
+    Each rank adds the error of the step before to its momentum and sends signs with one scale. The difference between
+    the sum and the sent values is the new error. The owner computes the mean and sends it in the same code.
     """
     p.box(EDGE, 12, 168, 48, TEAL, "momentum")
     p.box(EDGE, 100, 168, 48, AMBER, "error of last step")
@@ -470,9 +471,9 @@ def formats(p: Picture) -> None:
 def activations(p: Picture) -> None:
     """What is in GPU memory when backward runs layer 5 of 8
 
-    Without checkpointing all activations of layers 1 to 5 are on the GPU. With checkpointing, the inputs of
-    those layers and the activations of layer 5 are there. With cpu_checkpointing, only the inputs of layers 3 to 5 and
-    the activations of layer 5 are there.
+    Without checkpointing all activations of layers 1 to 5 are on the GPU. With checkpointing, the GPU has the inputs of
+    these layers and the activations of layer 5. With cpu_checkpointing, the GPU has only the inputs of layers 3 to 5
+    and the activations of layer 5.
     """
     window = inspect.signature(Offload.__init__).parameters["ahead"].default
     count, at, wide = 8, 5, 68

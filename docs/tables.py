@@ -122,7 +122,7 @@ def rule_table() -> str:
 
 
 def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same"
+    return ", ".join(f"`{name}` {json.dumps(value)}" for name, value in options.items()) or "the same defaults"
 
 
 def spelling_table() -> str:
@@ -180,7 +180,7 @@ def migration_tables() -> str:
         groups.setdefault(key.path[0] if len(key.path) > 1 else "", []).append(key)
     lines: list[str] = []
     for name, group in groups.items():
-        lines += [f"### {f'`{name}`' if name else 'At the top'}", "", *_table(group), ""]
+        lines += [f"### {f'`{name}`' if name else 'Top level'}", "", *_table(group), ""]
     return "\n".join([*lines, *_choices()]) + "\n"
 
 
@@ -213,7 +213,7 @@ def _choices() -> Iterator[str]:
         found = list(keys(options))
         told = [
             f"{label}: {', '.join(names)}"
-            for kind, label in ((NO_EFFECT, "no effect"), (OFF, "only the default is allowed"))
+            for kind, label in ((NO_EFFECT, "options without effect"), (OFF, "options that must have their default"))
             if (names := [f"`{dotted(key.path)}`" for key in found if status(key) == kind])
         ]
         yield f"| `{name}` | {WORKS} | {'; '.join(told) or 'all options'} |"
@@ -245,7 +245,7 @@ def named() -> Iterator[str]:
             shown = ", ".join(name if name == "all other names" else f"`{name}`" for name in names)
             yield f"| `{_full(path)}` | {shown} | {said} |"
     for alias, path in ALIASES.items():
-        yield f"| `{_full(alias)}` | all of `{_full(path)}` | the same module |"
+        yield f"| `{_full(alias)}` | all of `{_full(path)}` | an alias of that module |"
 
 
 def refused() -> Iterator[str]:
@@ -273,8 +273,8 @@ SHOWN: Final = {
     "stage_except_1": "0, 2 or 3",
     "stage_2_or_3": "2 or 3",
     "ranks": "several",
-    "rules": "that [this page](rules.md) lists",
-    "name": "Any parameter",
+    "rules": "in the list of [update rules](rules.md)",
+    "name": "NAME",
     "callback": "WeightAveraging or StochasticWeightAveraging",
     "own_key": "fp16.enabled, or a key of offload_optimizer that DeepSpeed does not have",
 }

@@ -80,12 +80,14 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "ratio": Conflict(
             'ratio="auto"',
             _LIST,
-            "it times forward and backward of the model",
+            "the ratio is chosen from the times of forward and backward of the model",
             "Pass the model as the first argument, or a number as ratio.",
         ),
-        "early": Conflict("early=True", _LIST, "it needs hooks on the model", _GIVE_MODEL),
-        "delayed_update": Conflict("delayed_update=True", _LIST, "it needs hooks on the model", _GIVE_MODEL),
-        "offload_params": Conflict(_ON_HOST, _LIST, "it fetches weights for each block of the model", _GIVE_MODEL),
+        "early": Conflict("early=True", _LIST, "early updates need hooks on the model", _GIVE_MODEL),
+        "delayed_update": Conflict(
+            "delayed_update=True", _LIST, "delayed updates need hooks on the model", _GIVE_MODEL
+        ),
+        "offload_params": Conflict(_ON_HOST, _LIST, "weights are fetched for each block of the model", _GIVE_MODEL),
         "compression": Conflict(
             "A list of parameters", _COMPRESSED, "compressed communication needs the model", _GIVE_MODEL
         ),
@@ -175,7 +177,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "{name}, a parameter without dimensions,",
             _STAGE_3,
             "fully_shard() partitions the first dimension",
-            "Make it a tensor with one element, torch.ones(1), or use stage 2.",
+            "Make the parameter a tensor with one element, torch.ones(1), or use stage 2.",
         ),
         "predivide": Conflict(
             "predivide={predivide}", "stage 3", "fully_shard divides gradients itself", "Use predivide=1."
@@ -232,7 +234,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "stage of Zero": Conflict(
             "stage {stage_except_1}",
             _COMPRESSED,
-            "it always works as stage 1: each rank has all weights and owns a part of the state",
+            "compressed communication always works as stage 1: each rank has all weights and owns a part of the state",
             "Use stage 1.",
         ),
         "predivide": Conflict(

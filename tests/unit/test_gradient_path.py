@@ -106,7 +106,7 @@ def follow_one_step() -> Follower:
 
 
 def files_in_text() -> list[str]:
-    paragraph = next(part for part in TEXT.read_text().split("\n\n") if part.startswith("**The way of a gradient.**"))
+    paragraph = next(part for part in TEXT.read_text().split("\n\n") if part.startswith("**The path of a gradient.**"))
     return list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", paragraph)))
 
 

@@ -80,7 +80,9 @@ _ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters Init register_external_par
 _ESTIMATES = "estimate_{0} estimate_{0}_all_cold estimate_{0}_all_live"
 _NOT_THEIRS = "estimates for twinflow, not for DeepSpeed"
 _PIPE_NAMES = _ours("twinflow.parallel.specs", "LayerSpec TiedLayerSpec") | {
-    "PipelineModule": Ours(_OF + "pipe:PipelineModule", "the seed of a LayerSpec's layer is base_seed plus its index")
+    "PipelineModule": Ours(
+        _OF + "pipe:PipelineModule", "the seed of a LayerSpec's layer is base_seed plus the index of the layer"
+    )
 }
 _ENGINE: dict[str, Entry] = {
     "DeepSpeedEngine": Ours("twinflow.engine:Engine", "not an nn.Module, but engine.module is one")
@@ -197,7 +199,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch "
         "OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads "
         "SendActivation SendGrad TrainSchedule",
-        note="for inspection; the engine runs twinflow.parallel.schedules",
+        note="only for inspection: the engine runs twinflow.parallel.schedules",
     ),
     "runtime.pipe.topology": _ours(
         "twinflow.parallel.topology", "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"

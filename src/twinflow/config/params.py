@@ -194,7 +194,7 @@ REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "lamb": 'LAMB is not supported. Use "AdamW"',
     "muon": 'Muon is not supported in the config. Use "AdamW", or pass your own optimizer to initialize()',
     "onebitlamb": _ONEBIT.format(
-        "1-bit LAMB needs norms of whole parameters, and ranks own parts of them", "OneBitLamb"
+        "1-bit LAMB needs norms of whole parameters, and each rank owns only parts of parameters", "OneBitLamb"
     ),
     "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
     "muadam": "Build the optimizer with the mup library and pass it to initialize()",

@@ -62,7 +62,7 @@ _FULLY_SHARD = (
 _ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
 _NVME = "twinflow does not use NVMe"
 _BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
-_TURNS_ON = "; like every true key of this section, it turns checkpointing on"
+_TURNS_ON = "; like every true key of this section, this key turns checkpointing on"
 _COMET = "use tensorboard, csv_monitor or wandb: Comet is not supported"
 _COMET_OFF = "Comet is not supported"
 _COMPILE = "DeepCompile is not supported"
@@ -80,7 +80,7 @@ class SparseAttention(Section):
     """`sparse_attention`: the sparsity pattern of the attention layers. A key of another mode must have its default."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = honoured(
-        "fixed", "the sparsity pattern; dense: the model's own attention; local (ours): only a sliding window"
+        "fixed", "the sparsity pattern; dense: the model's own attention; local (not in DeepSpeed): a sliding window"
     )
     block: Literal[16, 32, 64, 128] = honoured(16, "number of tokens in a block of queries or keys")
     different_layout_per_head: bool = honoured(False, "whether heads may have different patterns")
@@ -98,9 +98,9 @@ class SparseAttention(Section):
         1, _FIXED + "number of different choices of global blocks among the heads"
     )
     num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
-    local_window_blocks: Widths = honoured((4,), "mode variable: widths of the windows; the last one repeats")
+    local_window_blocks: Widths = honoured((4,), "mode variable: widths of the windows; the last width repeats")
     global_block_indices: Indices = honoured((0,), _LISTED + "global blocks, or the starts of ranges of global blocks")
-    global_block_end_indices: Indices | None = honoured(None, _LISTED + "the ends of these ranges")
+    global_block_end_indices: Indices | None = honoured(None, _LISTED + "the ends of the ranges of global blocks")
     num_sliding_window_blocks: Positive = honoured(3, "modes bigbird, bslongformer and local: width of the window")
     seed: Whole = honoured(0, "modes variable and bigbird: seed of the random blocks", ours=True)
 
@@ -121,7 +121,9 @@ class SparseAttention(Section):
 class Pipeline(Section):
     """`pipeline`: pipeline parallelism."""
 
-    stages: AnyWhole | None = honoured(None, "number of pipeline stages; null or 0: that of the PipelineModule, or 1")
+    stages: AnyWhole | None = honoured(
+        None, "number of pipeline stages; null or 0: the number of the PipelineModule, or 1"
+    )
     partition: str = honoured(
         "best",
         "how layers are divided among stages: uniform, parameters or type:REGEX; best means parameters; "
@@ -346,7 +348,7 @@ class Fp16(Section):
     consecutive_hysteresis: bool = honoured(
         False, "every step without overflow restarts the count of overflows for hysteresis"
     )
-    min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this")
+    min_loss_scale: Above = honoured(1.0, "the dynamic scale never falls below this value")
     fp16_master_weights_and_grads: bool = refused(
         False, 'use offload_optimizer.states "bf16" or "int8" for a smaller state: master weights are fp32'
     )
@@ -359,7 +361,7 @@ class Bf16(Section):
     immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
     check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = refused(
-        False, 'use offload_optimizer.states "bf16": it stores the fp32 master without loss, in two halves'
+        False, 'use offload_optimizer.states "bf16": this format stores the fp32 master without loss, in two halves'
     )
     bf16_optimizer_states: bool = refused(False, 'use offload_optimizer.states "bf16" or "int8"')
 
@@ -379,7 +381,7 @@ class Optimizer(Section):
 
     type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
-    legacy_fusion: bool = unused(False, "it is an option of LAMB, which is not supported")
+    legacy_fusion: bool = unused(False, "this key is an option of LAMB, which is not supported")
 
 
 class Scheduler(Section):
@@ -409,7 +411,7 @@ class ActivationCheckpointing(Section):
     )
     contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and reused" + _TURNS_ON)
     number_checkpoints: Positive | None = unused(
-        None, "it sets the size of the buffer of contiguous_memory_optimization, which is not needed"
+        None, "this key sets the size of the buffer of contiguous_memory_optimization, which is not needed"
     )
     synchronize_checkpoint_boundary: bool = unused(False, "no layer needs a synchronization with the GPU" + _TURNS_ON)
     profile: bool = unused(False, "wall_clock_breakdown and flops_profiler measure the time of a step" + _TURNS_ON)

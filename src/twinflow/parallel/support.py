@@ -130,7 +130,7 @@ LIMITS: tuple[Limit, ...] = (
         _BOTH,
         lambda c: c.own_optimizer,
         (False,),
-        "it was built without the pipeline and tensor ranks of the config",
+        "this optimizer was built without the pipeline and tensor ranks of the config",
         "Name the optimizer in the config, or pass a torch.optim class.",
     ),
 )
@@ -165,12 +165,12 @@ def table() -> str:
         ("`offload_param`", Combination(stage=3, offload_param=True)),
         ("1-bit Adam", Combination(stage=1)),
         ("activation checkpointing", Combination()),
-        ("... with inputs on the host (`cpu_checkpointing`)", Combination(cpu_checkpointing=True)),
-        ("... with inputs in parts (`partition_activations`)", Combination(partition_activations=True)),
+        ("checkpointing with inputs on the host (`cpu_checkpointing`)", Combination(cpu_checkpointing=True)),
+        ("checkpointing with partitioned inputs (`partition_activations`)", Combination(partition_activations=True)),
         ("`tensor_parallel.sequence`", Combination(sequence=True)),
-        ("... with a Hugging Face model", Combination(sequence=True, foreign=True)),
+        ("`tensor_parallel.sequence` with a Hugging Face model", Combination(sequence=True, foreign=True)),
         ("sparse attention", Combination()),
-        ("... with a pattern for each head", Combination(head_patterns=True)),
+        ("sparse attention with a pattern for each head", Combination(head_patterns=True)),
     ]
     layouts = {"pipeline": (2, 1), "tensor": (1, 2), "pipeline x tensor": (2, 2)}
     rows = [f"| | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
