@@ -50,6 +50,13 @@ def test_names_in_the_text_exist(page: Path) -> None:
         resolve(name)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_fits_its_column(page: Path) -> None:
+    """Output of commands may be wider. It has no language, or "text"."""
+    code = re.findall(r"^```(?:python|py|sh|bash|json|yaml)\n(.*?)^```", page.read_text(), re.S | re.M)
+    assert [line for block in code for line in block.splitlines() if len(line) > 90] == []
+
+
 tables = load(DOCS / "tables.py")
 
 
