@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -33,53 +33,41 @@ from twinflow.launch.run import run_and_restart
 CONTEXT = {"allow_interspersed_args": False}
 
 
-def _option(name: str, help: str) -> Any:
+def _option(default: Any, name: str, help: str) -> Any:
     """An option in DeepSpeed's spelling with underscores and in the usual spelling with dashes."""
-    dashed = f"--{name.replace('_', '-')}"
-    return typer.Option(*dict.fromkeys((f"--{name}", dashed)), help=help)
+    return typer.Option(default, *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=help)
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="The Python script. With --module: the name of a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, passed on unchanged.")] = None,
-    num_gpus: Annotated[
-        int | None, _option("num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs.")
-    ] = None,
-    num_procs: Annotated[
-        int | None, _option("num_procs", "Processes on this machine, whatever number of GPUs it has.")
-    ] = None,
-    num_nodes: Annotated[int | None, _option("num_nodes", "Use only the first N hosts.")] = None,
-    hostfile: Annotated[
-        Path | None, _option("hostfile", "File with one machine in each line: HOST slots=N. Default: this machine.")
-    ] = None,
-    include: Annotated[
-        str, _option("include", "Use only these hosts and slots, for example worker-0@worker-1:0,2.")
-    ] = "",
-    exclude: Annotated[
-        str, _option("exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2.")
-    ] = "",
-    master_addr: Annotated[
-        str | None,
-        _option(
-            "master_addr", "Address at which the other hosts reach the first host. Default: the name of the first host."
-        ),
-    ] = None,
-    master_port: Annotated[
-        int | None,
-        _option(
-            "master_port",
-            f"Port on the first host. Default: {DEFAULT_PORT}, or a free port if all ranks are on this machine.",
-        ),
-    ] = None,
-    module: Annotated[bool, _option("module", "Run the script as a module, like python -m.")] = False,
-    compat: Annotated[
-        bool, _option("compat", "Run a DeepSpeed script: its `import deepspeed` imports twinflow.")
-    ] = False,
-    no_local_rank: Annotated[
-        bool, _option("no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does.")
-    ] = False,
-    max_restarts: Annotated[int, _option("max_restarts", "How often to restart all ranks after a failure.")] = 0,
-    dry_run: Annotated[bool, _option("dry_run", "Print the commands, one in each line, and start nothing.")] = False,
+    script: str = typer.Argument(help="The Python script. With --module: the name of a module."),
+    arguments: list[str] | None = typer.Argument(None, help="Arguments of the script, passed on unchanged."),
+    num_gpus: int | None = _option(
+        None, "num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs."
+    ),
+    num_procs: int | None = _option(None, "num_procs", "Processes on this machine, whatever number of GPUs it has."),
+    num_nodes: int | None = _option(None, "num_nodes", "Use only the first N hosts."),
+    hostfile: Path | None = _option(
+        None, "hostfile", "File with one machine in each line: HOST slots=N. Default: this machine."
+    ),
+    include: str = _option("", "include", "Use only these hosts and slots, for example worker-0@worker-1:0,2."),
+    exclude: str = _option("", "exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2."),
+    master_addr: str | None = _option(
+        None,
+        "master_addr",
+        "Address at which the other hosts reach the first host. Default: the name of the first host.",
+    ),
+    master_port: int | None = _option(
+        None,
+        "master_port",
+        f"Port on the first host. Default: {DEFAULT_PORT}, or a free port if all ranks are on this machine.",
+    ),
+    module: bool = _option(False, "module", "Run the script as a module, like python -m."),
+    compat: bool = _option(False, "compat", "Run a DeepSpeed script: its `import deepspeed` imports twinflow."),
+    no_local_rank: bool = _option(
+        False, "no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does."
+    ),
+    max_restarts: int = _option(0, "max_restarts", "How often to restart all ranks after a failure."),
+    dry_run: bool = _option(False, "dry_run", "Print the commands, one in each line, and start nothing."),
 ) -> None:
     """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from twinflow.cli.run import REPORT, Outcome, Run
-from twinflow.cli.settings import as_json, option
+from twinflow.cli.settings import as_json, option_name
 from twinflow.models.gpt import count_params, flops_per_token
 from twinflow.monitor.metrics import share_ahead, tokens_per_second
 from twinflow.monitor.progress import duration
@@ -62,7 +62,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} after the last step"
     words = {None: "-", True: "yes", False: "no"}
     settings = [
-        (option(name), words[value] if value is None or isinstance(value, bool) else str(value))
+        (option_name(name), words[value] if value is None or isinstance(value, bool) else str(value))
         for name, value in values.items()
         if name not in ("model", "file_config")
     ]

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.cli.plan_input import Flags, check_positive, choose_cluster, choose_host
+from twinflow.cli.plan_input import PlanOptions, check_positive, choose_cluster, choose_host
 from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
 from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
@@ -31,22 +31,22 @@ from twinflow.planner.scaling import (
 TOTAL_BATCH: Final = 512  # sequences, as in the papers on offload
 
 
-def show_scaling(flags: Flags, run: Run) -> int:
+def show_scaling(options: PlanOptions, run: Run) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits on any number of GPUs."""
-    assert flags.scaling is not None
+    assert options.scaling is not None
     why = "--scaling is computed from data sheets, so name the GPU."
-    cluster = choose_cluster(flags, choose_host(flags), flags.gpus, why)
-    unused = flags.given("html", "write_config", "tokens", "layouts", "per_node")
+    cluster = choose_cluster(options, choose_host(options), options.gpus, why)
+    unused = options.given("html", "write_config", "tokens", "layouts", "per_node")
     if unused:
         reason, remedy = (
             "--scaling prints one table for all numbers of GPUs",
             "Leave these options out. To save the table, use --json.",
         )
-        raise incompatible(f"--scaling {flags.scaling}", " and ".join(unused), reason, remedy)
-    check_positive("--total-batch", flags.total_batch)
-    total_batch = flags.total_batch or TOTAL_BATCH
-    rows = scaling(run, cluster, doubling(flags.scaling), Ask(total_batch))
-    if flags.as_json:
+        raise incompatible(f"--scaling {options.scaling}", " and ".join(unused), reason, remedy)
+    check_positive("--total-batch", options.total_batch)
+    total_batch = options.total_batch or TOTAL_BATCH
+    rows = scaling(run, cluster, doubling(options.scaling), Ask(total_batch))
+    if options.as_json:
         typer.echo(json.dumps(to_dict(run, cluster, rows)))
     else:
         console = make_console()

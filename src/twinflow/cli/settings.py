@@ -202,7 +202,7 @@ class TrainSettings:
         return self.sequences * self.context
 
 
-def option(name: str) -> str:
+def option_name(name: str) -> str:
     """The command line option of a setting."""
     return "--" + name.replace("_", "-")
 
@@ -215,11 +215,11 @@ def check_settings(settings: TrainSettings) -> None:
     for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
         least = 1 if name in at_least_one else 0
         if getattr(settings, name) < least:
-            raise invalid_value(option(name), getattr(settings, name), f"a whole number >= {least}")
+            raise invalid_value(option_name(name), getattr(settings, name), f"a whole number >= {least}")
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
-            raise invalid_value(option(name), value, "a finite number >= 0")
+            raise invalid_value(option_name(name), value, "a finite number >= 0")
     if settings.precision not in PRECISIONS:
         raise invalid_value("--precision", settings.precision, PRECISIONS)
     if settings.keep_last is not None and settings.keep_last < 1:
@@ -279,6 +279,15 @@ def default_lr(rule: str, shape: GPTConfig) -> float:
     """Default peak learning rate of an update rule and a model size."""
     lr = float(rule_params(rule)["lr"])
     return min(lr, LARGE_LR) if RULES[rule].is_normalized and shape.hidden >= 1024 else lr
+
+
+def read_config(path: Path | None, option: str) -> dict[str, Any]:
+    """Read and validate the config file that `option` names. Deprecated keys get their current names."""
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise invalid_value(option, str(path), "an existing file")
+    return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:
@@ -387,9 +396,9 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     """The settings that must not change, by their options."""
-    shape = {SHAPE_OPTIONS.get(name, option(name)): value for name, value in (values.get("model") or {}).items()}
+    shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in (values.get("model") or {}).items()}
     names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
-    rest = {option(name): values.get(name) for name in names}
+    rest = {option_name(name): values.get(name) for name in names}
     file = dict(values.get("file_config") or {})
     for key in SECTIONS if with_batch else (*SECTIONS, *BATCH_KEYS):
         file.pop(key, None)

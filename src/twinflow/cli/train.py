@@ -27,6 +27,7 @@ from twinflow.cli.settings import (
     only_one,
     parse_bytes,
     parse_ratio,
+    read_config,
     rule_params,
     with_axes,
 )
@@ -166,9 +167,8 @@ def train(options: TrainOptions) -> None:
 
 def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     """The settings of a run, from the command line, the config file and the defaults."""
-    file_config = with_axes(
-        read_config(options.config), options.stages, options.tensor_ranks, options.pipeline_schedule
-    )
+    file_config = read_config(options.config, "--deepspeed_config")
+    file_config = with_axes(file_config, options.stages, options.tensor_ranks, options.pipeline_schedule)
     if options.resume and options.out is None:
         raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
     context = _context(options.context, options.max_positions)
@@ -201,15 +201,6 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         world=world,
         **{name: getattr(options, name) for name in _AS_GIVEN},
     )
-
-
-def read_config(path: Path | None) -> dict[str, Any]:
-    """Read and validate a config file. Deprecated keys get their current names."""
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise invalid_value("--deepspeed_config", str(path), "an existing file")
-    return load_config(path).model_dump(mode="json", exclude_unset=True)
 
 
 def default_out(preset: str, rule: str) -> Path:
