@@ -17,7 +17,7 @@ from twinflow.cli.plan_page import plan_page
 from twinflow.cli.plan_scaling import show_scaling
 from twinflow.cli.plan_text import print_plan
 from twinflow.cli.settings import read_config
-from twinflow.monitor.files import write_whole
+from twinflow.files import write_whole
 from twinflow.planner.cases import Case, Plan, make_plan
 from twinflow.planner.formats import STATES
 

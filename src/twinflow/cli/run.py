@@ -40,8 +40,8 @@ from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 from twinflow.models.gpt import GPT
-from twinflow.monitor.files import write_whole
 from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
@@ -230,7 +230,6 @@ def _num_valid(started: dict[str, Any]) -> int:
 
 
 def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
-    settings.out.mkdir(parents=True, exist_ok=True)
     if settings.trace is not None:
         settings.trace.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(as_json(settings) | chosen, default=str, indent=2)

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from twinflow.data.files import TOKEN_SUFFIXES, missing_path, reading
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 LOOK_BYTES: Final = 2**20  # a file with a zero byte in its first LOOK_BYTES counts as binary
@@ -326,7 +326,6 @@ def cached_tokens(
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:
         if not _is_whole(file, side, tokenizer):
-            folder.mkdir(parents=True, exist_ok=True)
             _write(file, side, encoded(text, tokenizer, json_key, progress), tokenizer)
     except OSError as error:
         raise ValueError(
@@ -356,20 +355,6 @@ def _write(file: Path, side: Path, arrays: Iterator[Array], tokenizer: Tokenizer
             num_tokens += len(array)
             yield array.astype(tokenizer.dtype, copy=False).tobytes()
 
-    _write_whole(file, tokens())
+    write_whole(file, tokens())
     facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
-    _write_whole(side, iter([json.dumps(facts).encode()]))
-
-
-def _write_whole(file: Path, blocks: Iterator[bytes]) -> None:
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            for block in blocks:
-                out.write(block)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(side, json.dumps(facts))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from twinflow.monitor.files import write_whole
+from twinflow.files import write_whole
 from twinflow.monitor.timers import Clock
 
 Phase = Literal["forward", "backward"]

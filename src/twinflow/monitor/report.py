@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from twinflow.monitor.files import write_whole
+from twinflow.files import write_whole
 from twinflow.monitor.metrics import StepRecord, ValidRecord, tokens_per_second
 from twinflow.monitor.page import Rows, config_text, notes, number_table, render_page, table, tiles
 from twinflow.monitor.plot import Point, Series, figure, smooth

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from twinflow.errors import invalid_value
-from twinflow.monitor.files import keep_lines
+from twinflow.files import keep_lines
 
 Event = tuple[str, float, int]
 
