@@ -51,7 +51,7 @@ def plan(
 def waiting(asked: TrainSettings, gpu: int | None) -> int:
     """Gradients that wait in host memory."""
     case = case_of(asked, engine_config(asked, "fp32"))
-    return bytes_at(case, start_ratio(case, Available(gpu, 0)), Available(gpu, 0)).host["gradients"]
+    return bytes_at(case, Available(gpu, 0)).host["gradients"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import typer
 
-from twinflow.cli import told_errors
+from twinflow.cli import check_whole, told_errors
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.commands import (
     LOOPBACK,
@@ -80,16 +79,23 @@ def launch(
             raise incompatible(
                 "--no_local_rank", "a launch without --compat", reason, "Leave --no_local_rank out, or add --compat."
             )
-        program = make_program(script, tuple(arguments or ()), module)
-        program = replace(program, compat=compat, tells_local_rank=not no_local_rank)
+        if not module and not Path(script).is_file():
+            raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
         if hostfile is None:
-            pool = local_pool(num_gpus, num_procs, torch.cuda.device_count())
+            # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
+            pool = {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
+        elif hostfile.is_file():
+            pool = parse_hostfile(hostfile.read_text(), str(hostfile))
         else:
-            pool = read_hostfile(hostfile)
+            raise invalid_value("--hostfile", str(hostfile), "an existing file")
+        program = Program(
+            script, tuple(arguments or ()), module, sys.executable, os.getcwd(), compat, not no_local_rank
+        )
         hosts = choose_hosts(pool, include, exclude, num_nodes, num_gpus)
         meeting = make_meeting(hosts, master_addr, master_port, max_restarts)
-        names = local_names()
+        own_name = socket.gethostname()
+        names = {*LOOPBACK, own_name, own_name.split(".")[0]}  # hosts that mean this machine and need no ssh
 
         def commands_of(attempt: int) -> list[NodeCommand]:
             return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)
@@ -105,18 +111,11 @@ def launch(
     raise typer.Exit(outcome.exit_code)
 
 
-def make_program(script: str, arguments: tuple[str, ...], module: bool) -> Program:
-    """The program that every rank runs in the current directory."""
-    if not module and not Path(script).is_file():
-        raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
-    return Program(script, arguments, module, sys.executable, os.getcwd())
-
-
 def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | None, hostfile: Path | None) -> None:
     """Raise a ValueError for counts below 1 and for counts that conflict."""
-    for option, count in (("--num_gpus", num_gpus), ("--num_procs", num_procs), ("--num_nodes", num_nodes)):
-        if count is not None and count < 1:
-            raise invalid_value(option, count, "a whole number >= 1")
+    check_whole("--num_gpus", num_gpus)
+    check_whole("--num_procs", num_procs)
+    check_whole("--num_nodes", num_nodes)
     if num_procs is not None and num_gpus is not None:
         reason = "both set the number of processes on a machine"
         raise incompatible(f"--num_procs {num_procs}", f"--num_gpus {num_gpus}", reason, "Leave one of them out.")
@@ -125,29 +124,12 @@ def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | N
         raise incompatible(f"--num_procs {num_procs}", f"--hostfile {hostfile}", reason, "Leave one of them out.")
 
 
-def local_pool(num_gpus: int | None, num_procs: int | None, gpus_here: int) -> Mapping[str, int]:
-    """Slots of this machine: its GPUs. Without GPUs: the number of processes that the user asked for, or 1."""
-    return {"localhost": num_procs or gpus_here or num_gpus or 1}
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    if not path.is_file():
-        raise invalid_value("--hostfile", str(path), "an existing file")
-    return parse_hostfile(path.read_text(), str(path))
-
-
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
     """Rendezvous address of the nodes. A run on one machine uses a free port, so that two runs do not collide."""
-    if max_restarts < 0:
-        raise invalid_value("--max_restarts", max_restarts, "a whole number >= 0")
+    check_whole("--max_restarts", max_restarts, least=0)
     if port is not None and not 1 <= port <= 65535:
         raise invalid_value("--master_port", port, "a port from 1 to 65535")
     here = len(hosts) == 1 and hosts[0].name in LOOPBACK
     if port is None:
         port = free_port() if here else DEFAULT_PORT
     return Meeting(master_address(hosts, address), port, max_restarts)
-
-
-def local_names() -> set[str]:
-    """Host names in a hostfile that mean this machine and need no ssh."""
-    return {*LOOPBACK, socket.gethostname(), socket.gethostname().split(".")[0]}

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from twinflow.cli import option
+from twinflow.cli import check_whole, option
 from twinflow.cli.settings import BATCH_KEYS, option_name, parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
@@ -99,11 +99,6 @@ class PlanOptions:
     def given(self, *names: str) -> dict[str, object]:
         """The named options that were given, with their values."""
         return {option_name(name): getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise invalid_value(name, value, "a whole number >= 1")
 
 
 def choose_model(preset: str | None, model: str | None, params: str | None) -> tuple[ModelCost, int]:
@@ -204,7 +199,7 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
     """The host that the options describe. The arguments are the values of options that are not given."""
-    check_positive("--cores", options.cores)
+    check_whole("--cores", options.cores)
     ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
     return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)
 
@@ -221,7 +216,7 @@ def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) ->
 
 def choose_place(options: PlanOptions) -> Place:
     """The machine that the options name, or this machine."""
-    check_positive("--gpus", options.gpus)
+    check_whole("--gpus", options.gpus)
     if options.gpu is None:
         return _this_machine(choose_host(options, 0, 0, 0.0), options.gpus)
     return _sheet(gpu_named(options.gpu), choose_host(options), options.gpus, "from a data sheet, not measured")
@@ -274,9 +269,9 @@ def make_run(
     if states not in STATES:
         raise invalid_value("--states", states, STATES)
     tokens = options.seq_length if options.seq_length is not None else model.context
-    check_positive("--batch-size", micro)
-    check_positive("--seq-length", tokens)
-    check_positive("--accumulation", parts)
+    check_whole("--batch-size", micro)
+    check_whole("--seq-length", tokens)
+    check_whole("--accumulation", parts)
     clip = options.grad_clip if options.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")

@@ -12,11 +12,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from twinflow.cli import check_whole
 from twinflow.cli.plan_input import (
     CORES,
     RAM,
     PlanOptions,
-    check_positive,
     choose_cluster,
     choose_host,
     choose_model,
@@ -39,7 +39,7 @@ _UNUSED: Final = ("config", "states", "accumulation", "grad_clip", "html", "writ
 
 def wants_layouts(options: PlanOptions) -> bool:
     """Whether to search layouts: there are more GPUs than in one machine, or a flag that only applies to layouts."""
-    check_positive("--per-node", options.per_node)
+    check_whole("--per-node", options.per_node)
     return bool(options.given("tokens", "layouts", "total_batch")) or options.gpus > _per_node(options)
 
 
@@ -58,7 +58,7 @@ def show_layouts(options: PlanOptions) -> int:
     cluster = choose_cluster(options, host, per_node, "Layouts are planned from data sheets, so name the GPU.")
     shape = choose_shape(options)
     tokens = parse_count("--tokens", options.tokens) if options.tokens is not None else None
-    check_positive("--batch-size", options.batch_size)
+    check_whole("--batch-size", options.batch_size)
     checkpointing = options.checkpoint_activations
     default_batch = -(-LEAST_BATCH // max(1, options.gpus)) * options.gpus
     ask = LayoutAsk(
@@ -79,7 +79,7 @@ def show_layouts(options: PlanOptions) -> int:
 
 def choose_shape(options: PlanOptions) -> Shape:
     """The model that the options name. With --params, a shape that is typical for published models of this size."""
-    check_positive("--seq-length", options.seq_length)
+    check_whole("--seq-length", options.seq_length)
     if options.params is not None and options.preset is None and options.model is None:
         return shape_like(parse_count("--params", options.params), options.seq_length or SEQUENCE)
     cost, _ = choose_model(options.preset, options.model, options.params)

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.cli.plan_input import PlanOptions, check_positive, choose_cluster, choose_host
+from twinflow.cli import check_whole
+from twinflow.cli.plan_input import PlanOptions, choose_cluster, choose_host
 from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
 from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
@@ -43,7 +44,7 @@ def show_scaling(options: PlanOptions, run: Run) -> int:
             "Leave these options out. To save the table, use --json.",
         )
         raise incompatible(f"--scaling {options.scaling}", " and ".join(unused), reason, remedy)
-    check_positive("--total-batch", options.total_batch)
+    check_whole("--total-batch", options.total_batch)
     total_batch = options.total_batch or TOTAL_BATCH
     rows = scaling(run, cluster, doubling(options.scaling), Ask(total_batch))
     if options.as_json:

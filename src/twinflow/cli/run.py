@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from twinflow.engine import Engine
 from twinflow.errors import invalid_value
 from twinflow.files import write_whole
 from twinflow.models.gpt import GPT
-from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
@@ -282,12 +282,13 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     """Run all steps, and write metrics, progress and checkpoints."""
     settings, ranks = run.settings, run.ranks
     plain_every = max(1, settings.steps // 20)
+    path = settings.out / METRICS
     with (
-        _metrics(run) as write,
+        MetricsWriter(path, resume_after=run.first_step or -1) if ranks.is_first else nullcontext() as metrics,
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
         _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
     ):
-        earlier = read_metrics(settings.out / METRICS) if ranks.is_first else []  # records of the run that is resumed
+        earlier = read_metrics(path) if ranks.is_first else []  # records of the run that is resumed
         outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
         measured = ranks.first([record.step for record in outcome.valids])
@@ -295,7 +296,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         loop = Loop(settings, run.engine, run.data, talk, run.num_valid)
         try:
             for record in loop.records(measured):
-                write(record)
+                if metrics is not None:
+                    metrics.write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)
                     progress.note(f"Validation loss after {record.step} steps: {record.loss:.4f}")
@@ -310,16 +312,6 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         except FloatingPointError as error:  # the loss scale of fp16 has reached its minimum, on all ranks
             outcome.status = "stopped"
             outcome.notes.append(str(error))
-
-
-@contextmanager
-def _metrics(run: Run) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that writes a record. It does nothing on other ranks than the first."""
-    if not run.ranks.is_first:
-        yield lambda record: None
-        return
-    with MetricsWriter(run.settings.out / METRICS, resume_after=run.first_step or -1) as metrics:
-        yield metrics.write
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:

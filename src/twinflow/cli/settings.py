@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,10 +19,11 @@ from typing import Any, Final
 import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
+from twinflow.cli import check_whole
 from twinflow.config import Axes, load_config, resolve_axes
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
-from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, GPTConfig
+from twinflow.models.gpt import GPT, PRESETS, GPTConfig
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.rules import RULES
@@ -58,9 +60,8 @@ def with_axes(
     file_config: Mapping[str, Any], stages: int | None, tensor: int | None, schedule: str | None
 ) -> dict[str, Any]:
     """The config of the file with the pipeline and tensor ranks of the command line."""
-    for name, value in ((_STAGES, stages), (_TENSOR, tensor)):
-        if value is not None and value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
+    check_whole(_STAGES, stages)
+    check_whole(_TENSOR, tensor)
     if schedule not in (None, *SCHEDULES):
         raise invalid_value("--pipeline-schedule", schedule, SCHEDULES)
     pipeline, cut = (dict(file_config.get(key) or {}) for key in SECTIONS)
@@ -131,7 +132,9 @@ def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnv
     """Raise the error of `initialize` for a conflict with pipeline or tensor ranks before the model is built."""
     axes = axes_of(config)
     if axes.pipe * axes.model > 1:
-        checked_axes(load_config(config), _on_meta(shape), here, None)
+        with torch.device("meta"):
+            model = GPT(shape)
+        checked_axes(load_config(config), model, here, None)
 
 
 def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
@@ -139,11 +142,6 @@ def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
     section = config.get("pipeline") or {}
     name = section.get("schedule") or "1f1b"
     return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1
-
-
-def _on_meta(shape: GPTConfig) -> GPT:
-    with torch.device("meta"):
-        return GPT(shape)
 
 
 @dataclass(frozen=True)
@@ -211,19 +209,16 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
     if settings.out.exists() and not settings.out.is_dir():
         raise invalid_value("--out", str(settings.out), "a folder", "This is a file. Choose another --out.")
-    at_least_one = ("steps", "batch_size", "accumulation")
-    for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
-        least = 1 if name in at_least_one else 0
-        if getattr(settings, name) < least:
-            raise invalid_value(option_name(name), getattr(settings, name), f"a whole number >= {least}")
+    for name in ("steps", "batch_size", "accumulation", "keep_last"):
+        check_whole(option_name(name), getattr(settings, name))
+    for name in ("warmup", "seed", "valid_every", "save_every"):
+        check_whole(option_name(name), getattr(settings, name), least=0)
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
             raise invalid_value(option_name(name), value, "a finite number >= 0")
     if settings.precision not in PRECISIONS:
         raise invalid_value("--precision", settings.precision, PRECISIONS)
-    if settings.keep_last is not None and settings.keep_last < 1:
-        raise invalid_value("--keep-last", settings.keep_last, "a whole number >= 1")
     if settings.gpu_memory is not None and not torch.cuda.is_available():
         raise invalid_value("--gpu-memory", settings.gpu_memory, "left out, because this machine has no GPU")
     check_threads(settings.threads, "--threads")
@@ -251,8 +246,7 @@ def choose_shape(
         raise invalid_value("--preset", preset, PRESETS)
     shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
     if context is not None:
-        if context < 1:
-            raise invalid_value("--seq-length (--context)", context, "a whole number >= 1")
+        check_whole("--seq-length (--context)", context)
         shape = replace(shape, context=context)
     if checkpoint_activations is None:
         checkpoint_activations = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
@@ -268,11 +262,6 @@ def rule_params(name: str) -> dict[str, Any]:
     options = {"lr": rule.defaults["lr"], "weight_decay": 0.0, **rule.train}
     params = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return {**params, "adam_w_mode": False} if name == "adam" else params
-
-
-def default_batch_size(preset: str) -> int:
-    """Default number of sequences in a micro-batch of a preset."""
-    return PRESET_BATCH.get(preset, 8)
 
 
 def default_lr(rule: str, shape: GPTConfig) -> float:
@@ -308,17 +297,13 @@ def parse_bytes(name: str, text: str | None) -> int | None:
 
 def parse_ratio(text: str | None) -> float | str | None:
     """Parse --ratio: a number from 0 to 1, or "auto"."""
-    if text in (None, "auto"):
+    if text is None or text == "auto":
         return text
-    assert text is not None
+    with suppress(ValueError):
+        if 0.0 <= (value := float(text)) <= 1.0:
+            return value
     allowed = "a number from 0 (all optimizer state on the GPU) to 1 (all of it on the host), or auto"
-    try:
-        value = float(text)
-    except ValueError:
-        raise invalid_value("--ratio", text, allowed) from None
-    if not 0.0 <= value <= 1.0:
-        raise invalid_value("--ratio", text, allowed)
-    return value
+    raise invalid_value("--ratio", text, allowed)
 
 
 def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> dict[str, Any]:

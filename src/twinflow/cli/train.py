@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from twinflow.cli import option
+from twinflow.cli import check_whole, option
 from twinflow.cli.outcome import EXIT_CODES, print_header, show
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
 from twinflow.cli.run import prepare, run_training
@@ -21,7 +21,6 @@ from twinflow.cli.settings import (
     TrainSettings,
     check_layout,
     choose_shape,
-    default_batch_size,
     default_lr,
     is_on,
     only_one,
@@ -33,6 +32,7 @@ from twinflow.cli.settings import (
 )
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
+from twinflow.models.gpt import PRESET_BATCH
 from twinflow.native import get_threads
 from twinflow.rules import RULES
 
@@ -176,7 +176,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     preset, shape = choose_shape(options.preset, *by_hand, context, options.checkpoint_activations)
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
-    batch = _batch(options.batch_size, options.accumulation, file_config, default_batch_size(preset), replicas)
+    batch = _batch(options.batch_size, options.accumulation, file_config, PRESET_BATCH.get(preset, 8), replicas)
     usual = rule_params(rule)
     lr = only_one("--lr", options.lr, file_config, "optimizer")
     decay = only_one("--weight-decay", options.weight_decay, file_config, "optimizer")
@@ -238,8 +238,7 @@ def _batch(
     keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
-        if value is not None and value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
+        check_whole(name, value)
         if value is not None and named.setdefault(key, value) != value:
             raise invalid_value(name, value, [named[key]], f"The config file sets {key!r} to this value.")
     if keys[0] not in named:
