@@ -23,20 +23,13 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from twinflow.files import write_whole
 from twinflow.monitor.timers import Clock
 from twinflow.offload.fetch_hooks import tensors_in
 
 Phase = Literal["forward", "backward"]
-
-# torch's FLOP counter applies its formulas for attention to the kernels of GPUs only.
-CPU_ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
-
 
 @dataclass(frozen=True)
 class FlopsRow:
@@ -162,7 +155,11 @@ class _Watch:
         self._owners: dict[Any, str] = {}
         self._times: list[tuple[str, Any, Any]] = []
         self._handles: list[Any] = []
-        self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+        self._counter = FlopCounterMode(display=False)
+        formulas: dict[Any, Any] = self._counter.flop_registry
+        for kind in ("", "_backward"):  # torch has formulas for the attention kernels of GPUs only
+            on_gpu, on_cpu = (f"_scaled_dot_product_flash_attention{where}{kind}" for where in ("", "_for_cpu"))
+            formulas[getattr(torch.ops.aten, on_cpu)] = formulas[getattr(torch.ops.aten, on_gpu)]
         self._counter.mod_tracker = self  # type: ignore[assignment]
 
     def start(self) -> None:
