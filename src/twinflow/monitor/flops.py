@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from twinflow.monitor.timers import Clock
 from twinflow.offload.fetch_hooks import tensors_in
 
 Phase = Literal["forward", "backward"]
+
 
 @dataclass(frozen=True)
 class FlopsRow:

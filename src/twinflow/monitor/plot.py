@@ -75,7 +75,11 @@ def figure(
         f"{_drawing(shown, x_label, from_zero, highest, width, height)}</svg>"
         for kind, (width, height) in (("roomy", size), ("slim", SLIM))
     )
-    keys = "".join(_legend_key(s) for s in series if s.label)
+    keys = ""
+    for s in series:
+        note = f" <b>{escape(s.note)}</b>" if s.note else ""
+        if s.label:
+            keys += f'<span><i class="key {s.style} c{s.color}"></i>{escape(s.label)}{note}</span>'
     return framed(title, keys, drawings)
 
 
@@ -217,11 +221,6 @@ def _curve(series: Series, x_scale: Scale, y_scale: Scale, halo: bool = False) -
         for (x, y), (step, value) in zip(at, series.points, strict=True)
     )
     return line + "".join(dots)
-
-
-def _legend_key(series: Series) -> str:
-    note = f" <b>{escape(series.note)}</b>" if series.note else ""
-    return f'<span><i class="key {series.style} c{series.color}"></i>{escape(series.label)}{note}</span>'
 
 
 def _cut_note(highest: float | None, x_scale: Scale, y_scale: Scale) -> str:
