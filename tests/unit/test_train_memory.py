@@ -37,7 +37,7 @@ def settings(preset: str, **changes: Any) -> TrainSettings:
     values |= {"preset": preset, "model": shape, "batch_size": PRESET_BATCH[preset], "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path(), "file_config": {}}
-    return TrainSettings(**(values | changes))
+    return TrainSettings(**(values | {"world": 1} | changes))
 
 
 def plan(
@@ -291,8 +291,8 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
 
 def on_ranks(num_ranks: int, gpu: int | None = CARD, host: int = 128 * GB, **changes: Any) -> MemoryPlan:
     """The fp32 plan of gpt2-1.5b for so many ranks, where so much is free on the hosts of all."""
-    asked = settings("gpt2-1.5b", **changes)
-    return plan_memory(case_of(asked, engine_config(asked, "fp32"), num_ranks), "fp32", Available(gpu, host))
+    asked = settings("gpt2-1.5b", world=num_ranks, **changes)
+    return plan_memory(case_of(asked, engine_config(asked, "fp32")), "fp32", Available(gpu, host))
 
 
 def test_ranks_share_the_state_and_each_has_a_process() -> None:
@@ -320,8 +320,8 @@ def test_ranks_that_are_too_many_for_the_host_are_refused() -> None:
 
 
 def test_auto_gives_every_rank_its_part_of_the_host() -> None:
-    asked = settings("gpt2-10b", ratio="auto")
-    one, four = (case_of(asked, engine_config(asked, "fp32"), num_ranks) for num_ranks in (1, 4))
+    runs = (settings("gpt2-10b", ratio="auto", world=num_ranks) for num_ranks in (1, 4))
+    one, four = (case_of(asked, engine_config(asked, "fp32")) for asked in runs)
     scarce = Available(H200, 60 * GB)
     assert start_ratio(one, scarce) == pytest.approx(60 / 123.4 * 0.94, rel=0.02)
     assert 0.8 * start_ratio(one, scarce) < start_ratio(four, scarce) <= start_ratio(one, scarce)

@@ -28,7 +28,7 @@ def settings(**changes: Any) -> TrainSettings:
 def plan(num_ranks: int, stage: int | None) -> MemoryPlan:
     file = {} if stage is None else {"zero_optimization": {"stage": stage}}
     asked = settings(world=num_ranks, file_config=file)
-    case = case_of(asked, engine_config(asked, "fp32", num_ranks), num_ranks)
+    case = case_of(asked, engine_config(asked, "fp32"))
     return plan_memory(case, "fp32", Available(32 * GB, 500 * GB))
 
 
@@ -45,10 +45,10 @@ def test_stage_0_keeps_all_state_on_every_rank() -> None:
 
 
 def test_the_stage_is_2_unless_the_file_names_one() -> None:
-    assert engine_config(settings(), "fp32", 2)["zero_optimization"]["stage"] == 2
+    assert engine_config(settings(world=2), "fp32")["zero_optimization"]["stage"] == 2
     assert "stage" not in engine_config(settings(), "fp32")["zero_optimization"]
-    named = settings(file_config={"zero_optimization": {"stage": 1}})
-    assert engine_config(named, "fp32", 2)["zero_optimization"]["stage"] == 1
+    named = settings(world=2, file_config={"zero_optimization": {"stage": 1}})
+    assert engine_config(named, "fp32")["zero_optimization"]["stage"] == 1
 
 
 def test_tokens_are_of_all_ranks() -> None:
@@ -78,7 +78,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
 
 
 def saved(one: TrainSettings) -> dict[str, Any]:
-    return {**as_json(one), "world": one.world}
+    return as_json(one)
 
 
 def test_other_ranks_resume_the_same_sequences_only() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
+from twinflow.cli.settings import TrainSettings, is_on
 from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import not_enough
@@ -107,19 +107,17 @@ def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int)
     return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
 
 
-def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
+def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     """The memory case of a run, from its settings and the config of the engine.
 
-    The `num_ranks` ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica
-    share it.
+    The ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica share it.
     """
     shape, checked = settings.model, load_config(config)
     offload = checked.zero_optimization.offload_optimizer
     assert offload is not None
     formats, num_moments = _rule(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
-    named = "stage" in checked.zero_optimization.model_fields_set
-    stage = (checked.zero_optimization.stage if named else RANKS_STAGE) if num_ranks > 1 else 0
+    stage = checked.zero_optimization.stage if settings.world > 1 else 0
     axes = resolve_axes(checked)
     num_parts = axes.pipe * axes.model  # parts that the model is split into
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
@@ -133,7 +131,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         checkpointing=shape.checkpoint_activations,
         weights=settings.precision,
         num_moments=num_moments,
-        world=num_ranks if stage else num_parts,
+        world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
     )
@@ -143,7 +141,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
-        num_copies=1 if stage else num_ranks // num_parts,
+        num_copies=1 if stage else settings.world // num_parts,
         kept=_kept(axes, checked.pipeline.schedule, settings.accumulation),
     )
 

@@ -64,7 +64,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
     settings = [
         (option_name(name), words[value] if value is None or isinstance(value, bool) else str(value))
         for name, value in values.items()
-        if name not in ("model", "file_config")
+        if name not in ("model", "file_config", "world")
     ]
     return Report(
         title=run.settings.out.name or str(run.settings.out),

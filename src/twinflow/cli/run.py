@@ -34,7 +34,6 @@ from twinflow.cli.settings import (
     describe_layout,
     engine_config,
     lr_factor,
-    num_replicas,
 )
 from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
@@ -154,17 +153,20 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         _check_saved(saved, settings, data)
         check_vocabulary(settings.file_config, settings.model)
         states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
-        config = engine_config(settings, "fp32", ranks.world)
+        config = engine_config(settings, "fp32")
         check_combination(config, settings.model, ranks.here)
-        case = case_of(settings, config, ranks.world)
+        case = case_of(settings, config)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
-    config = engine_config(settings, plan.states, ranks.world)
+    config = engine_config(settings, plan.states)
     engine = build_engine(settings, config, ranks)
-    num_valid = saved.get("num_valid") or _num_valid(saved or {**as_json(settings), "world": ranks.world})
+    # A resumed run with another number of ranks validates with the same sequences.
+    num_valid = int(saved.get("num_valid", VALID_BATCHES * settings.batch_size * settings.replicas))
     with ranks.together():
         if ranks.is_first:
             chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
-            _write_settings(settings, {**chosen, "world": ranks.world})
+            write_whole(settings.out / SETTINGS, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
+            if settings.trace is not None:
+                settings.trace.parent.mkdir(parents=True, exist_ok=True)
     if settings.resume:
         with watched(engine):
             found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
@@ -219,21 +221,6 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
         now = f"{settings.data}, fingerprint {data.fingerprint}"
         remedy = "The data has changed since the run began. Restore it, or start a new run in another --out."
         raise invalid_value("--data", now, f"the data with the fingerprint {before}", remedy)
-
-
-def _num_valid(started: dict[str, Any]) -> int:
-    """Number of sequences in a validation. It is computed from the settings of the first start, so that a resumed run
-    with another number of ranks uses the same sequences.
-    """
-    replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
-    return VALID_BATCHES * int(started["batch_size"]) * replicas
-
-
-def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
-    if settings.trace is not None:
-        settings.trace.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(as_json(settings) | chosen, default=str, indent=2)
-    write_whole(settings.out / SETTINGS, text + "\n")
 
 
 def _tokenizing(console: Console) -> Callable[[int, int], None]:

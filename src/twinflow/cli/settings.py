@@ -64,20 +64,16 @@ def with_axes(
     check_whole(_TENSOR, tensor)
     if schedule not in (None, *SCHEDULES):
         raise invalid_value("--pipeline-schedule", schedule, SCHEDULES)
-    pipeline, cut = (dict(file_config.get(key) or {}) for key in SECTIONS)
-    only_one(_TENSOR, tensor, cut, "tp")
-    given = {
-        "pipeline": {
-            "stages": only_one(_STAGES, stages, pipeline, "stages"),
-            "schedule": only_one("--pipeline-schedule", schedule, pipeline, "schedule"),
-        },
-        "tensor_parallel": {"autotp_size": only_one(_TENSOR, tensor, cut, "autotp_size")},
-    }
+    only_one(_TENSOR, tensor, file_config.get("tensor_parallel") or {}, "tp")
     found = dict(file_config)
-    for key, section in zip(SECTIONS, (pipeline, cut), strict=True):
-        said = {name: value for name, value in given[key].items() if value not in (None, 1)}  # 1 is the default
-        if section or said:
-            found[key] = {**section, **said}
+    for section, key, name, value in (
+        ("pipeline", "stages", _STAGES, stages),
+        ("pipeline", "schedule", "--pipeline-schedule", schedule),
+        ("tensor_parallel", "autotp_size", _TENSOR, tensor),
+    ):
+        only_one(name, value, file_config.get(section) or {}, key)
+        if value not in (None, 1):  # 1 is the default
+            found[section] = {**(found.get(section) or {}), key: value}
     return found
 
 
@@ -283,11 +279,11 @@ def parse_bytes(name: str, text: str | None) -> int | None:
     """Parse a size such as 32GB, 24GiB or 500MB. `name`: the option, for the error message."""
     if text is None:
         return None
-    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1}
+    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1, "": 1}
     upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    unit = next(unit for unit in units if upper.endswith(unit))
     try:
-        value = float(upper.removesuffix(unit)) * (units[unit] if unit else 1)
+        value = float(upper.removesuffix(unit)) * units[unit]
     except ValueError:
         raise invalid_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
     if not 0 < value < math.inf:
@@ -306,7 +302,7 @@ def parse_ratio(text: str | None) -> float | str | None:
     raise invalid_value("--ratio", text, allowed)
 
 
-def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> dict[str, Any]:
+def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     """The config of the engine: the config file, completed with the values of the command line."""
     config: dict[str, Any] = deepcopy(dict(settings.file_config))
     config["train_micro_batch_size_per_gpu"] = settings.batch_size
@@ -324,7 +320,7 @@ def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> d
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         return config  # the config reader raises an error for this value
-    if num_ranks > 1:
+    if settings.world > 1:
         zero.setdefault("stage", RANKS_STAGE)
     offload = zero.get("offload_optimizer")
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
@@ -355,11 +351,10 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def as_json(settings: TrainSettings) -> dict[str, Any]:
-    """All settings as plain values for the run's folder, except the number of ranks."""
+    """All settings as plain values, for the run's folder."""
     return {
         name: str(value) if isinstance(value, Path) else dict(value) if isinstance(value, Mapping) else value
         for name, value in asdict(settings).items()
-        if name != "world"
     }
 
 

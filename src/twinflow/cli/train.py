@@ -177,7 +177,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
     batch = _batch(options.batch_size, options.accumulation, file_config, PRESET_BATCH.get(preset, 8), replicas)
-    usual = rule_params(rule)
+    usual, now = rule_params(rule), time.strftime("%Y%m%d-%H%M%S")
     lr = only_one("--lr", options.lr, file_config, "optimizer")
     decay = only_one("--weight-decay", options.weight_decay, file_config, "optimizer")
     clip = only_one("--grad-clip", options.grad_clip, file_config, "gradient_clipping")
@@ -196,16 +196,11 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         keep_last=2 if options.keep_last is None else options.keep_last,
         gpu_memory=parse_bytes("--gpu-memory", options.gpu_memory),
         threads=get_threads() if options.threads is None else options.threads,
-        out=default_out(preset, rule) if options.out is None else options.out,
+        out=Path("runs") / f"{preset}-{rule}-{now}" if options.out is None else options.out,
         file_config=file_config,
         world=world,
         **{name: getattr(options, name) for name in _AS_GIVEN},
     )
-
-
-def default_out(preset: str, rule: str) -> Path:
-    """A new folder for each run, named by preset, rule and time."""
-    return Path("runs") / f"{preset}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _context(context: int | None, max_positions: int | None) -> int | None:

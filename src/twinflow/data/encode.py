@@ -303,11 +303,6 @@ def _encode(waiting: Sequence[Piece], tokenizer: Tokenizer) -> Array:
     return np.concatenate(arrays)
 
 
-def tokens_in_memory(text: TextSource, tokenizer: Tokenizer, json_key: str) -> Array:
-    """All tokens as one array in memory."""
-    return np.concatenate([np.empty(0, tokenizer.dtype), *encoded(text, tokenizer, json_key)])
-
-
 def default_cache() -> Path:
     """The default folder for cached tokens, in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "twinflow" / "tokens"
