@@ -55,8 +55,7 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def make_report(run: Run, outcome: Outcome) -> Report:
-    """The content of the report page. Also sets `outcome.numbers`."""
-    outcome.numbers = final_numbers(outcome)
+    """The content of the report page."""
     values = as_json(run.settings)
     if values["ratio"] == "auto" and outcome.steps and math.isfinite(outcome.steps[-1].host_share):
         values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} after the last step"
@@ -70,7 +69,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         title=run.settings.out.name or str(run.settings.out),
         status=outcome.status,
         message=outcome.message,
-        numbers=outcome.numbers,
+        numbers=final_numbers(outcome),
         settings=[*run.rank_rows, *header_rows(run)[:2], ("data", run.data.describe()), *settings],
         machine=machine_rows(run.settings.threads),
         steps=outcome.steps,
@@ -125,7 +124,7 @@ def print_header(run: Run, console: Console) -> None:
 def show(run: Run, outcome: Outcome, console: Console) -> None:
     """Write the report page and print the final numbers."""
     report = make_report(run, outcome)
-    rows, path = outcome.numbers, run.settings.out / REPORT
+    rows, path = list(report.numbers), run.settings.out / REPORT
     try:
         write_report(path, report)
         rows.append(("report", str(path)))

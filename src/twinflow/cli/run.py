@@ -126,7 +126,6 @@ class Outcome:
     steps: list[StepRecord] = field(default_factory=list)
     valids: list[ValidRecord] = field(default_factory=list)
     wall_s: float = 0.0
-    numbers: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
