@@ -58,14 +58,9 @@ class PlanOptions:
     cores: int | None = option(None, "CPU cores of the host.  [default: 16 with --gpu]")
     dram: str | None = option(None, "Bandwidth of the host memory, for example 150GB/s.  [default: 150GB/s with --gpu]")
     gpus: int = option(1, "Number of GPUs. They share the optimizer state. For several machines see --per-node.")
-    batch_size: int | None = option(
-        None, "Sequences in a micro-batch of each GPU.", "--batch-size", "--micro-batch-size"
-    )
+    batch_size: int | None = option(None, "Sequences in a micro-batch of each GPU.", "--batch-size --micro-batch-size")
     seq_length: int | None = option(
-        None,
-        "Tokens in a sequence. Default: the context length of the model, but at most 2048.",
-        "--seq-length",
-        "--seq",
+        None, "Tokens in a sequence. Default: the context length of the model, but at most 2048.", "--seq-length --seq"
     )
     accumulation: int | None = option(None, "Micro-batches in a step.")
     checkpoint_activations: bool | None = option(
@@ -79,11 +74,10 @@ class PlanOptions:
     html: Path | None = option(None, "Also write an HTML page to this file.")
     write_config: Path | None = option(None, "Write the recommended config to this file.")
     scaling: int | None = option(
-        None,
-        "Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs. Each machine has --gpus GPUs.",
+        None, "Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs. Each machine has --gpus GPUs."
     )
     total_batch: int | None = option(
-        None, "Sequences in a step of all GPUs.  [default with --scaling: at most 512]", "--total-batch", "--batch"
+        None, "Sequences in a step of all GPUs.  [default with --scaling: at most 512]", "--total-batch --batch"
     )
     network: str | None = option(None, "Network bandwidth of a machine, for example 25GB/s.  [default: that of a DGX]")
     per_node: int | None = option(

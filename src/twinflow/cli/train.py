@@ -51,28 +51,25 @@ class TrainOptions:
     vocab_size: int | None = option(
         None, "Size of the vocabulary. Default: the size that the preset and the tokenizer need."
     )
-    context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length", "--context")
+    context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length --context")
     checkpoint_activations: bool | None = option(
         None,
         "Keep only the input of each block and recompute the other activations in backward. "
         "Default: on for models of width 1600 and more.",
         "--checkpoint-activations/--no-checkpoint-activations",
     )
-    steps: int = option(800, "Number of training steps.", "--steps", "--train-iters")
+    steps: int = option(800, "Number of training steps.", "--steps --train-iters")
     batch_size: int | None = option(
         None,
         "Sequences in a micro-batch of each model replica. Default: as in the preset.",
-        "--batch-size",
-        "--micro-batch-size",
+        "--batch-size --micro-batch-size",
     )
     accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
     lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
-    warmup: int | None = option(
-        None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup", "--lr-warmup-iters"
-    )
+    warmup: int | None = option(None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup --lr-warmup-iters")
     weight_decay: float | None = option(None, "Weight decay. Default: depends on the rule.")
     grad_clip: float | None = option(
-        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip", "--clip-grad"
+        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip --clip-grad"
     )
     rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
     states: str | None = option(
@@ -95,8 +92,7 @@ class TrainOptions:
     data: str = option(
         "stdlib",
         "Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
-        "--data",
-        "--data-path",
+        "--data --data-path",
     )
     json_key: str = option("text", "Field of a JSONL line that contains the text.")
     tokenizer: str = option("bytes", "Tokenizer: bytes, or a folder with a Hugging Face tokenizer.json.")
@@ -104,11 +100,10 @@ class TrainOptions:
     valid_every: int = option(
         100,
         "Steps between validations. 0: only before the first and after the last step.",
-        "--valid-every",
-        "--eval-interval",
+        "--valid-every --eval-interval",
     )
     save: bool = option(True, "Whether to save checkpoints.", "--save/--no-save")
-    save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every", "--save-interval")
+    save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every --save-interval")
     keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
     resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
@@ -116,20 +111,18 @@ class TrainOptions:
     out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
     trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
     config: Path | None = option(
-        None, "A DeepSpeed config, JSON or HJSON.", "--deepspeed_config", "--deepspeed-config", "--config"
+        None, "A DeepSpeed config, JSON or HJSON.", "--deepspeed_config --deepspeed-config --config"
     )
     of_megatron: bool = option(
         False,
         "Options of Megatron. They are accepted and have no effect.",
-        "--deepspeed",
-        "--cpu-optimizer",
-        "--no-pipeline-parallel",
+        "--deepspeed --cpu-optimizer --no-pipeline-parallel",
     )
     tensor_ranks: int | None = option(
-        None, "Number of tensor-parallel ranks.", "--model-parallel-size", "--tensor-model-parallel-size"
+        None, "Number of tensor-parallel ranks.", "--model-parallel-size --tensor-model-parallel-size"
     )
     stages: int | None = option(
-        None, "Number of pipeline stages.", "--pipeline-parallel-size", "--pipeline-model-parallel-size"
+        None, "Number of pipeline stages.", "--pipeline-parallel-size --pipeline-model-parallel-size"
     )
     pipeline_schedule: str | None = option(None, "Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
     max_positions: int | None = option(None, "Same as --seq-length.", "--max-position-embeddings")
