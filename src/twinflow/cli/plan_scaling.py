@@ -76,17 +76,18 @@ def scaling_table(rows: Sequence[Row]) -> Table:
     """A table with two rows for each number of GPUs: with offload and without."""
     names = ("GPUs", "method", "batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear", "bound by")
     table = make_table(names, left=["method"])
-    shares = zip(*(efficiency(points) for points in _by_way(rows)), strict=True)
-    for row, (offload_share, plain_share) in zip(rows, shares, strict=True):
-        for name, point, share in ((OFFLOAD, row.offload, offload_share), (PLAIN, row.plain, plain_share)):
-            number = str(row.world) if name == OFFLOAD else ""
-            style = "green" if row.ahead == name else "" if point is not None else "dim"
-            table.add_row(number, name, *_cells(point, share), style=style)
+    methods = _by_method(rows)
+    for i, row in enumerate(rows):
+        for name, points in methods.items():
+            style = "green" if row.ahead == name else "" if points[i][0] is not None else "dim"
+            table.add_row(str(row.world) if name == OFFLOAD else "", name, *_cells(*points[i]), style=style)
     return table
 
 
-def _by_way(rows: Sequence[Row]) -> tuple[list[Point | None], list[Point | None]]:
-    return [row.offload for row in rows], [row.plain for row in rows]
+def _by_method(rows: Sequence[Row]) -> dict[str, list[tuple[Point | None, float | None]]]:
+    """The points of each method, and their speed as a share of linear scaling."""
+    points = {OFFLOAD: [row.offload for row in rows], PLAIN: [row.plain for row in rows]}
+    return {name: list(zip(each, efficiency(each), strict=True)) for name, each in points.items()}
 
 
 def _cells(point: Point | None, share: float | None) -> list[str]:
@@ -116,7 +117,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
-    offload, plain = (efficiency(points) for points in _by_way(rows))
+    methods = _by_method(rows)
     return {
         "model": {"name": run.model.name, "params": run.model.numel},
         "cluster": {
@@ -128,11 +129,10 @@ def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
         "rows": [
             {
                 "world": row.world,
-                OFFLOAD: _point_dict(row.offload, first),
-                PLAIN: _point_dict(row.plain, second),
+                **{name: _point_dict(*points[i]) for name, points in methods.items()},
                 "ahead": row.ahead,
             }
-            for row, first, second in zip(rows, offload, plain, strict=True)
+            for i, row in enumerate(rows)
         ],
         "crossover": crossover(rows),
     }
