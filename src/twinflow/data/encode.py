@@ -321,7 +321,11 @@ def cached_tokens(
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:
         if not _is_whole(file, side, tokenizer):
-            _write(file, side, encoded(text, tokenizer, json_key, progress), tokenizer)
+            arrays = encoded(text, tokenizer, json_key, progress)
+            write_whole(file, (array.astype(tokenizer.dtype, copy=False).tobytes() for array in arrays))
+            num_tokens = file.stat().st_size // tokenizer.dtype.itemsize
+            facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
+            write_whole(side, json.dumps(facts))
     except OSError as error:
         raise ValueError(
             f"twinflow cannot write the tokens to {folder} ({error.strerror}). "
@@ -338,18 +342,3 @@ def _is_whole(file: Path, side: Path, tokenizer: Tokenizer) -> bool:
         return bool(file.stat().st_size == num_tokens * tokenizer.dtype.itemsize)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _write(file: Path, side: Path, arrays: Iterator[Array], tokenizer: Tokenizer) -> None:
-    """Write both files atomically. Two runs that write at the same time write the same contents."""
-    num_tokens = 0
-
-    def tokens() -> Iterator[bytes]:
-        nonlocal num_tokens
-        for array in arrays:
-            num_tokens += len(array)
-            yield array.astype(tokenizer.dtype, copy=False).tobytes()
-
-    write_whole(file, tokens())
-    facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
-    write_whole(side, json.dumps(facts))
