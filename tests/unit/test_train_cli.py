@@ -652,7 +652,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_numbers(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinflow.cli.outcome.write_report", full)
+    monkeypatch.setattr("twinflow.cli.train.write_report", full)
     result = megatron("--data", text, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert "No space left" in result.stderr

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
-from twinflow.cli.settings import TrainSettings, as_json, check_same_run, choose_shape, engine_config
-from twinflow.cli.train import _batch
+from twinflow.cli.settings import TrainSettings, _batch, as_json, check_same_run, choose_shape, engine_config
 from twinflow.models.gpt import PRESETS, count_params
 
 GB = 10**9

@@ -74,18 +74,13 @@ class MemoryPlan:
     num_ranks: int = 1  # ranks that share the host
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on the host."""
-        return self.used.host["state"]
-
-    @property
     def host_line(self) -> str:
         """Line on host memory for the header."""
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
         return (
-            f"{self.state_bytes / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
+            f"{self.used.host['state'] / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
             f"about {_gb(self.used.host_total)} in all{of_free}: {self.why}"
         )
 
