@@ -19,7 +19,15 @@ from twinflow.cli.memory import (
     remedies,
     start_ratio,
 )
-from twinflow.cli.settings import TrainSettings, choose_shape, default_lr, engine_config, parse_bytes, parse_ratio
+from twinflow.cli.settings import (
+    TrainOptions,
+    TrainSettings,
+    choose_shape,
+    default_lr,
+    engine_config,
+    parse_bytes,
+    parse_ratio,
+)
 from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
@@ -33,7 +41,7 @@ CARD, H200 = 32 * GB, 150 * GB
 
 def settings(preset: str, **changes: Any) -> TrainSettings:
     values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
-    shape = choose_shape(preset, None, None, None, None, None)[1]
+    shape = choose_shape(TrainOptions(preset=preset))[1]
     values |= {"preset": preset, "model": shape, "batch_size": PRESET_BATCH[preset], "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path(), "file_config": {}}
@@ -80,7 +88,7 @@ def test_what_ran_on_a_card_is_not_refused() -> None:
     thirteen = plan("gpt2-13b", "bf16", grad_clip=0.0)
     assert (thirteen.states, thirteen.why, thirteen.tight) == ("bf16", "as requested", "")
     assert thirteen.used.gpu_total == pytest.approx(31.53 * GB, rel=0.03)
-    shape = choose_shape(None, 69, 4096, 32, None, None)[1]
+    shape = choose_shape(TrainOptions(num_layers=69, hidden=4096, num_heads=32))[1]
     largest = plan(settings("gpt2-13b", model=shape, batch_size=1, grad_clip=0.0), "bf16")
     assert (largest.states, largest.tight) == ("bf16", "")
     assert largest.used.gpu_total == pytest.approx(30.57 * GB, rel=0.03)
@@ -359,8 +367,8 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_shape_by_hand_is_a_gpt2() -> None:
-    name, shape = choose_shape(None, 50, 4096, 32, None, True)
+    name, shape = choose_shape(TrainOptions(num_layers=50, hidden=4096, num_heads=32, checkpoint_activations=True))
     assert (name, shape) == ("custom", replace(PRESETS["gpt2-10b"], checkpoint_activations=True))
-    assert choose_shape(None, None, None, None, None, None)[0] == "tiny"
-    assert choose_shape("gpt2-13b", None, None, None, None, None)[1].checkpoint_activations
+    assert choose_shape(TrainOptions())[0] == "tiny"
+    assert choose_shape(TrainOptions(preset="gpt2-13b"))[1].checkpoint_activations
     assert default_lr("adamw", shape) < default_lr("adamw", PRESETS["tiny"])

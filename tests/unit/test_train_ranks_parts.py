@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
-from twinflow.cli.settings import TrainSettings, _batch, as_json, check_same_run, choose_shape, engine_config
+from twinflow.cli.settings import (
+    TrainOptions,
+    TrainSettings,
+    _batch,
+    as_json,
+    check_same_run,
+    choose_shape,
+    engine_config,
+)
 from twinflow.models.gpt import PRESETS, count_params
 
 GB = 10**9
@@ -17,7 +25,7 @@ GB = 10**9
 
 def settings(**changes: Any) -> TrainSettings:
     values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
-    shape = choose_shape("gpt2-1.5b", None, None, None, None, None)[1]
+    shape = choose_shape(TrainOptions(preset="gpt2-1.5b"))[1]
     values |= {"preset": "gpt2-1.5b", "model": shape, "batch_size": 4, "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path("run"), "file_config": {}}

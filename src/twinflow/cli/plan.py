@@ -37,7 +37,7 @@ def _show(options: PlanOptions) -> int:
     """Print what the options ask for, and return the exit code: 1 if nothing fits."""
     if options.scaling is None and wants_layouts(options):
         return show_layouts(options)
-    cost, default_batch = choose_model(options.preset, options.model, options.params)
+    cost, default_batch = choose_model(options)
     config = read_config(options.config, "--config")
     place = choose_place(options)
     run = make_run(cost, default_batch, options, config, place)

@@ -95,22 +95,21 @@ class PlanOptions:
         return {option_name(name): getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def choose_model(preset: str | None, model: str | None, params: str | None) -> tuple[ModelCost, int]:
+def choose_model(options: PlanOptions) -> tuple[ModelCost, int]:
     """The model that the options name, and its default number of sequences in a micro-batch."""
-    given = {"--preset": preset, "--model": model, "--params": params}
-    named = [name for name, value in given.items() if value is not None]
+    preset, named = options.preset, options.given("preset", "model", "params")
     if len(named) != 1:
-        options, presets = ", ".join(given), ", ".join(PRESETS)
         happened = f"The model is named by {' and '.join(named)}" if named else "No model is named"
-        raise ValueError(f"{happened}. Use exactly one of {options}. The presets are {presets}.")
+        remedy = f"Use exactly one of --preset, --model, --params. The presets are {', '.join(PRESETS)}."
+        raise ValueError(f"{happened}. {remedy}")
     if preset is not None:
         if preset not in PRESETS:
             raise invalid_value("--preset", preset, PRESETS)
         return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
-    if params is not None:
-        return gpt2_like(parse_count("--params", params)), 4
-    assert model is not None
-    return _named_model(model), 4
+    if options.params is not None:
+        return gpt2_like(parse_count("--params", options.params)), 4
+    assert options.model is not None
+    return _named_model(options.model), 4
 
 
 def _named_model(model: str) -> ModelCost:

@@ -82,7 +82,7 @@ def choose_shape(options: PlanOptions) -> Shape:
     check_whole("--seq-length", options.seq_length)
     if options.params is not None and options.preset is None and options.model is None:
         return shape_like(parse_count("--params", options.params), options.seq_length or SEQUENCE)
-    cost, _ = choose_model(options.preset, options.model, options.params)
+    cost, _ = choose_model(options)
     return shape_of(cost, options.seq_length or cost.context)
 
 

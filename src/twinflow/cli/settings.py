@@ -44,8 +44,9 @@ KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "s
 SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation x replicas)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
-_DATA = ("data", "json_key", "vocab_size", "tokenizer", "seed")
-_AS_GIVEN = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")  # options that need no default
+_DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
+# Options that need no default.
+_AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     file_config = with_axes(file_config, options.stages, options.tensor_ranks, options.pipeline_schedule)
     if options.resume and options.out is None:
         raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
-    context = _context(options.context, options.max_positions)
-    by_hand = (options.num_layers, options.hidden, options.num_heads)
-    preset, shape = choose_shape(options.preset, *by_hand, context, options.checkpoint_activations)
+    preset, shape = choose_shape(options)
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
     batch = _batch(options.batch_size, options.accumulation, file_config, PRESET_BATCH.get(preset, 8), replicas)
@@ -230,12 +229,6 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         world=world,
         **{name: getattr(options, name) for name in _AS_GIVEN},
     )
-
-
-def _context(context: int | None, max_positions: int | None) -> int | None:
-    if context is not None and max_positions is not None and context > max_positions:
-        raise invalid_value("--seq-length", context, f"at most {max_positions}, the value of --max-position-embeddings")
-    return context if context is not None else max_positions
 
 
 def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,29 +401,25 @@ def check_settings(settings: TrainSettings) -> None:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
 
 
-def choose_shape(
-    preset: str | None,
-    num_layers: int | None,
-    hidden: int | None,
-    num_heads: int | None,
-    context: int | None,
-    checkpoint_activations: bool | None,
-) -> tuple[str, GPTConfig]:
+def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
     """Name and shape of the model: a preset, or a shape given by options with the vocabulary and context of GPT-2."""
-    by_hand = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads}
-    given = {name: value for name, value in by_hand.items() if value is not None}
+    sizes = {name: getattr(options, name) for name in ("num_layers", "hidden", "num_heads")}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    preset = options.preset
     if preset is None:
         preset = GPT2 if given else "tiny"
     if preset not in PRESETS:
         raise invalid_value("--preset", preset, PRESETS)
-    shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
-    if context is not None:
-        check_whole("--seq-length (--context)", context)
-        shape = replace(shape, context=context)
-    if checkpoint_activations is None:
-        checkpoint_activations = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
-    shape = replace(shape, checkpoint_activations=checkpoint_activations)
-    return (preset if not given else "custom", shape)
+    context, most = options.context, options.max_positions
+    if context is not None and most is not None and context > most:
+        raise invalid_value("--seq-length", context, f"at most {most}, the value of --max-position-embeddings")
+    context = most if context is None else context
+    check_whole("--seq-length (--context)", context)
+    shape = replace(PRESETS[preset], **given, **({} if context is None else {"context": context}))
+    checkpoints = options.checkpoint_activations
+    if checkpoints is None:
+        checkpoints = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
+    return "custom" if given else preset, replace(shape, checkpoint_activations=checkpoints)
 
 
 def rule_params(name: str) -> dict[str, Any]:
