@@ -415,7 +415,9 @@ def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
         raise invalid_value("--seq-length", context, f"at most {most}, the value of --max-position-embeddings")
     context = most if context is None else context
     check_whole("--seq-length (--context)", context)
-    shape = replace(PRESETS[preset], **given, **({} if context is None else {"context": context}))
+    shape = replace(PRESETS[preset], **given)
+    if context is not None:
+        shape = replace(shape, context=context)
     checkpoints = options.checkpoint_activations
     if checkpoints is None:
         checkpoints = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
