@@ -1,4 +1,4 @@
-"""Settings of `twinflow train`: checked, with all defaults, and converted to a config for the engine.
+"""Settings of `twinflow train`: the options of the command line, their defaults and checks, and the engine's config.
 
 Pipeline and tensor ranks come from the options or the config file. They are stored in the sections `pipeline` and
 `tensor_parallel` of the config. Batches are distributed over the replicas of the model, so all ranks of a replica get

@@ -1,4 +1,6 @@
-"""`twinflow train`: pretrains a GPT on this machine with the optimizer on the host, and writes a report."""
+"""`twinflow train`: pretrains a GPT with the optimizer on the host. This module has the command and its output: the
+header, the final numbers and the report.
+"""
 
 from __future__ import annotations
 
