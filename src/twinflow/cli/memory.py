@@ -142,7 +142,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
 
 
 def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
-    """Activations that the fullest rank keeps, relative to one forward of the whole model.
+    """Activations on the rank that keeps the most, relative to one forward of the whole model.
 
     A rank has the layers of one stage, for as many micro-batches as are in flight.
     """
