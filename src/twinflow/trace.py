@@ -20,16 +20,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 
 Value = int | float | str
 
@@ -95,7 +95,15 @@ class Trace:
 
     def span(self, name: str, track: str, **args: Value) -> AbstractContextManager[None]:
         """Return a context manager that records the time of its body, also if the body raises."""
-        return _Open(self, name, track, args) if self.enabled else _OFF
+        return self._timed(name, track, args) if self.enabled else _OFF
+
+    @contextmanager
+    def _timed(self, name: str, track: str, args: Mapping[str, Value]) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._record(Span(name, track, start_s, time.perf_counter(), args))
 
     def add(self, name: str, track: str, start_s: float, end_s: float, **args: Value) -> None:
         """Records a span with known times."""
@@ -181,27 +189,6 @@ class _GpuSpan:
     anchor: _Anchor | None
 
 
-class _Open:
-    """The context of a span, which records it at its end."""
-
-    __slots__ = ("_args", "_name", "_start_s", "_trace", "_track")
-
-    def __init__(self, trace: Trace, name: str, track: str, args: Mapping[str, Value]) -> None:
-        self._trace = trace
-        self._name = name
-        self._track = track
-        self._args = args
-
-    def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_s = time.perf_counter()
-        self._trace._record(Span(self._name, self._track, self._start_s, end_s, self._args))
-
-
 def _new_anchor(device: int) -> _Anchor:
     """Return the most exact of five anchors. The event lies between two readings of the host's clock."""
     tries = []
@@ -283,13 +270,7 @@ def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike[str]) -> N
     path = Path(path)
     if not path.parent.is_dir():
         raise invalid_value("The directory of the trace", str(path.parent), "an existing directory", "Create it first.")
-    text = json.dumps(chrome_trace(spans), allow_nan=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(chrome_trace(spans), allow_nan=False))
 
 
 def _plain(value: Value) -> Value:

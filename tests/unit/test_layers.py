@@ -17,7 +17,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2] / "src" / "twinflow"
 LAYERS = [
-    ("errors", "version"),
+    ("errors", "files", "version"),
     ("conflicts", "rules"),
     ("config", "trace", "launch"),
     ("codes", "loss", "attention"),

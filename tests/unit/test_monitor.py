@@ -118,7 +118,7 @@ def test_a_metrics_file_stays_when_it_cannot_be_cut_back(tmp_path: Path, monkeyp
     path = tmp_path / "metrics.jsonl"
     path.write_text(to_json(step_record(1)) + "\n" + to_json(step_record(2)) + "\n")
     before = path.read_text()
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
         MetricsWriter(path, resume_after=1)
     assert path.read_text() == before

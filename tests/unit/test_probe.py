@@ -293,12 +293,10 @@ def test_a_write_that_fails_leaves_the_old_file(
     probe.load_or_measure(CPU, folder=tmp_path)
     before = kept_file(tmp_path).read_bytes()
 
-    def write_half(path: Path, text: str, **options: Any) -> int:
-        with path.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def fail(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr("os.fsync", fail)  # after the content was written to a temporary file
     with pytest.warns(UserWarning, match="no space left"):
         probe.load_or_measure(CPU, folder=tmp_path, refresh=True)
     assert kept_file(tmp_path).read_bytes() == before

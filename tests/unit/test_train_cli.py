@@ -652,7 +652,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_numbers(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinflow.cli.outcome.write_report", full)
+    monkeypatch.setattr("twinflow.cli.train.write_report", full)
     result = megatron("--data", text, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert "No space left" in result.stderr
@@ -744,7 +744,7 @@ def settings_of(world: int, batch_size: int, config: dict[str, Any]) -> TrainSet
 
 def test_a_run_goes_on_in_another_layout_with_the_same_sequences() -> None:
     began = settings_of(4, 2, layout(2))
-    saved = {**as_json(began), "world": 4}
+    saved = as_json(began)
     assert began.sequences == 2 * 4 * 2
     assert began.tokens == 16 * began.sequences
     for world, size, config in (
@@ -763,7 +763,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_sequences() -> None:
 def test_parts_of_a_model_are_counted_as_parts() -> None:
     def used(world: int, config: dict[str, Any], stage: int) -> Bytes:
         asked = settings_of(world, 2, {**config, "zero_optimization": {"stage": stage}})
-        case = case_of(asked, engine_config(asked, "fp32", world), world)
+        case = case_of(asked, engine_config(asked, "fp32"))
         return plan_memory(case, "fp32", Available(10**9, 10**11)).used
 
     whole, half = used(1, {}, 0), used(2, layout(2), 0)

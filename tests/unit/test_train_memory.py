@@ -19,7 +19,15 @@ from twinflow.cli.memory import (
     remedies,
     start_ratio,
 )
-from twinflow.cli.settings import TrainSettings, choose_shape, default_lr, engine_config, parse_bytes, parse_ratio
+from twinflow.cli.settings import (
+    TrainOptions,
+    TrainSettings,
+    choose_shape,
+    default_lr,
+    engine_config,
+    parse_bytes,
+    parse_ratio,
+)
 from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
@@ -33,11 +41,11 @@ CARD, H200 = 32 * GB, 150 * GB
 
 def settings(preset: str, **changes: Any) -> TrainSettings:
     values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
-    shape = choose_shape(preset, None, None, None, None, None)[1]
+    shape = choose_shape(TrainOptions(preset=preset))[1]
     values |= {"preset": preset, "model": shape, "batch_size": PRESET_BATCH[preset], "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path(), "file_config": {}}
-    return TrainSettings(**(values | changes))
+    return TrainSettings(**(values | {"world": 1} | changes))
 
 
 def plan(
@@ -51,7 +59,7 @@ def plan(
 def waiting(asked: TrainSettings, gpu: int | None) -> int:
     """Gradients that wait in host memory."""
     case = case_of(asked, engine_config(asked, "fp32"))
-    return bytes_at(case, start_ratio(case, Available(gpu, 0)), Available(gpu, 0)).host["gradients"]
+    return bytes_at(case, Available(gpu, 0)).host["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_what_ran_on_a_card_is_not_refused() -> None:
     thirteen = plan("gpt2-13b", "bf16", grad_clip=0.0)
     assert (thirteen.states, thirteen.why, thirteen.tight) == ("bf16", "as requested", "")
     assert thirteen.used.gpu_total == pytest.approx(31.53 * GB, rel=0.03)
-    shape = choose_shape(None, 69, 4096, 32, None, None)[1]
+    shape = choose_shape(TrainOptions(num_layers=69, hidden=4096, num_heads=32))[1]
     largest = plan(settings("gpt2-13b", model=shape, batch_size=1, grad_clip=0.0), "bf16")
     assert (largest.states, largest.tight) == ("bf16", "")
     assert largest.used.gpu_total == pytest.approx(30.57 * GB, rel=0.03)
@@ -291,8 +299,8 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
 
 def on_ranks(num_ranks: int, gpu: int | None = CARD, host: int = 128 * GB, **changes: Any) -> MemoryPlan:
     """The fp32 plan of gpt2-1.5b for so many ranks, where so much is free on the hosts of all."""
-    asked = settings("gpt2-1.5b", **changes)
-    return plan_memory(case_of(asked, engine_config(asked, "fp32"), num_ranks), "fp32", Available(gpu, host))
+    asked = settings("gpt2-1.5b", world=num_ranks, **changes)
+    return plan_memory(case_of(asked, engine_config(asked, "fp32")), "fp32", Available(gpu, host))
 
 
 def test_ranks_share_the_state_and_each_has_a_process() -> None:
@@ -320,8 +328,8 @@ def test_ranks_that_are_too_many_for_the_host_are_refused() -> None:
 
 
 def test_auto_gives_every_rank_its_part_of_the_host() -> None:
-    asked = settings("gpt2-10b", ratio="auto")
-    one, four = (case_of(asked, engine_config(asked, "fp32"), num_ranks) for num_ranks in (1, 4))
+    runs = (settings("gpt2-10b", ratio="auto", world=num_ranks) for num_ranks in (1, 4))
+    one, four = (case_of(asked, engine_config(asked, "fp32")) for asked in runs)
     scarce = Available(H200, 60 * GB)
     assert start_ratio(one, scarce) == pytest.approx(60 / 123.4 * 0.94, rel=0.02)
     assert 0.8 * start_ratio(one, scarce) < start_ratio(four, scarce) <= start_ratio(one, scarce)
@@ -359,8 +367,8 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_shape_by_hand_is_a_gpt2() -> None:
-    name, shape = choose_shape(None, 50, 4096, 32, None, True)
+    name, shape = choose_shape(TrainOptions(num_layers=50, hidden=4096, num_heads=32, checkpoint_activations=True))
     assert (name, shape) == ("custom", replace(PRESETS["gpt2-10b"], checkpoint_activations=True))
-    assert choose_shape(None, None, None, None, None, None)[0] == "tiny"
-    assert choose_shape("gpt2-13b", None, None, None, None, None)[1].checkpoint_activations
+    assert choose_shape(TrainOptions())[0] == "tiny"
+    assert choose_shape(TrainOptions(preset="gpt2-13b"))[1].checkpoint_activations
     assert default_lr("adamw", shape) < default_lr("adamw", PRESETS["tiny"])

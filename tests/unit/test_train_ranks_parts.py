@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
-from twinflow.cli.settings import TrainSettings, as_json, check_same_run, choose_shape, engine_config
-from twinflow.cli.train import _batch
+from twinflow.cli.settings import (
+    TrainOptions,
+    TrainSettings,
+    _batch,
+    as_json,
+    check_same_run,
+    choose_shape,
+    engine_config,
+)
 from twinflow.models.gpt import PRESETS, count_params
 
 GB = 10**9
@@ -18,7 +25,7 @@ GB = 10**9
 
 def settings(**changes: Any) -> TrainSettings:
     values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
-    shape = choose_shape("gpt2-1.5b", None, None, None, None, None)[1]
+    shape = choose_shape(TrainOptions(preset="gpt2-1.5b"))[1]
     values |= {"preset": "gpt2-1.5b", "model": shape, "batch_size": 4, "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path("run"), "file_config": {}}
@@ -28,7 +35,7 @@ def settings(**changes: Any) -> TrainSettings:
 def plan(num_ranks: int, stage: int | None) -> MemoryPlan:
     file = {} if stage is None else {"zero_optimization": {"stage": stage}}
     asked = settings(world=num_ranks, file_config=file)
-    case = case_of(asked, engine_config(asked, "fp32", num_ranks), num_ranks)
+    case = case_of(asked, engine_config(asked, "fp32"))
     return plan_memory(case, "fp32", Available(32 * GB, 500 * GB))
 
 
@@ -45,10 +52,10 @@ def test_stage_0_keeps_all_state_on_every_rank() -> None:
 
 
 def test_the_stage_is_2_unless_the_file_names_one() -> None:
-    assert engine_config(settings(), "fp32", 2)["zero_optimization"]["stage"] == 2
+    assert engine_config(settings(world=2), "fp32")["zero_optimization"]["stage"] == 2
     assert "stage" not in engine_config(settings(), "fp32")["zero_optimization"]
-    named = settings(file_config={"zero_optimization": {"stage": 1}})
-    assert engine_config(named, "fp32", 2)["zero_optimization"]["stage"] == 1
+    named = settings(world=2, file_config={"zero_optimization": {"stage": 1}})
+    assert engine_config(named, "fp32")["zero_optimization"]["stage"] == 1
 
 
 def test_tokens_are_of_all_ranks() -> None:
@@ -78,7 +85,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
 
 
 def saved(one: TrainSettings) -> dict[str, Any]:
-    return {**as_json(one), "world": one.world}
+    return as_json(one)
 
 
 def test_other_ranks_resume_the_same_sequences_only() -> None:

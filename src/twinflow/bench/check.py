@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -43,12 +44,11 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Every rule in all its formats, for three pairs of dtypes, every kind of master, in place and out of place."""
-    for rule in RULES.values():
-        for format in rule.formats:
-            for grad_dtype, weight_dtype in _DTYPES:
-                for split in (False, True) if weight_dtype == torch.bfloat16 else (False,):
-                    for out_of_place in (False, True):
-                        yield Case(rule, format, grad_dtype, weight_dtype, out_of_place, split)
+    formats = [(rule, format) for rule in RULES.values() for format in rule.formats]
+    for (rule, format), (grad_dtype, weight_dtype) in product(formats, _DTYPES):
+        for split in (False, True) if weight_dtype == torch.bfloat16 else (False,):
+            for out_of_place in (False, True):
+                yield Case(rule, format, grad_dtype, weight_dtype, out_of_place, split)
 
 
 def disagreements(numel: int = 20_077) -> list[str]:
@@ -75,17 +75,13 @@ def _agrees(case: Case, numel: int) -> bool:
     """Compare after two steps, so that the second step starts from states that are not zero."""
     results = []
     for update in (native.update, reference.update):
-        store = _new_store(case, numel)
+        weight = torch.zeros(numel, dtype=case.weight_dtype) if case.weight_dtype is not None else None
+        store = new_store(case.rule, case.format, _random(numel, seed=1), weight, split=case.split)
         update([_segment(case, store, step=1, target=None)])
         target = store.empty_like() if case.out_of_place else None
         update([_segment(case, store, step=2, target=target)])
         results.append(_tensors(store) + (_tensors(target) if target is not None else []))
     return all(same_bits(ours, truth) for ours, truth in zip(*results, strict=True))
-
-
-def _new_store(case: Case, numel: int) -> Store:
-    weight = torch.zeros(numel, dtype=case.weight_dtype) if case.weight_dtype is not None else None
-    return new_store(case.rule, case.format, _random(numel, seed=1), weight, split=case.split)
 
 
 def _segment(case: Case, store: Store, step: int, target: Store | None) -> Segment:

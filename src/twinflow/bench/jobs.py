@@ -1,5 +1,5 @@
-"""The jobs of the benchmark. Each job builds contenders on its own large buffers: our kernels, and rivals for the same
-work, which are the optimizers of torch, and of DeepSpeed if it is installed.
+"""The jobs of the benchmark. Each job builds contenders (functions that are timed) on its own large buffers. A
+contender is a kernel of twinflow, or a rival: an optimizer of torch or DeepSpeed that does the same work.
 """
 
 from __future__ import annotations
@@ -127,17 +127,34 @@ def torch_optimizer(name: str, **options: Any) -> MakeOptimizer:
     return lambda params: getattr(torch.optim, name)(params, lr=LR, **options)
 
 
-class Fp32Job:
-    """An fp32 parameter with an fp32 gradient, updated in place by a torch optimizer."""
+class TorchJob:
+    """A torch optimizer that updates an fp32 parameter in place.
 
-    def __init__(self, numel: int, make: MakeOptimizer) -> None:
+    `grad_in`: a bf16 gradient that each step casts to fp32 first. `scale`: each step first multiplies the fp32 gradient
+    by this number, as DeepSpeed does on the host. With one of them, each step also casts the parameter to a bf16
+    weight.
+    """
+
+    def __init__(
+        self, numel: int, make: MakeOptimizer, grad_in: Tensor | None = None, scale: float | None = None
+    ) -> None:
         self.param = huge_random(numel, scale=0.02)
         self.grad = self.param.grad = huge_random(numel, seed=1)
+        self.grad_in = grad_in
+        self.scale = scale
+        is_plain = grad_in is None and scale is None
+        self.weight = None if is_plain else native.huge_zeros(numel, dtype=torch.bfloat16)
         self.optimizer = make([self.param])
         self.optimizer.step()  # creates the states
 
     def step(self) -> None:
+        if self.grad_in is not None:
+            self.grad.copy_(self.grad_in)
+        if self.scale is not None:
+            self.grad.mul_(self.scale)
         self.optimizer.step()
+        if self.weight is not None:
+            self.weight.copy_(self.param)
 
     def other(self, make: MakeOptimizer) -> Work:
         """The step of another optimizer that shares parameter and states with this one, to save memory."""
@@ -148,35 +165,6 @@ class Fp32Job:
     def states(self, *names: str) -> list[Tensor]:
         """The optimizer's state tensors of these names."""
         return [self.optimizer.state[self.param][name] for name in names]
-
-
-class MixedJob(Fp32Job):
-    """An fp32 optimizer with a bf16 gradient and a bf16 weight: cast, step, cast."""
-
-    def __init__(self, grad: Tensor, make: MakeOptimizer) -> None:
-        super().__init__(grad.numel(), make)
-        self.grad_in = grad
-        self.weight = native.huge_zeros(grad.numel(), dtype=torch.bfloat16)
-
-    def step(self) -> None:
-        self.grad.copy_(self.grad_in)
-        self.optimizer.step()
-        self.weight.copy_(self.param)
-
-
-class DeepSpeedJob(Fp32Job):
-    """The host update of DeepSpeed. The gradient is in fp32 on the host and is scaled in place. Then the optimizer
-    makes a step, and the weights are cast to bf16.
-    """
-
-    def __init__(self, numel: int, make: MakeOptimizer) -> None:
-        super().__init__(numel, make)
-        self.weight = native.huge_zeros(numel, dtype=torch.bfloat16)
-
-    def step(self) -> None:
-        self.grad.mul_(0.999)
-        self.optimizer.step()
-        self.weight.copy_(self.param)
 
 
 class Lion(Optimizer):
@@ -258,7 +246,7 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
     split_in_place = update_work(ADAMW, grad, split_store)
     split_in_place()
     split_out_of_place = update_work(ADAMW, grad, split_store, huge_like(split_store))
-    rival = MixedJob(grad, torch_optimizer("AdamW", fused=True))
+    rival = TorchJob(numel, torch_optimizer("AdamW", fused=True), grad)
     contenders = [
         kernel(ADAMW_FP32_STATE, ADAMW, "fp32", in_place["fp32"]),
         Contender(TORCH_MIXED, rival.step, rival_of=ADAMW_FP32_STATE),
@@ -269,7 +257,7 @@ def adamw_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
         kernel(ADAMW_INT8_STATE, ADAMW, "int8", in_place["int8"]),
     ]
     if deepspeed.make is not None:
-        step = DeepSpeedJob(numel, deepspeed.make).step
+        step = TorchJob(numel, deepspeed.make, scale=0.999).step
         scaled = update_work(ADAMW, grad, stores["fp32"], factor=FACTOR)
         contenders[2:2] = [
             kernel(ADAMW_SCALED, ADAMW, "fp32", scaled),
@@ -285,7 +273,7 @@ def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
     store = huge_store(ADAMW, "fp32", numel, torch.bfloat16)
     normal_grad, grad = huge_random(numel, torch.bfloat16), huge_random(numel, torch.bfloat16)
     fill_half_tiny(grad, normal=1e-2, tiny=1e-39)
-    rival = MixedJob(grad, torch_optimizer("AdamW", fused=True))
+    rival = TorchJob(numel, torch_optimizer("AdamW", fused=True), grad)
     ours = [state for state in store.states if state is not None]
 
     def refill(states: Sequence[Tensor], tiny: float) -> Work:
@@ -311,7 +299,7 @@ def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
     """Adam and AdamW on fp32 parameters in place, against torch's three implementations."""
     grad, store = huge_random(numel), huge_store(ADAMW, "fp32", numel, None)
     num_bytes = update_bytes(ADAMW, "fp32", torch.float32, None)
-    rival = Fp32Job(numel, torch_optimizer("AdamW", fused=True))
+    rival = TorchJob(numel, torch_optimizer("AdamW", fused=True))
     adams = {
         "loop": torch_optimizer("Adam", foreach=False),
         "foreach": torch_optimizer("Adam", foreach=True),
@@ -332,7 +320,7 @@ def rule_job(rule: Rule, title: str, rival_name: str, make: MakeOptimizer) -> Bu
         grad = huge_random(numel, torch.bfloat16)
         store = huge_store(rule, "fp32", numel, torch.bfloat16)
         name = f"{title} bf16 in/out, fp32 state"
-        rival = Contender(f"torch: cast, {rival_name}, cast", MixedJob(grad, make).step, rival_of=name)
+        rival = Contender(f"torch: cast, {rival_name}, cast", TorchJob(numel, make, grad).step, rival_of=name)
         return [kernel(name, rule, "fp32", update_work(rule, grad, store)), rival]
 
     return build

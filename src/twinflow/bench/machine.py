@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinflow.monitor.progress import gib
-from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, parse_meminfo, read_text
+from twinflow.native.cgroup import cgroup_cpus, memory_limits, parse_meminfo, read_text
 from twinflow.version import __version__
 
 # On aarch64 /proc/cpuinfo has numbers instead of a name. The keys are (implementer, part) of common server cores.
@@ -97,21 +97,9 @@ def parse_huge_pages(enabled: str) -> str:
 
 def cgroup_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     """The smallest limit and the smallest free amount of this process's cgroups in bytes. None without a limit."""
-    found = [memory for folder in cgroup_folders("memory", root) if (memory := group_memory(folder)) is not None]
-    return min((limit for limit, _ in found), default=None), min((free for _, free in found), default=None)
-
-
-def group_memory(folder: Path) -> tuple[int, int] | None:
-    """Memory limit of one group and its free part, in bytes. None if the group sets no limit."""
-    limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
-    if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or the number for unlimited in version 1
-        return None
-    used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
-    # The file cache counts as used, but the kernel frees it when memory is needed. In version 1, only the lines with
-    # `total_` include subgroups.
-    stat: dict[str, str] = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), flags=re.MULTILINE))
-    reclaimable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-    return int(limit), max(0, int(limit) - (int(used) if used.isdigit() else 0) + reclaimable)
+    found = memory_limits(root)
+    free = [max(0, limit - (used or 0)) for limit, used in found]
+    return min((limit for limit, _ in found), default=None), min(free, default=None)
 
 
 def _last_level_cache(folder: Path) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from twinflow.errors import invalid_value
+
 
 @contextmanager
 def told_errors(exit_code: int = 1, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
@@ -20,8 +22,14 @@ def told_errors(exit_code: int = 1, kinds: tuple[type[Exception], ...] = (ValueE
         raise typer.Exit(exit_code) from None
 
 
-def option(default: Any, help: str, *names: str) -> Any:
-    """A field in a dataclass of command line options. `names`: the names of the option, if they differ from the name of
-    the field.
+def option(default: Any, help: str, names: str = "") -> Any:
+    """A field in a dataclass of command line options. `names`: the names of the option, separated by spaces, if they
+    differ from the name of the field.
     """
-    return field(default=default, metadata={"option": typer.Option(*names, help=help)})
+    return field(default=default, metadata={"option": typer.Option(*names.split(), help=help)})
+
+
+def check_whole(name: str, value: int | None, least: int = 1) -> None:
+    """Raise a ValueError if the option `name` is given and its value is below `least`."""
+    if value is not None and value < least:
+        raise invalid_value(name, value, f"a whole number >= {least}")

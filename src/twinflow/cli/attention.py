@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -45,21 +45,17 @@ def attention() -> None:
 
 @attention_app.command()
 def show(
-    pattern: Annotated[
-        Pattern, typer.Option(help="Pattern of the blocks of scores that are computed.")
-    ] = Pattern.fixed,
-    seq: Annotated[int, typer.Option(min=1, help="Number of tokens in a sequence.")] = 4096,
-    block: Annotated[int, typer.Option(help="Tokens in a block: 16, 32, 64 or 128.")] = 64,
-    heads: Annotated[
-        int, typer.Option(min=1, help="Number of heads. With random blocks every head has its own pattern.")
-    ] = 1,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, for the cost estimate.")] = 64,
-    window: Annotated[int | None, typer.Option(help="Number of blocks in the window.")] = None,
-    num_global: Annotated[int | None, typer.Option("--global", help="Number of global blocks.")] = None,
-    random: Annotated[int | None, typer.Option(help="Number of random blocks in each row.")] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="A token does not attend to later tokens.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Write a PNG image to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the drawing.")] = False,
+    pattern: Pattern = typer.Option(Pattern.fixed, help="Pattern of the blocks of scores that are computed."),
+    seq: int = typer.Option(4096, min=1, help="Number of tokens in a sequence."),
+    block: int = typer.Option(64, help="Tokens in a block: 16, 32, 64 or 128."),
+    heads: int = typer.Option(1, min=1, help="Number of heads. With random blocks every head has its own pattern."),
+    head_dim: int = typer.Option(64, min=1, help="Width of a head, for the cost estimate."),
+    window: int | None = typer.Option(None, help="Number of blocks in the window."),
+    num_global: int | None = typer.Option(None, "--global", help="Number of global blocks."),
+    random: int | None = typer.Option(None, help="Number of random blocks in each row."),
+    causal: bool = typer.Option(False, "--causal", help="A token does not attend to later tokens."),
+    png: Path | None = typer.Option(None, help="Write a PNG image to this file."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of the drawing."),
 ) -> None:
     """Draw a pattern and compare its cost with dense attention."""
     counts = {"--window": window, "--global": num_global, "--random": random}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -46,23 +46,15 @@ def bench() -> None:
 
 @bench_app.command()
 def host(
-    numel: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of parameters. Default: 2**27, or fewer if they would need more than half of the memory."
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Threads of every implementation that is measured. Default: as many as the kernels use."),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Timed calls of each implementation that is measured. Default: 7.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure less: 2**24 parameters, 3 repeats.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all numbers to this file as a JSON object.")
-    ] = None,
+    numel: int | None = typer.Option(
+        None, help="Number of parameters. Default: 2**27, or fewer if they would need more than half of the memory."
+    ),
+    threads: int | None = typer.Option(
+        None, help="Threads of every implementation that is measured. Default: as many as the kernels use."
+    ),
+    repeats: int | None = typer.Option(None, help="Timed calls of each implementation that is measured. Default: 7."),
+    quick: bool = typer.Option(False, "--quick", help="Measure less: 2**24 parameters, 3 repeats."),
+    json_file: Path | None = typer.Option(None, "--json", help="Write all numbers to this file as a JSON object."),
 ) -> None:
     """Measure the host kernels against the memory bandwidth, torch and, if installed, DeepSpeed."""
     page = run_host(Console(), numel, threads, repeats, quick, json_file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ Rows = list[tuple[str, str]]
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of the report."),
 ) -> None:
     """Check this machine and say how to fix what is missing. The exit code is 1 if twinflow cannot work here."""
     facts = gather()

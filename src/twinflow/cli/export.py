@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 from rich.console import Console
@@ -24,15 +24,13 @@ LINE_S: Final = 10.0  # shortest time between two progress lines if the output i
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder with checkpoints, or the folder of one checkpoint.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    dtype: Annotated[str, typer.Option(help="Data type of the weights: fp32, bf16 or fp16.")] = "fp32",
-    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="Largest size of each file, for example 5GB.")
-    ] = "5GB",
-    config: Annotated[Path | None, typer.Option(help="A config.json to copy into the folder.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in the folder.")] = False,
+    checkpoint: Path = typer.Argument(help="Folder with checkpoints, or the folder of one checkpoint."),
+    out: Path = typer.Argument(help="Folder to write."),
+    dtype: str = typer.Option("fp32", help="Data type of the weights: fp32, bf16 or fp16."),
+    tag: str | None = typer.Option(None, help="Tag of the checkpoint. Default: the latest."),
+    max_shard_size: str = typer.Option("5GB", help="Largest size of each file, for example 5GB."),
+    config: Path | None = typer.Option(None, help="A config.json to copy into the folder."),
+    force: bool = typer.Option(False, "--force", help="Replace an earlier export in the folder."),
 ) -> None:
     """Write the weights of a checkpoint as safetensors, from the fp32 masters if the checkpoint has them."""
     with told_errors(), progress("exporting") as on_progress:
@@ -80,17 +78,14 @@ def _lines(what: str) -> Callable[[int, int], None]:
 
 
 def import_(
-    source: Annotated[
-        Path, typer.Argument(metavar="DIR", help="DeepSpeed's checkpoint folder, or the folder of one tag.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder to write, for engine.load_checkpoint.")],
-    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. Default: the latest.")] = None,
-    rule: Annotated[
-        str | None,
-        typer.Option(help=f"Update rule: {', '.join(RULES)}. Default: determined from the config and the states."),
-    ] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Do not convert the optimizer state.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint with this tag.")] = False,
+    source: Path = typer.Argument(metavar="DIR", help="DeepSpeed's checkpoint folder, or the folder of one tag."),
+    out: Path = typer.Argument(help="Folder to write, for engine.load_checkpoint."),
+    tag: str | None = typer.Option(None, help="Tag of the checkpoint. Default: the latest."),
+    rule: str | None = typer.Option(
+        None, help=f"Update rule: {', '.join(RULES)}. Default: determined from the config and the states."
+    ),
+    weights_only: bool = typer.Option(False, "--weights-only", help="Do not convert the optimizer state."),
+    force: bool = typer.Option(False, "--force", help="Replace an existing checkpoint with this tag."),
 ) -> None:
     """Convert a DeepSpeed checkpoint (ZeRO 0 to 3, any number of ranks) for engine.load_checkpoint."""
     with told_errors(), progress("importing") as on_progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -16,6 +16,7 @@ from twinflow import native
 from twinflow.bench.check import disagreements
 from twinflow.bench.machine import Machine, read_machine, read_versions, version_of
 from twinflow.monitor.progress import gib
+from twinflow.native.cgroup import read_text
 from twinflow.native.library import load
 
 OLDEST_TORCH: Final = (2, 8)
@@ -145,31 +146,21 @@ def threads_source(environ: Mapping[str, str], machine: Machine) -> str:
 def read_cuda(root: Path = Path("/")) -> Cuda:
     """The CUDA devices that torch sees, or the reason why there are none."""
     driver, driver_cuda = read_driver(root)
-    gpus: list[Gpu] = []
-    problem = None
     if torch.version.cuda is None:
-        problem = "this torch is built without CUDA"
-    else:
-        try:
-            torch.cuda.current_device()  # initializes CUDA and raises if that fails
-            for i in range(torch.cuda.device_count()):
-                found = torch.cuda.get_device_properties(i)
-                gpus.append(Gpu(found.name, found.total_memory, f"{found.major}.{found.minor}"))
-        except Exception as error:  # torch raises several types for a missing, old or broken driver
-            problem = str(error).strip().splitlines()[0]
-    if problem is None and not gpus:
-        problem = "no CUDA device is visible"
-    return Cuda(torch.version.cuda, driver, driver_cuda, gpus, problem)
+        return Cuda(None, driver, driver_cuda, [], "this torch is built without CUDA")
+    try:
+        torch.cuda.current_device()  # initializes CUDA and raises if that fails
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # torch raises several types for a missing, old or broken driver
+        return Cuda(torch.version.cuda, driver, driver_cuda, [], str(error).strip().splitlines()[0])
+    gpus = [Gpu(each.name, each.total_memory, f"{each.major}.{each.minor}") for each in found]
+    return Cuda(torch.version.cuda, driver, driver_cuda, gpus, None if gpus else "no CUDA device is visible")
 
 
 def read_driver(root: Path) -> tuple[str | None, str | None]:
     """The version of the NVIDIA driver and the newest CUDA version that the driver supports."""
-    driver = None
-    try:
-        words = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].split()
-        driver = next((word for word in words if word[0].isdigit() and "." in word), None)
-    except (OSError, IndexError):
-        pass
+    text = read_text(root / "proc/driver/nvidia/version")
+    driver = next((word for word in text.partition("\n")[0].split() if word[0].isdigit() and "." in word), None)
     version = ctypes.c_int(0)
     try:
         answer = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -193,10 +184,8 @@ def read_pinned(has_gpu: bool) -> Pinned:
 
 def findings(facts: Facts) -> list[Finding]:
     """All problems and notes, the most severe first."""
-    found = [*_judge_torch(facts.versions), *_judge_kernels(facts.kernels), *_judge_cuda(facts.cuda, facts.pinned)]
-    found += _judge_machine(facts.machine)
     order: tuple[Level, ...] = ("broken", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return sorted(_judge(facts), key=lambda finding: order.index(finding.level))
 
 
 def is_usable(found: Sequence[Finding]) -> bool:
@@ -204,31 +193,24 @@ def is_usable(found: Sequence[Finding]) -> bool:
     return all(finding.level != "broken" for finding in found)
 
 
-def _judge_torch(versions: Mapping[str, str | None]) -> list[Finding]:
-    version, oldest = versions["torch"] or torch.__version__, ".".join(map(str, OLDEST_TORCH))
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if numbers >= OLDEST_TORCH:
-        return []
-    return [Finding("broken", f"torch {version} is older than {oldest}.", f"pip install 'torch>={oldest}'")]
-
-
-def _judge_kernels(kernels: Kernels) -> list[Finding]:
+def _judge(facts: Facts) -> Iterator[Finding]:
+    version, oldest = facts.versions["torch"] or torch.__version__, ".".join(map(str, OLDEST_TORCH))
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+        yield Finding("broken", f"torch {version} is older than {oldest}.", f"pip install 'torch>={oldest}'")
+    kernels = facts.kernels
     if kernels.setting_error is not None:
-        return [Finding("broken", kernels.setting_error, "Unset the variable or set it to an allowed value.")]
-    if kernels.disagreements:
+        yield Finding("broken", kernels.setting_error, "Unset the variable or set it to an allowed value.")
+    elif kernels.disagreements:
         wrong = ", ".join(kernels.disagreements)
         what = f"These native kernels compute other results than their references: {wrong}."
-        return [Finding("broken", what, f"{BUILD_HELP} Until then set TWINFLOW_ISA to another variant.")]
-    if not kernels.abi_ok:
+        yield Finding("broken", what, f"{BUILD_HELP} Until then set TWINFLOW_ISA to another variant.")
+    elif not kernels.abi_ok:
         what = (
             f"The native library cannot be loaded: {kernels.problem}. It is required by `twinflow train` and all "
             "offloaded training. Host optimizers run without it on torch operations, many times slower."
         )
-        return [Finding("broken", what, BUILD_HELP)]
-    return []
-
-
-def _judge_cuda(cuda: Cuda, pinned: Pinned) -> list[Finding]:
+        yield Finding("broken", what, BUILD_HELP)
+    cuda, pinned = facts.cuda, facts.pinned
     if not cuda.gpus:
         driver = f" (driver {cuda.driver}, up to CUDA {cuda.driver_cuda or 'unknown'})" if cuda.driver else ""
         what = (
@@ -236,26 +218,20 @@ def _judge_cuda(cuda: Cuda, pinned: Pinned) -> list[Finding]:
             "host` work without one."
         )
         remedy = "To use a GPU, install the NVIDIA driver and a torch for a CUDA version that the driver supports."
-        return [Finding("warning" if cuda.driver else "note", what, remedy)]
-    if pinned.works is False:
+        yield Finding("warning" if cuda.driver else "note", what, remedy)
+    elif pinned.works is False:
         what = (
             f"Pinned memory cannot be allocated: {pinned.problem}. Copies between host and GPU are several times "
             "slower without it."
         )
-        return [Finding("warning", what, "Raise the limit (ulimit -l unlimited, or the container's memlock).")]
-    return []
-
-
-def _judge_machine(machine: Machine) -> list[Finding]:
-    found = []
+        yield Finding("warning", what, "Raise the limit (ulimit -l unlimited, or the container's memlock).")
+    machine = facts.machine
     if machine.system != "Linux":
-        found.append(Finding("warning", f"twinflow is not tested on {machine.system}.", "Use Linux."))
+        yield Finding("warning", f"twinflow is not tested on {machine.system}.", "Use Linux.")
     if machine.huge_pages == "never":
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        found.append(Finding("note", "Huge pages are off, so updates of large optimizer states are slower.", remedy))
+        yield Finding("note", "Huge pages are off, so updates of large optimizer states are slower.", remedy)
     if machine.cgroup_memory_bytes is not None and machine.cgroup_memory_bytes < machine.memory_bytes:
-        limit = gib(machine.cgroup_memory_bytes)
-        what = f"A cgroup limits this process to {limit} of the machine's memory."
+        what = f"A cgroup limits this process to {gib(machine.cgroup_memory_bytes)} of the machine's memory."
         remedy = "Raise the memory limit of the container, job or service to hold more optimizer state."
-        found.append(Finding("note", what, remedy))
-    return found
+        yield Finding("note", what, remedy)

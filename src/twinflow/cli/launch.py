@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
-from twinflow.cli import told_errors
+from twinflow.cli import check_whole, told_errors
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.commands import (
     LOOPBACK,
@@ -33,53 +32,41 @@ from twinflow.launch.run import run_and_restart
 CONTEXT = {"allow_interspersed_args": False}
 
 
-def _option(name: str, help: str) -> Any:
+def _option(default: Any, name: str, help: str) -> Any:
     """An option in DeepSpeed's spelling with underscores and in the usual spelling with dashes."""
-    dashed = f"--{name.replace('_', '-')}"
-    return typer.Option(*dict.fromkeys((f"--{name}", dashed)), help=help)
+    return typer.Option(default, *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=help)
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="The Python script. With --module: the name of a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, passed on unchanged.")] = None,
-    num_gpus: Annotated[
-        int | None, _option("num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs.")
-    ] = None,
-    num_procs: Annotated[
-        int | None, _option("num_procs", "Processes on this machine, whatever number of GPUs it has.")
-    ] = None,
-    num_nodes: Annotated[int | None, _option("num_nodes", "Use only the first N hosts.")] = None,
-    hostfile: Annotated[
-        Path | None, _option("hostfile", "File with one machine in each line: HOST slots=N. Default: this machine.")
-    ] = None,
-    include: Annotated[
-        str, _option("include", "Use only these hosts and slots, for example worker-0@worker-1:0,2.")
-    ] = "",
-    exclude: Annotated[
-        str, _option("exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2.")
-    ] = "",
-    master_addr: Annotated[
-        str | None,
-        _option(
-            "master_addr", "Address at which the other hosts reach the first host. Default: the name of the first host."
-        ),
-    ] = None,
-    master_port: Annotated[
-        int | None,
-        _option(
-            "master_port",
-            f"Port on the first host. Default: {DEFAULT_PORT}, or a free port if all ranks are on this machine.",
-        ),
-    ] = None,
-    module: Annotated[bool, _option("module", "Run the script as a module, like python -m.")] = False,
-    compat: Annotated[
-        bool, _option("compat", "Run a DeepSpeed script: its `import deepspeed` imports twinflow.")
-    ] = False,
-    no_local_rank: Annotated[
-        bool, _option("no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does.")
-    ] = False,
-    max_restarts: Annotated[int, _option("max_restarts", "How often to restart all ranks after a failure.")] = 0,
-    dry_run: Annotated[bool, _option("dry_run", "Print the commands, one in each line, and start nothing.")] = False,
+    script: str = typer.Argument(help="The Python script. With --module: the name of a module."),
+    arguments: list[str] | None = typer.Argument(None, help="Arguments of the script, passed on unchanged."),
+    num_gpus: int | None = _option(
+        None, "num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs."
+    ),
+    num_procs: int | None = _option(None, "num_procs", "Processes on this machine, whatever number of GPUs it has."),
+    num_nodes: int | None = _option(None, "num_nodes", "Use only the first N hosts."),
+    hostfile: Path | None = _option(
+        None, "hostfile", "File with one machine in each line: HOST slots=N. Default: this machine."
+    ),
+    include: str = _option("", "include", "Use only these hosts and slots, for example worker-0@worker-1:0,2."),
+    exclude: str = _option("", "exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2."),
+    master_addr: str | None = _option(
+        None,
+        "master_addr",
+        "Address at which the other hosts reach the first host. Default: the name of the first host.",
+    ),
+    master_port: int | None = _option(
+        None,
+        "master_port",
+        f"Port on the first host. Default: {DEFAULT_PORT}, or a free port if all ranks are on this machine.",
+    ),
+    module: bool = _option(False, "module", "Run the script as a module, like python -m."),
+    compat: bool = _option(False, "compat", "Run a DeepSpeed script: its `import deepspeed` imports twinflow."),
+    no_local_rank: bool = _option(
+        False, "no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does."
+    ),
+    max_restarts: int = _option(0, "max_restarts", "How often to restart all ranks after a failure."),
+    dry_run: bool = _option(False, "dry_run", "Print the commands, one in each line, and start nothing."),
 ) -> None:
     """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
 
@@ -92,16 +79,23 @@ def launch(
             raise incompatible(
                 "--no_local_rank", "a launch without --compat", reason, "Leave --no_local_rank out, or add --compat."
             )
-        program = make_program(script, tuple(arguments or ()), module)
-        program = replace(program, compat=compat, tells_local_rank=not no_local_rank)
+        if not module and not Path(script).is_file():
+            raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
         if hostfile is None:
-            pool = local_pool(num_gpus, num_procs, torch.cuda.device_count())
+            # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
+            pool = {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
+        elif hostfile.is_file():
+            pool = parse_hostfile(hostfile.read_text(), str(hostfile))
         else:
-            pool = read_hostfile(hostfile)
+            raise invalid_value("--hostfile", str(hostfile), "an existing file")
+        program = Program(
+            script, tuple(arguments or ()), module, sys.executable, os.getcwd(), compat, not no_local_rank
+        )
         hosts = choose_hosts(pool, include, exclude, num_nodes, num_gpus)
         meeting = make_meeting(hosts, master_addr, master_port, max_restarts)
-        names = local_names()
+        own_name = socket.gethostname()
+        names = {*LOOPBACK, own_name, own_name.split(".")[0]}  # hosts that mean this machine and need no ssh
 
         def commands_of(attempt: int) -> list[NodeCommand]:
             return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)
@@ -117,18 +111,11 @@ def launch(
     raise typer.Exit(outcome.exit_code)
 
 
-def make_program(script: str, arguments: tuple[str, ...], module: bool) -> Program:
-    """The program that every rank runs in the current directory."""
-    if not module and not Path(script).is_file():
-        raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
-    return Program(script, arguments, module, sys.executable, os.getcwd())
-
-
 def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | None, hostfile: Path | None) -> None:
     """Raise a ValueError for counts below 1 and for counts that conflict."""
-    for option, count in (("--num_gpus", num_gpus), ("--num_procs", num_procs), ("--num_nodes", num_nodes)):
-        if count is not None and count < 1:
-            raise invalid_value(option, count, "a whole number >= 1")
+    check_whole("--num_gpus", num_gpus)
+    check_whole("--num_procs", num_procs)
+    check_whole("--num_nodes", num_nodes)
     if num_procs is not None and num_gpus is not None:
         reason = "both set the number of processes on a machine"
         raise incompatible(f"--num_procs {num_procs}", f"--num_gpus {num_gpus}", reason, "Leave one of them out.")
@@ -137,29 +124,12 @@ def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | N
         raise incompatible(f"--num_procs {num_procs}", f"--hostfile {hostfile}", reason, "Leave one of them out.")
 
 
-def local_pool(num_gpus: int | None, num_procs: int | None, gpus_here: int) -> Mapping[str, int]:
-    """Slots of this machine: its GPUs. Without GPUs: the number of processes that the user asked for, or 1."""
-    return {"localhost": num_procs or gpus_here or num_gpus or 1}
-
-
-def read_hostfile(path: Path) -> dict[str, int]:
-    if not path.is_file():
-        raise invalid_value("--hostfile", str(path), "an existing file")
-    return parse_hostfile(path.read_text(), str(path))
-
-
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
     """Rendezvous address of the nodes. A run on one machine uses a free port, so that two runs do not collide."""
-    if max_restarts < 0:
-        raise invalid_value("--max_restarts", max_restarts, "a whole number >= 0")
+    check_whole("--max_restarts", max_restarts, least=0)
     if port is not None and not 1 <= port <= 65535:
         raise invalid_value("--master_port", port, "a port from 1 to 65535")
     here = len(hosts) == 1 and hosts[0].name in LOOPBACK
     if port is None:
         port = free_port() if here else DEFAULT_PORT
     return Meeting(master_address(hosts, address), port, max_restarts)
-
-
-def local_names() -> set[str]:
-    """Host names in a hostfile that mean this machine and need no ssh."""
-    return {*LOOPBACK, socket.gethostname(), socket.gethostname().split(".")[0]}

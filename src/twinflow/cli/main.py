@@ -130,9 +130,9 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def twinflow(
-    version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     """Train models larger than GPU memory, with the optimizer on the host."""
 

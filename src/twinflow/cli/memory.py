@@ -8,12 +8,12 @@ selects, what an error message proposes, and whether a run gets a warning that m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from twinflow.cli.settings import RANKS_STAGE, TrainSettings, is_on
+from twinflow.cli.settings import TrainSettings, is_on
 from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import not_enough
@@ -30,7 +30,7 @@ _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left t
 _CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _NO_LIMIT: Final = 1 << 60
 _SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
-_NUM_RATIOS: Final = 50  # ratios that are tried
+_RATIOS: Final = [i / 50 for i in range(51)]  # ratios that are tried
 _MAX_REMEDIES: Final = 3
 
 
@@ -74,18 +74,13 @@ class MemoryPlan:
     num_ranks: int = 1  # ranks that share the host
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on the host."""
-        return self.used.host["state"]
-
-    @property
     def host_line(self) -> str:
         """Line on host memory for the header."""
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
         return (
-            f"{self.state_bytes / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
+            f"{self.used.host['state'] / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
             f"about {_gb(self.used.host_total)} in all{of_free}: {self.why}"
         )
 
@@ -107,19 +102,17 @@ def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int)
     return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
 
 
-def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int = 1) -> Case:
+def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     """The memory case of a run, from its settings and the config of the engine.
 
-    The `num_ranks` ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica
-    share it.
+    The ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica share it.
     """
     shape, checked = settings.model, load_config(config)
     offload = checked.zero_optimization.offload_optimizer
     assert offload is not None
     formats, num_moments = _rule(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
-    named = "stage" in checked.zero_optimization.model_fields_set
-    stage = (checked.zero_optimization.stage if named else RANKS_STAGE) if num_ranks > 1 else 0
+    stage = checked.zero_optimization.stage if settings.world > 1 else 0
     axes = resolve_axes(checked)
     num_parts = axes.pipe * axes.model  # parts that the model is split into
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
@@ -133,7 +126,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         checkpointing=shape.checkpoint_activations,
         weights=settings.precision,
         num_moments=num_moments,
-        world=num_ranks if stage else num_parts,
+        world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
     )
@@ -143,13 +136,13 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any], num_ranks: int =
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
-        num_copies=1 if stage else num_ranks // num_parts,
+        num_copies=1 if stage else settings.world // num_parts,
         kept=_kept(axes, checked.pipeline.schedule, settings.accumulation),
     )
 
 
 def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
-    """Activations that the fullest rank keeps, relative to one forward of the whole model.
+    """Activations on the rank that keeps the most, relative to one forward of the whole model.
 
     A rank has the layers of one stage, for as many micro-batches as are in flight.
     """
@@ -189,7 +182,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
         why = "; ".join(skipped) if skipped else "this format fits"
     return MemoryPlan(
         states=chosen.run.states,
-        used=bytes_at(chosen, start_ratio(chosen, available), available),
+        used=bytes_at(chosen, available),
         available=available,
         why=why,
         tight="" if all(most) else _tight(chosen, available),
@@ -205,10 +198,12 @@ def start_ratio(case: Case, available: Available) -> float:
     return first_ratio(int(case.run.own_numel * case.run.size.host), available.host_bytes // case.num_ranks)
 
 
-def bytes_at(case: Case, ratio: float, available: Available) -> Bytes:
-    """Memory of the run with this share of its state on the host. Without a GPU everything is on the host."""
+def bytes_at(case: Case, available: Available, ratio: float | None = None) -> Bytes:
+    """Memory of the run with this share of its state on the host (default: the share at the first step). Without a GPU
+    everything is on the host.
+    """
     run, gpu_bytes = case.run, available.gpu_bytes
-    placed = placed_at(run, ratio)
+    placed = placed_at(run, start_ratio(case, available) if ratio is None else ratio)
     # Gradients wait on the GPU if there is room beside the resident state.
     left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
     found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
@@ -229,13 +224,13 @@ def has_room(case: Case, available: Available) -> bool:
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
     """Whether the run fits with the reserves on the GPU and on the host. With ratio "auto": at any ratio."""
-    if isinstance(case.ratio, str) and any(all(_rooms_at(case, ratio, available)) for ratio in _grid()):
+    if isinstance(case.ratio, str) and any(all(_rooms_at(case, available, ratio)) for ratio in _RATIOS):
         return True, True
-    return _rooms_at(case, start_ratio(case, available), available)
+    return _rooms_at(case, available)
 
 
-def _rooms_at(case: Case, ratio: float, available: Available) -> tuple[bool, bool]:
-    used, gpu_bytes = bytes_at(case, ratio, available), available.gpu_bytes
+def _rooms_at(case: Case, available: Available, ratio: float | None = None) -> tuple[bool, bool]:
+    used, gpu_bytes = bytes_at(case, available, ratio), available.gpu_bytes
     host = used.host_total - used.host["shadows"]  # copies for speculative updates use only memory that is free
     return (
         gpu_bytes is None or used.gpu_total <= (1.0 - GPU_RESERVE) * gpu_bytes,
@@ -251,7 +246,7 @@ def _missing(case: Case, available: Available) -> Memory:
 
 def _sure(case: Case, available: Available) -> Bytes:
     """The lower limit: bytes that the run certainly needs, by kind."""
-    used = bytes_at(case, start_ratio(case, available), available)
+    used = bytes_at(case, available)
     kinds = [kind for kind in _SURE if kind != "gradients" or not case.is_told]
     gpu, host = ({kind: side[kind] for kind in kinds if side.get(kind)} for side in (used.gpu, used.host))
     if available.gpu_bytes is not None and "gradients" in gpu:
@@ -263,7 +258,7 @@ def _sure(case: Case, available: Available) -> Bytes:
 
 def _would_need(case: Case, available: Available) -> str:
     """The reason why a state format was not chosen."""
-    used = bytes_at(case, start_ratio(case, available), available)
+    used = bytes_at(case, available)
     if _rooms(case, available)[1]:
         return f"{case.run.states} would need {_gb(used.gpu_total)} of the GPU"
     return f"{case.run.states} would need {_gb(used.host_total - used.host['shadows'])}"
@@ -271,7 +266,7 @@ def _would_need(case: Case, available: Available) -> str:
 
 # Changes of the settings that make a run fit.
 
-_Change = tuple[str, Callable[[Case], Case]]  # the option, and the case with this option
+_Change = tuple[str, dict[str, Any]]  # the option, and the fields of `Run` that it changes
 
 
 def _too_large(case: Case, available: Available) -> MemoryError:
@@ -322,10 +317,10 @@ def remedies(case: Case, available: Available) -> list[str]:
         kinds = tuple(i for i, change in enumerate(chosen) if change is not None)
         if kinds in found or len(kinds) > fewest:  # only the smallest change of each kind is proposed
             continue
-        changed = case
-        for change in chosen:
-            changed = change[1](changed) if change is not None else changed
-        words = [change[0] for change in chosen if change is not None]
+        changes = [change for change in chosen if change is not None]
+        words = [option for option, _ in changes]
+        fields = {name: value for _, values in changes for name, value in values.items()}
+        changed = replace(case, run=replace(case.run, **fields))
         if words and has_room(changed, available):
             found[kinds] = " and ".join(words)
             fewest = min(fewest, len(kinds))
@@ -344,27 +339,19 @@ def _changes(case: Case) -> list[list[_Change]]:
     narrower = [name for name in STATES[STATES.index(run.states) + 1 :] if name in case.formats]
     smaller = [run.batch >> i for i in range(1, run.batch.bit_length())]
     return [
-        [(f"--states {name}", _with_run(states=name)) for name in narrower],
-        [("--checkpoint-activations", _with_run(checkpointing=True))] if not run.checkpointing else [],
-        [(f"--batch-size {size}", _with_run(batch=size)) for size in smaller],
-        [("--grad-clip 0", _with_run(clips=False))] if case.only_clips else [],
-        [("--accumulation 1", _with_run(micro_batches=1))] if run.micro_batches > 1 else [],
+        [(f"--states {name}", {"states": name}) for name in narrower],
+        [("--checkpoint-activations", {"checkpointing": True})] if not run.checkpointing else [],
+        [(f"--batch-size {size}", {"batch": size}) for size in smaller],
+        [("--grad-clip 0", {"clips": False})] if case.only_clips else [],
+        [("--accumulation 1", {"micro_batches": 1})] if run.micro_batches > 1 else [],
     ]
-
-
-def _with_run(**changes: Any) -> Callable[[Case], Case]:
-    return lambda case: replace(case, run=replace(case.run, **changes))
 
 
 def _near_ratio(case: Case, available: Available) -> float | None:
     """The ratio closest to the requested one with which the run fits with the reserves, or None."""
     start = start_ratio(case, available)
-    fitting = [ratio for ratio in _grid() if has_room(replace(case, ratio=ratio), available)]
+    fitting = [ratio for ratio in _RATIOS if has_room(replace(case, ratio=ratio), available)]
     return min(fitting, key=lambda ratio: abs(ratio - start), default=None)
-
-
-def _grid() -> Sequence[float]:
-    return [i / _NUM_RATIOS for i in range(_NUM_RATIOS + 1)]
 
 
 def _on_ranks(num_ranks: int) -> str:

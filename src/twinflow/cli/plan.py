@@ -6,142 +6,55 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from typer import Option
 
-from twinflow.cli.plan_input import Flags, choose_model, choose_place, make_run, read_plan_config
+from twinflow.cli import told_errors
+from twinflow.cli.plan_input import PlanOptions, choose_model, choose_place, make_run
 from twinflow.cli.plan_layouts import show_layouts, wants_layouts
 from twinflow.cli.plan_page import plan_page
 from twinflow.cli.plan_scaling import show_scaling
 from twinflow.cli.plan_text import print_plan
-from twinflow.monitor.files import write_whole
+from twinflow.cli.settings import read_config
+from twinflow.files import write_whole
 from twinflow.planner.cases import Case, Plan, make_plan
 from twinflow.planner.formats import STATES
-from twinflow.planner.machines import GPUS
 
 
-def plan(
-    preset: Annotated[
-        str | None, Option(help="A preset of `twinflow train`: gpt-350m, gpt2-1.5b, gpt2-10b, ...")
-    ] = None,
-    model: Annotated[
-        str | None,
-        Option(help="A Hugging Face config.json or its folder, or module:function that returns a module."),
-    ] = None,
-    params: Annotated[
-        str | None, Option(help="Plan a GPT-2 shape with this number of parameters, for example 13b.")
-    ] = None,
-    config: Annotated[
-        Path | None, Option(help="A DeepSpeed config with batch sizes, states, clipping and ratio.")
-    ] = None,
-    gpu: Annotated[
-        str | None, Option(help=f"GPU: {', '.join(GPUS)}. Default: the GPU of this machine, measured.")
-    ] = None,
-    ram: Annotated[
-        str | None, Option(help="Host memory, for example 128GB.  [default: 128GB with --gpu, else the free memory]")
-    ] = None,
-    cores: Annotated[int | None, Option(help="CPU cores of the host.  [default: 16 with --gpu]")] = None,
-    dram: Annotated[
-        str | None, Option(help="Bandwidth of the host memory, for example 150GB/s.  [default: 150GB/s with --gpu]")
-    ] = None,
-    gpus: Annotated[
-        int, Option(help="Number of GPUs. They share the optimizer state. For several machines see --per-node.")
-    ] = 1,
-    batch_size: Annotated[
-        int | None, Option("--batch-size", "--micro-batch-size", help="Sequences in a micro-batch of each GPU.")
-    ] = None,
-    seq_length: Annotated[
-        int | None,
-        Option(
-            "--seq-length",
-            "--seq",
-            help="Tokens in a sequence. Default: the context length of the model, but at most 2048.",
-        ),
-    ] = None,
-    accumulation: Annotated[int | None, Option(help="Micro-batches in a step.")] = None,
-    checkpoint_activations: Annotated[
-        bool | None,
-        Option(
-            "--checkpoint-activations/--no-checkpoint-activations",
-            help="Recompute activations in backward. Default: on for models of width 1600 and more.",
-        ),
-    ] = None,
-    states: Annotated[str | None, Option(help="Plan only this state format: fp32, bf16 or int8.")] = None,
-    grad_clip: Annotated[
-        float | None, Option(help="Largest gradient norm. 0 turns clipping off.  [default: 1]")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of the tables.")] = False,
-    html: Annotated[Path | None, Option(help="Also write an HTML page to this file.")] = None,
-    write_config: Annotated[Path | None, Option(help="Write the recommended config to this file.")] = None,
-    scaling: Annotated[
-        int | None,
-        Option(
-            help="Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs. Each machine has --gpus GPUs."
-        ),
-    ] = None,
-    total_batch: Annotated[
-        int | None,
-        Option(
-            "--total-batch", "--batch", help="Sequences in a step of all GPUs.  [default with --scaling: at most 512]"
-        ),
-    ] = None,
-    network: Annotated[
-        str | None, Option(help="Network bandwidth of a machine, for example 25GB/s.  [default: that of a DGX]")
-    ] = None,
-    per_node: Annotated[
-        int | None,
-        Option(help="GPUs in a machine. With more --gpus, search layouts over machines.  [default: 8, or 16 for V100]"),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        Option(help="Tokens to train on, for example 300b. With several machines, shows the days of training."),
-    ] = None,
-    layouts: Annotated[
-        int | None,
-        Option(
-            help="Search layouts of pipeline x tensor x data ranks, and show this many of the fastest.  [default: 5]"
-        ),
-    ] = None,
-) -> None:
+def plan(options: PlanOptions) -> None:
     """Predict the memory of a model on GPU and host, the time of a training step and its bottleneck. Several ways to
     offload the optimizer are compared.
 
     The exit code is 1 if nothing fits.
     """
-    flags = Flags(**locals())
-    try:
-        code = _show(flags)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        code = 1
+    with told_errors():
+        code = _show(options)
     raise typer.Exit(code)
 
 
-def _show(flags: Flags) -> int:
-    """Print what the flags ask for, and return the exit code: 1 if nothing fits."""
-    if flags.scaling is None and wants_layouts(flags):
-        return show_layouts(flags)
-    cost, default_batch = choose_model(flags.preset, flags.model, flags.params)
-    config = read_plan_config(flags.config)
-    place = choose_place(flags)
-    run = make_run(cost, default_batch, flags, config, place)
-    if flags.scaling is not None:
-        return show_scaling(flags, run)
+def _show(options: PlanOptions) -> int:
+    """Print what the options ask for, and return the exit code: 1 if nothing fits."""
+    if options.scaling is None and wants_layouts(options):
+        return show_layouts(options)
+    cost, default_batch = choose_model(options)
+    config = read_config(options.config, "--config")
+    place = choose_place(options)
+    run = make_run(cost, default_batch, options, config, place)
+    if options.scaling is not None:
+        return show_scaling(options, run)
     ratio = ((config.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("ratio")
-    formats = STATES if flags.states is None else (flags.states,)
+    formats = STATES if options.states is None else (options.states,)
     made = make_plan(run, place.setting, formats, ratio if isinstance(ratio, (int, float)) else None)
     best_config = config_of(made.best, config) if made.best is not None else {}
     files = []
-    if flags.html is not None:
-        write_whole(flags.html, plan_page(made, place.text, best_config))
-        files.append(f"page: {flags.html}")
-    if flags.write_config is not None and best_config:
-        write_whole(flags.write_config, json.dumps(best_config, indent=2) + "\n")
-        files.append(f"config: {flags.write_config}")
-    if flags.as_json:
+    if options.html is not None:
+        write_whole(options.html, plan_page(made, place.text, best_config))
+        files.append(f"page: {options.html}")
+    if options.write_config is not None and best_config:
+        write_whole(options.write_config, json.dumps(best_config, indent=2) + "\n")
+        files.append(f"config: {options.write_config}")
+    if options.as_json:
         typer.echo(json.dumps(to_dict(made, place.text, best_config)))
     else:
         print_plan(made, place.text)

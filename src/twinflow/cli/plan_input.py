@@ -1,4 +1,4 @@
-"""Input of `twinflow plan`: the model, the machine and the run, from flags and files."""
+"""Input of `twinflow plan`: the model, the machine and the run, from options and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from twinflow.cli.settings import BATCH_KEYS, option, parse_bytes
+from twinflow.cli import check_whole, option
+from twinflow.cli.settings import BATCH_KEYS, option_name, parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
@@ -43,60 +44,72 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The options of the command line, by the names of the parameters of `plan`. None: not given."""
+class PlanOptions:
+    """The command line options of `twinflow plan`. None: not given."""
 
-    preset: str | None
-    model: str | None
-    params: str | None
-    config: Path | None
-    gpu: str | None
-    ram: str | None
-    cores: int | None
-    dram: str | None
-    gpus: int
-    batch_size: int | None
-    seq_length: int | None
-    accumulation: int | None
-    checkpoint_activations: bool | None
-    states: str | None
-    grad_clip: float | None
-    as_json: bool
-    html: Path | None
-    write_config: Path | None
-    scaling: int | None
-    total_batch: int | None
-    network: str | None
-    per_node: int | None
-    tokens: str | None
-    layouts: int | None
+    preset: str | None = option(None, "A preset of `twinflow train`: gpt-350m, gpt2-1.5b, gpt2-10b, ...")
+    model: str | None = option(
+        None, "A Hugging Face config.json or its folder, or module:function that returns a module."
+    )
+    params: str | None = option(None, "Plan a GPT-2 shape with this number of parameters, for example 13b.")
+    config: Path | None = option(None, "A DeepSpeed config with batch sizes, states, clipping and ratio.")
+    gpu: str | None = option(None, f"GPU: {', '.join(GPUS)}. Default: the GPU of this machine, measured.")
+    ram: str | None = option(None, "Host memory, for example 128GB.  [default: 128GB with --gpu, else the free memory]")
+    cores: int | None = option(None, "CPU cores of the host.  [default: 16 with --gpu]")
+    dram: str | None = option(None, "Bandwidth of the host memory, for example 150GB/s.  [default: 150GB/s with --gpu]")
+    gpus: int = option(1, "Number of GPUs. They share the optimizer state. For several machines see --per-node.")
+    batch_size: int | None = option(None, "Sequences in a micro-batch of each GPU.", "--batch-size --micro-batch-size")
+    seq_length: int | None = option(
+        None, "Tokens in a sequence. Default: the context length of the model, but at most 2048.", "--seq-length --seq"
+    )
+    accumulation: int | None = option(None, "Micro-batches in a step.")
+    checkpoint_activations: bool | None = option(
+        None,
+        "Recompute activations in backward. Default: on for models of width 1600 and more.",
+        "--checkpoint-activations/--no-checkpoint-activations",
+    )
+    states: str | None = option(None, "Plan only this state format: fp32, bf16 or int8.")
+    grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1]")
+    as_json: bool = option(False, "Print one JSON object instead of the tables.", "--json")
+    html: Path | None = option(None, "Also write an HTML page to this file.")
+    write_config: Path | None = option(None, "Write the recommended config to this file.")
+    scaling: int | None = option(
+        None, "Compare ZeRO-Offload and ZeRO-2 on 1, 2, 4, ... up to this many GPUs. Each machine has --gpus GPUs."
+    )
+    total_batch: int | None = option(
+        None, "Sequences in a step of all GPUs.  [default with --scaling: at most 512]", "--total-batch --batch"
+    )
+    network: str | None = option(None, "Network bandwidth of a machine, for example 25GB/s.  [default: that of a DGX]")
+    per_node: int | None = option(
+        None, "GPUs in a machine. With more --gpus, search layouts over machines.  [default: 8, or 16 for V100]"
+    )
+    tokens: str | None = option(
+        None, "Tokens to train on, for example 300b. With several machines, shows the days of training."
+    )
+    layouts: int | None = option(
+        None, "Search layouts of pipeline x tensor x data ranks, and show this many of the fastest.  [default: 5]"
+    )
 
     def given(self, *names: str) -> dict[str, object]:
         """The named options that were given, with their values."""
-        return {option(name): getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {option_name(name): getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise invalid_value(name, value, "a whole number >= 1")
-
-
-def choose_model(preset: str | None, model: str | None, params: str | None) -> tuple[ModelCost, int]:
-    """The model that the flags name, and its default number of sequences in a micro-batch."""
-    given = {"--preset": preset, "--model": model, "--params": params}
-    named = [name for name, value in given.items() if value is not None]
+def choose_model(options: PlanOptions) -> tuple[ModelCost, int]:
+    """The model that the options name, and its default number of sequences in a micro-batch."""
+    preset, named = options.preset, options.given("preset", "model", "params")
     if len(named) != 1:
-        options, presets = ", ".join(given), ", ".join(PRESETS)
         happened = f"The model is named by {' and '.join(named)}" if named else "No model is named"
-        raise ValueError(f"{happened}. Use exactly one of {options}. The presets are {presets}.")
+        remedy = f"Use exactly one of --preset, --model, --params. The presets are {', '.join(PRESETS)}."
+        raise ValueError(f"{happened}. {remedy}")
     if preset is not None:
         if preset not in PRESETS:
             raise invalid_value("--preset", preset, PRESETS)
         return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
-    if params is not None:
-        return gpt2_like(parse_count("--params", params)), 4
-    assert model is not None
-    return _named_model(model), 4
+    if options.params is not None:
+        return gpt2_like(parse_count("--params", options.params)), 4
+    assert options.model is not None
+    return _named_model(options.model), 4
 
 
 def _named_model(model: str) -> ModelCost:
@@ -177,29 +190,29 @@ def parse_rate(name: str, text: str | None) -> int | None:
     return parse_bytes(name, text.lower().removesuffix("/s") if text is not None else None)
 
 
-def choose_host(flags: Flags, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
-    """The host that the flags describe. The arguments are the values that are used without flags."""
-    check_positive("--cores", flags.cores)
-    ram, rate = parse_bytes("--ram", flags.ram), parse_rate("--dram", flags.dram)
-    return Host(ram or ram_bytes, flags.cores or cores, rate or dram_rate)
+def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
+    """The host that the options describe. The arguments are the values of options that are not given."""
+    check_whole("--cores", options.cores)
+    ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
+    return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)
 
 
-def choose_cluster(flags: Flags, host: Host, num_gpus: int, why: str) -> Cluster:
-    """Machines with this host and the GPU and the network that the flags name. `why`: the reason in the error message
-    if the flags name no GPU.
+def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) -> Cluster:
+    """Machines with this host and the GPU and the network that the options name. `why`: the reason in the error message
+    if the options name no GPU.
     """
-    if flags.gpu is None:
+    if options.gpu is None:
         raise invalid_value("--gpu", None, GPUS, why)
-    machine = Machine(gpu_named(flags.gpu), host, num_gpus)
-    return Cluster(machine, parse_rate("--network", flags.network) or default_network(machine))
+    machine = Machine(gpu_named(options.gpu), host, num_gpus)
+    return Cluster(machine, parse_rate("--network", options.network) or default_network(machine))
 
 
-def choose_place(flags: Flags) -> Place:
-    """The machine that the flags name, or this machine."""
-    check_positive("--gpus", flags.gpus)
-    if flags.gpu is None:
-        return _this_machine(choose_host(flags, 0, 0, 0.0), flags.gpus)
-    return _sheet(gpu_named(flags.gpu), choose_host(flags), flags.gpus, "from a data sheet, not measured")
+def choose_place(options: PlanOptions) -> Place:
+    """The machine that the options name, or this machine."""
+    check_whole("--gpus", options.gpus)
+    if options.gpu is None:
+        return _this_machine(choose_host(options, 0, 0, 0.0), options.gpus)
+    return _sheet(gpu_named(options.gpu), choose_host(options), options.gpus, "from a data sheet, not measured")
 
 
 def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
@@ -213,7 +226,7 @@ def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
 
 
 def _this_machine(given: Host, num_gpus: int) -> Place:
-    """This machine. `given`: the values that flags give, or 0."""
+    """This machine. `given`: the values that options give, or 0."""
     if not torch.cuda.is_available():
         remedy = "This machine has no GPU that torch can use, so name the GPU to plan for."
         raise invalid_value("--gpu", None, GPUS, remedy)
@@ -239,31 +252,24 @@ def _this_machine(given: Host, num_gpus: int) -> Place:
     return Place(Setting(rates, Memory(free, host_bytes)), text, 1, "bf16")
 
 
-def read_plan_config(path: Path | None) -> dict[str, Any]:
-    """Read and validate a config file."""
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise invalid_value("--config", str(path), "an existing file")
-    return load_config(path).model_dump(mode="json", exclude_unset=True)
-
-
-def make_run(model: ModelCost, default_batch: int, flags: Flags, config: Mapping[str, Any], place: Place) -> Run:
-    """The run, from the flags, then the config file, then defaults."""
+def make_run(
+    model: ModelCost, default_batch: int, options: PlanOptions, config: Mapping[str, Any], place: Place
+) -> Run:
+    """The run, from the options, then the config file, then defaults."""
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    micro, parts = _batch(flags, config, default_batch, place.num_gpus)
-    states = flags.states or offload.get("states") or "fp32"
+    micro, parts = _batch(options, config, default_batch, place.num_gpus)
+    states = options.states or offload.get("states") or "fp32"
     if states not in STATES:
         raise invalid_value("--states", states, STATES)
-    tokens = flags.seq_length if flags.seq_length is not None else model.context
-    check_positive("--batch-size", micro)
-    check_positive("--seq-length", tokens)
-    check_positive("--accumulation", parts)
-    clip = flags.grad_clip if flags.grad_clip is not None else config.get("gradient_clipping", 1.0)
+    tokens = options.seq_length if options.seq_length is not None else model.context
+    check_whole("--batch-size", micro)
+    check_whole("--seq-length", tokens)
+    check_whole("--accumulation", parts)
+    clip = options.grad_clip if options.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
     weights = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), place.weights)
-    checkpointing = flags.checkpoint_activations
+    checkpointing = options.checkpoint_activations
     return Run(
         model=model,
         batch=micro,
@@ -279,14 +285,14 @@ def make_run(model: ModelCost, default_batch: int, flags: Flags, config: Mapping
     )
 
 
-def _batch(flags: Flags, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
+def _batch(options: PlanOptions, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
     """Sequences in a micro-batch and micro-batches in a step."""
     whole, micro, parts = BATCH_KEYS
     named = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
-    if flags.batch_size is not None or flags.accumulation is not None:
+    if options.batch_size is not None or options.accumulation is not None:
         named.pop(whole, None)  # the flag replaces the batch size of the file
-    named |= {micro: flags.batch_size} if flags.batch_size is not None else {}
-    named |= {parts: flags.accumulation} if flags.accumulation is not None else {}
+    named |= {micro: options.batch_size} if options.batch_size is not None else {}
+    named |= {parts: options.accumulation} if options.accumulation is not None else {}
     if whole not in named:
         return int(named.get(micro, default)), int(named.get(parts, 1))
     batch = resolve_batch(load_config(named), world_size=num_gpus)

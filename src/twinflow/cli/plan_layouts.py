@@ -12,11 +12,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from twinflow.cli import check_whole
 from twinflow.cli.plan_input import (
     CORES,
     RAM,
-    Flags,
-    check_positive,
+    PlanOptions,
     choose_cluster,
     choose_host,
     choose_model,
@@ -37,59 +37,60 @@ _DRAM_RATE: Final = 300e9  # bytes/s of a machine with two sockets
 _UNUSED: Final = ("config", "states", "accumulation", "grad_clip", "html", "write_config")
 
 
-def wants_layouts(flags: Flags) -> bool:
+def wants_layouts(options: PlanOptions) -> bool:
     """Whether to search layouts: there are more GPUs than in one machine, or a flag that only applies to layouts."""
-    check_positive("--per-node", flags.per_node)
-    return bool(flags.given("tokens", "layouts", "total_batch")) or flags.gpus > _per_node(flags)
+    check_whole("--per-node", options.per_node)
+    return bool(options.given("tokens", "layouts", "total_batch")) or options.gpus > _per_node(options)
 
 
-def show_layouts(flags: Flags) -> int:
+def show_layouts(options: PlanOptions) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits."""
-    for name, value in flags.given(*_UNUSED).items():
+    for name, value in options.given(*_UNUSED).items():
         reason = "the search over layouts does not use this option"
         remedy = (
-            f"Leave {name} out, or plan one machine: use at most --gpus {_per_node(flags)}, and leave out --tokens, "
+            f"Leave {name} out, or plan one machine: use at most --gpus {_per_node(options)}, and leave out --tokens, "
             "--layouts and --total-batch."
         )
         raise incompatible(f"{name} {value}", "a plan of parallel layouts", reason, remedy)
-    per_node = _per_node(flags)
-    # Values that the flags do not give are those of a DGX with such GPUs.
-    host = choose_host(flags, RAM * per_node, CORES * per_node, _DRAM_RATE)
-    cluster = choose_cluster(flags, host, per_node, "Layouts are planned from data sheets, so name the GPU.")
-    shape = choose_shape(flags)
-    tokens = parse_count("--tokens", flags.tokens) if flags.tokens is not None else None
-    check_positive("--batch-size", flags.batch_size)
-    checkpointing = flags.checkpoint_activations
+    per_node = _per_node(options)
+    # Values of options that are not given are those of a DGX with such GPUs.
+    host = choose_host(options, RAM * per_node, CORES * per_node, _DRAM_RATE)
+    cluster = choose_cluster(options, host, per_node, "Layouts are planned from data sheets, so name the GPU.")
+    shape = choose_shape(options)
+    tokens = parse_count("--tokens", options.tokens) if options.tokens is not None else None
+    check_whole("--batch-size", options.batch_size)
+    checkpointing = options.checkpoint_activations
+    default_batch = -(-LEAST_BATCH // max(1, options.gpus)) * options.gpus
     ask = LayoutAsk(
         shape=shape,
         cluster=cluster,
-        num_gpus=flags.gpus,
-        batch=-(-LEAST_BATCH // max(1, flags.gpus)) * flags.gpus if flags.total_batch is None else flags.total_batch,
-        micro_batches=MICRO_BATCHES if flags.batch_size is None else (flags.batch_size,),
+        num_gpus=options.gpus,
+        batch=default_batch if options.total_batch is None else options.total_batch,
+        micro_batches=MICRO_BATCHES if options.batch_size is None else (options.batch_size,),
         checkpointing=(False, True) if checkpointing is None else (checkpointing,),
     )
-    found = search(ask, flags.layouts if flags.layouts is not None else SHOWN)
-    if flags.as_json:
+    found = search(ask, options.layouts if options.layouts is not None else SHOWN)
+    if options.as_json:
         typer.echo(json.dumps(to_dict(ask, found, tokens)))
     else:
         print_layouts(ask, found, tokens)
     return 0 if found.best else 1
 
 
-def choose_shape(flags: Flags) -> Shape:
-    """The model that the flags name. With --params, a shape that is typical for published models of this size."""
-    check_positive("--seq-length", flags.seq_length)
-    if flags.params is not None and flags.preset is None and flags.model is None:
-        return shape_like(parse_count("--params", flags.params), flags.seq_length or SEQUENCE)
-    cost, _ = choose_model(flags.preset, flags.model, flags.params)
-    return shape_of(cost, flags.seq_length or cost.context)
+def choose_shape(options: PlanOptions) -> Shape:
+    """The model that the options name. With --params, a shape that is typical for published models of this size."""
+    check_whole("--seq-length", options.seq_length)
+    if options.params is not None and options.preset is None and options.model is None:
+        return shape_like(parse_count("--params", options.params), options.seq_length or SEQUENCE)
+    cost, _ = choose_model(options)
+    return shape_of(cost, options.seq_length or cost.context)
 
 
-def _per_node(flags: Flags) -> int:
+def _per_node(options: PlanOptions) -> int:
     """GPUs in a machine: 16 for V100 (DGX-2), 8 for later GPUs."""
-    if flags.per_node is not None:
-        return flags.per_node
-    return 16 if flags.gpu is not None and gpu_named(flags.gpu).pcie == 3 else 8
+    if options.per_node is not None:
+        return options.per_node
+    return 16 if options.gpu is not None and gpu_named(options.gpu).pcie == 3 else 8
 
 
 def print_layouts(ask: LayoutAsk, found: Found, tokens: float | None) -> None:

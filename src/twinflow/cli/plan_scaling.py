@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from twinflow.cli.plan_input import Flags, check_positive, choose_cluster, choose_host
+from twinflow.cli import check_whole
+from twinflow.cli.plan_input import PlanOptions, choose_cluster, choose_host
 from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
 from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
@@ -31,22 +32,22 @@ from twinflow.planner.scaling import (
 TOTAL_BATCH: Final = 512  # sequences, as in the papers on offload
 
 
-def show_scaling(flags: Flags, run: Run) -> int:
+def show_scaling(options: PlanOptions, run: Run) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits on any number of GPUs."""
-    assert flags.scaling is not None
+    assert options.scaling is not None
     why = "--scaling is computed from data sheets, so name the GPU."
-    cluster = choose_cluster(flags, choose_host(flags), flags.gpus, why)
-    unused = flags.given("html", "write_config", "tokens", "layouts", "per_node")
+    cluster = choose_cluster(options, choose_host(options), options.gpus, why)
+    unused = options.given("html", "write_config", "tokens", "layouts", "per_node")
     if unused:
         reason, remedy = (
             "--scaling prints one table for all numbers of GPUs",
             "Leave these options out. To save the table, use --json.",
         )
-        raise incompatible(f"--scaling {flags.scaling}", " and ".join(unused), reason, remedy)
-    check_positive("--total-batch", flags.total_batch)
-    total_batch = flags.total_batch or TOTAL_BATCH
-    rows = scaling(run, cluster, doubling(flags.scaling), Ask(total_batch))
-    if flags.as_json:
+        raise incompatible(f"--scaling {options.scaling}", " and ".join(unused), reason, remedy)
+    check_whole("--total-batch", options.total_batch)
+    total_batch = options.total_batch or TOTAL_BATCH
+    rows = scaling(run, cluster, doubling(options.scaling), Ask(total_batch))
+    if options.as_json:
         typer.echo(json.dumps(to_dict(run, cluster, rows)))
     else:
         console = make_console()
@@ -75,17 +76,18 @@ def scaling_table(rows: Sequence[Row]) -> Table:
     """A table with two rows for each number of GPUs: with offload and without."""
     names = ("GPUs", "method", "batch", "GPU GB", "s/step", "TFLOPS/GPU", "total", "linear", "bound by")
     table = make_table(names, left=["method"])
-    shares = zip(*(efficiency(points) for points in _by_way(rows)), strict=True)
-    for row, (offload_share, plain_share) in zip(rows, shares, strict=True):
-        for name, point, share in ((OFFLOAD, row.offload, offload_share), (PLAIN, row.plain, plain_share)):
-            number = str(row.world) if name == OFFLOAD else ""
-            style = "green" if row.ahead == name else "" if point is not None else "dim"
-            table.add_row(number, name, *_cells(point, share), style=style)
+    methods = _by_method(rows)
+    for i, row in enumerate(rows):
+        for name, points in methods.items():
+            style = "green" if row.ahead == name else "" if points[i][0] is not None else "dim"
+            table.add_row(str(row.world) if name == OFFLOAD else "", name, *_cells(*points[i]), style=style)
     return table
 
 
-def _by_way(rows: Sequence[Row]) -> tuple[list[Point | None], list[Point | None]]:
-    return [row.offload for row in rows], [row.plain for row in rows]
+def _by_method(rows: Sequence[Row]) -> dict[str, list[tuple[Point | None, float | None]]]:
+    """The points of each method, and their speed as a share of linear scaling."""
+    points = {OFFLOAD: [row.offload for row in rows], PLAIN: [row.plain for row in rows]}
+    return {name: list(zip(each, efficiency(each), strict=True)) for name, each in points.items()}
 
 
 def _cells(point: Point | None, share: float | None) -> list[str]:
@@ -115,7 +117,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
-    offload, plain = (efficiency(points) for points in _by_way(rows))
+    methods = _by_method(rows)
     return {
         "model": {"name": run.model.name, "params": run.model.numel},
         "cluster": {
@@ -127,11 +129,10 @@ def to_dict(run: Run, cluster: Cluster, rows: Sequence[Row]) -> dict[str, Any]:
         "rows": [
             {
                 "world": row.world,
-                OFFLOAD: _point_dict(row.offload, first),
-                PLAIN: _point_dict(row.plain, second),
+                **{name: _point_dict(*points[i]) for name, points in methods.items()},
                 "ahead": row.ahead,
             }
-            for row, first, second in zip(rows, offload, plain, strict=True)
+            for i, row in enumerate(rows)
         ],
         "crossover": crossover(rows),
     }

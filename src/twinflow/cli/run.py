@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,15 +34,14 @@ from twinflow.cli.settings import (
     describe_layout,
     engine_config,
     lr_factor,
-    num_replicas,
 )
 from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 from twinflow.models.gpt import GPT
-from twinflow.monitor.files import write_whole
-from twinflow.monitor.metrics import MetricsWriter, Record, StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes
@@ -127,7 +126,6 @@ class Outcome:
     steps: list[StepRecord] = field(default_factory=list)
     valids: list[ValidRecord] = field(default_factory=list)
     wall_s: float = 0.0
-    numbers: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
@@ -154,17 +152,20 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         _check_saved(saved, settings, data)
         check_vocabulary(settings.file_config, settings.model)
         states = saved.get("chosen_states", "auto") if settings.states == "auto" else settings.states
-        config = engine_config(settings, "fp32", ranks.world)
+        config = engine_config(settings, "fp32")
         check_combination(config, settings.model, ranks.here)
-        case = case_of(settings, config, ranks.world)
+        case = case_of(settings, config)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
-    config = engine_config(settings, plan.states, ranks.world)
+    config = engine_config(settings, plan.states)
     engine = build_engine(settings, config, ranks)
-    num_valid = saved.get("num_valid") or _num_valid(saved or {**as_json(settings), "world": ranks.world})
+    # A resumed run with another number of ranks validates with the same sequences.
+    num_valid = int(saved.get("num_valid", VALID_BATCHES * settings.batch_size * settings.replicas))
     with ranks.together():
         if ranks.is_first:
             chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
-            _write_settings(settings, {**chosen, "world": ranks.world})
+            write_whole(settings.out / SETTINGS, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
+            if settings.trace is not None:
+                settings.trace.parent.mkdir(parents=True, exist_ok=True)
     if settings.resume:
         with watched(engine):
             found, _ = engine.load_checkpoint(settings.out / CHECKPOINTS)
@@ -221,22 +222,6 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
         raise invalid_value("--data", now, f"the data with the fingerprint {before}", remedy)
 
 
-def _num_valid(started: dict[str, Any]) -> int:
-    """Number of sequences in a validation. It is computed from the settings of the first start, so that a resumed run
-    with another number of ranks uses the same sequences.
-    """
-    replicas = num_replicas(started.get("file_config") or {}, int(started.get("world", 1)))
-    return VALID_BATCHES * int(started["batch_size"]) * replicas
-
-
-def _write_settings(settings: TrainSettings, chosen: dict[str, Any]) -> None:
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if settings.trace is not None:
-        settings.trace.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(as_json(settings) | chosen, default=str, indent=2)
-    write_whole(settings.out / SETTINGS, text + "\n")
-
-
 def _tokenizing(console: Console) -> Callable[[int, int], None]:
     """Progress callback that prints a line for every tenth of the text: tokenizing a large text takes minutes."""
     shown = -1
@@ -283,12 +268,13 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     """Run all steps, and write metrics, progress and checkpoints."""
     settings, ranks = run.settings, run.ranks
     plain_every = max(1, settings.steps // 20)
+    path = settings.out / METRICS
     with (
-        _metrics(run) as write,
+        MetricsWriter(path, resume_after=run.first_step or -1) if ranks.is_first else nullcontext() as metrics,
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
         _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
     ):
-        earlier = read_metrics(settings.out / METRICS) if ranks.is_first else []  # records of the run that is resumed
+        earlier = read_metrics(path) if ranks.is_first else []  # records of the run that is resumed
         outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
         measured = ranks.first([record.step for record in outcome.valids])
@@ -296,7 +282,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         loop = Loop(settings, run.engine, run.data, talk, run.num_valid)
         try:
             for record in loop.records(measured):
-                write(record)
+                if metrics is not None:
+                    metrics.write(record)
                 if isinstance(record, ValidRecord):
                     outcome.valids.append(record)
                     progress.note(f"Validation loss after {record.step} steps: {record.loss:.4f}")
@@ -311,16 +298,6 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         except FloatingPointError as error:  # the loss scale of fp16 has reached its minimum, on all ranks
             outcome.status = "stopped"
             outcome.notes.append(str(error))
-
-
-@contextmanager
-def _metrics(run: Run) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that writes a record. It does nothing on other ranks than the first."""
-    if not run.ranks.is_first:
-        yield lambda record: None
-        return
-    with MetricsWriter(run.settings.out / METRICS, resume_after=run.first_step or -1) as metrics:
-        yield metrics.write
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:

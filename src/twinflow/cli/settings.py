@@ -1,4 +1,4 @@
-"""Settings of `twinflow train`: checked, with all defaults, and converted to a config for the engine.
+"""Settings of `twinflow train`: the options of the command line, their defaults and checks, and the engine's config.
 
 Pipeline and tensor ranks come from the options or the config file. They are stored in the sections `pipeline` and
 `tensor_parallel` of the config. Batches are distributed over the replicas of the model, so all ranks of a replica get
@@ -8,7 +8,9 @@ the same tokens.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,10 +20,12 @@ from typing import Any, Final
 import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
-from twinflow.config import Axes, load_config, resolve_axes
+from twinflow.cli import check_whole, option
+from twinflow.config import Axes, load_config, resolve_axes, resolve_batch
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, GPTConfig
+from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.rules import RULES
@@ -40,110 +44,99 @@ KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "s
 SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation x replicas)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
+_DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
+# Options that need no default.
+_AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")
 
 
-def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
-    if value is not None and key in file_config:
-        raise incompatible(
-            f"{name} {value}",
-            f"{key!r} in the config file",
-            "both set the same value",
-            f"Remove {name} or the key in the config file.",
-        )
-    return value
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command line options of `twinflow train`."""
 
-
-def with_axes(
-    file_config: Mapping[str, Any], stages: int | None, tensor: int | None, schedule: str | None
-) -> dict[str, Any]:
-    """The config of the file with the pipeline and tensor ranks of the command line."""
-    for name, value in ((_STAGES, stages), (_TENSOR, tensor)):
-        if value is not None and value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
-    if schedule not in (None, *SCHEDULES):
-        raise invalid_value("--pipeline-schedule", schedule, SCHEDULES)
-    pipeline, cut = (dict(file_config.get(key) or {}) for key in SECTIONS)
-    only_one(_TENSOR, tensor, cut, "tp")
-    given = {
-        "pipeline": {
-            "stages": only_one(_STAGES, stages, pipeline, "stages"),
-            "schedule": only_one("--pipeline-schedule", schedule, pipeline, "schedule"),
-        },
-        "tensor_parallel": {"autotp_size": only_one(_TENSOR, tensor, cut, "autotp_size")},
-    }
-    found = dict(file_config)
-    for key, section in zip(SECTIONS, (pipeline, cut), strict=True):
-        said = {name: value for name, value in given[key].items() if value not in (None, 1)}  # 1 is the default
-        if section or said:
-            found[key] = {**section, **said}
-    return found
-
-
-def axes_of(config: Mapping[str, Any]) -> Axes:
-    """Pipeline and tensor ranks in a config."""
-    asked = {key: config[key] for key in SECTIONS if config.get(key)}
-    return resolve_axes(load_config(asked)) if asked else Axes(1, 1)
-
-
-def num_replicas(config: Mapping[str, Any], world: int) -> int:
-    """Copies of the model. Each takes a part of every batch."""
-    axes = axes_of(config)
-    return max(1, world // (axes.pipe * axes.model))
-
-
-def describe_layout(config: Mapping[str, Any], world: int) -> str:
-    """The layout as text. Empty if every rank has the whole model."""
-    axes, (schedule, _) = axes_of(config), _schedule(config)
-    named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
-    parts = [text for text, size in named if size > 1]
-    return " x ".join([*parts, f"data {num_replicas(config, world)}"]) if parts else ""
-
-
-def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
-    """Return the number of replicas. Raises a ValueError if ranks, heads or layers are not divisible by the layout."""
-    axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
-    parts = axes.pipe * axes.model
-    if parts > 1 and world % parts:
-        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or use fewer stages."
-        allowed = f"a divisor of {world}, the number of ranks"
-        raise invalid_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
-    if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
-        raise invalid_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
-    num_stages = axes.pipe * num_chunks
-    if axes.pipe > 1 and shape.num_layers < num_stages:
-        each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
-        allowed = f"at least {num_stages}, the stages of the pipeline{each}"
-        raise invalid_value("--num-layers", shape.num_layers, allowed, "Every stage needs at least one layer.")
-    return world // parts
-
-
-def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
-    """Raise a ValueError if the vocabulary is not divisible by the number of tensor ranks."""
-    axes = axes_of(file_config)
-    if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
-        padded = -(-shape.vocab_size // axes.model) * axes.model
-        remedy = f"Use --vocab-size {padded}, which leaves some symbols unused."
-        raise invalid_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
-
-
-def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
-    """Raise the error of `initialize` for a conflict with pipeline or tensor ranks before the model is built."""
-    axes = axes_of(config)
-    if axes.pipe * axes.model > 1:
-        checked_axes(load_config(config), _on_meta(shape), here, None)
-
-
-def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Name of the pipeline schedule and stages of each rank."""
-    section = config.get("pipeline") or {}
-    name = section.get("schedule") or "1f1b"
-    return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1
-
-
-def _on_meta(shape: GPTConfig) -> GPT:
-    with torch.device("meta"):
-        return GPT(shape)
+    preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
+    num_layers: int | None = option(None, "Number of transformer blocks.")
+    hidden: int | None = option(None, "Width of the model.", "--hidden-size")
+    num_heads: int | None = option(None, "Number of attention heads.", "--num-attention-heads")
+    vocab_size: int | None = option(
+        None, "Size of the vocabulary. Default: the size that the preset and the tokenizer need."
+    )
+    context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length --context")
+    checkpoint_activations: bool | None = option(
+        None,
+        "Keep only the input of each block and recompute the other activations in backward. "
+        "Default: on for models of width 1600 and more.",
+        "--checkpoint-activations/--no-checkpoint-activations",
+    )
+    steps: int = option(800, "Number of training steps.", "--steps --train-iters")
+    batch_size: int | None = option(
+        None,
+        "Sequences in a micro-batch of each model replica. Default: as in the preset.",
+        "--batch-size --micro-batch-size",
+    )
+    accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
+    lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
+    warmup: int | None = option(None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup --lr-warmup-iters")
+    weight_decay: float | None = option(None, "Weight decay. Default: depends on the rule.")
+    grad_clip: float | None = option(
+        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip --clip-grad"
+    )
+    rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
+    states: str | None = option(
+        None,
+        "Format of optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]",
+    )
+    ratio: str | None = option(
+        None,
+        "Share of the optimizer state on the host, 0 to 1, or auto: chosen by twinflow after some steps.  [default: 1]",
+    )
+    placement: str | None = option(
+        None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
+    )
+    delayed_update: bool = option(
+        False, "Apply each update one step later, so that no step waits for it.", "--delayed-update"
+    )
+    precision: str | None = option(
+        None, "Data type of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."
+    )
+    data: str = option(
+        "stdlib",
+        "Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
+        "--data --data-path",
+    )
+    json_key: str = option("text", "Field of a JSONL line that contains the text.")
+    tokenizer: str = option("bytes", "Tokenizer: bytes, or a folder with a Hugging Face tokenizer.json.")
+    seed: int = option(0, "Seed of the weights and of the order of the data.")
+    valid_every: int = option(
+        100,
+        "Steps between validations. 0: only before the first and after the last step.",
+        "--valid-every --eval-interval",
+    )
+    save: bool = option(True, "Whether to save checkpoints.", "--save/--no-save")
+    save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every --save-interval")
+    keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
+    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
+    threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
+    out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
+    trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
+    config: Path | None = option(
+        None, "A DeepSpeed config, JSON or HJSON.", "--deepspeed_config --deepspeed-config --config"
+    )
+    of_megatron: bool = option(
+        False,
+        "Options of Megatron. They are accepted and have no effect.",
+        "--deepspeed --cpu-optimizer --no-pipeline-parallel",
+    )
+    tensor_ranks: int | None = option(
+        None, "Number of tensor-parallel ranks.", "--model-parallel-size --tensor-model-parallel-size"
+    )
+    stages: int | None = option(
+        None, "Number of pipeline stages.", "--pipeline-parallel-size --pipeline-model-parallel-size"
+    )
+    pipeline_schedule: str | None = option(None, "Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
+    max_positions: int | None = option(None, "Same as --seq-length.", "--max-position-embeddings")
+    fp16: bool = option(False, "Same as --precision fp16.", "--fp16")
+    bf16: bool = option(False, "Same as --precision bf16.", "--bf16")
 
 
 @dataclass(frozen=True)
@@ -202,7 +195,184 @@ class TrainSettings:
         return self.sequences * self.context
 
 
-def option(name: str) -> str:
+def make_settings(options: TrainOptions, world: int) -> TrainSettings:
+    """The settings of a run, from the command line, the config file and the defaults."""
+    file_config = read_config(options.config, "--deepspeed_config")
+    file_config = with_axes(file_config, options.stages, options.tensor_ranks, options.pipeline_schedule)
+    if options.resume and options.out is None:
+        raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
+    preset, shape = choose_shape(options)
+    rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
+    replicas = check_layout(file_config, shape, world)
+    batch = _batch(options.batch_size, options.accumulation, file_config, PRESET_BATCH.get(preset, 8), replicas)
+    usual, now = rule_params(rule), time.strftime("%Y%m%d-%H%M%S")
+    lr = only_one("--lr", options.lr, file_config, "optimizer")
+    decay = only_one("--weight-decay", options.weight_decay, file_config, "optimizer")
+    clip = only_one("--grad-clip", options.grad_clip, file_config, "gradient_clipping")
+    return TrainSettings(
+        preset=preset,
+        model=shape,
+        batch_size=batch[0],
+        accumulation=batch[1],
+        lr=default_lr(rule, shape) if lr is None else lr,
+        warmup=options.steps // 20 if options.warmup is None else options.warmup,
+        weight_decay=usual["weight_decay"] if decay is None else decay,
+        grad_clip=1.0 if clip is None else clip,
+        rule=rule,
+        **_offload(options, file_config),
+        precision=_precision(options, file_config),
+        keep_last=2 if options.keep_last is None else options.keep_last,
+        gpu_memory=parse_bytes("--gpu-memory", options.gpu_memory),
+        threads=get_threads() if options.threads is None else options.threads,
+        out=Path("runs") / f"{preset}-{rule}-{now}" if options.out is None else options.out,
+        file_config=file_config,
+        world=world,
+        **{name: getattr(options, name) for name in _AS_GIVEN},
+    )
+
+
+def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Format, placement and delay of the optimizer state, from the command line or from the config file."""
+    offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    ratio = only_one("--ratio", parse_ratio(options.ratio), offload, "ratio")
+    placement = only_one("--placement", options.placement, offload, "placement")
+    if offload.get("device") == "none":  # then all state is on the GPU
+        ratio = only_one("--ratio", ratio, offload, "device") or 0.0
+        offload = {**offload, "placement": "auto"}
+    delayed = only_one("--delayed-update", options.delayed_update or None, offload, "delayed_update")
+    return {
+        "states": only_one("--states", options.states, offload, "states") or offload.get("states", "auto"),
+        "ratio": offload.get("ratio", 1.0) if ratio is None else ratio,
+        "placement": placement or offload.get("placement", "auto"),
+        "delayed_update": bool(delayed or offload.get("delayed_update")),
+    }
+
+
+def _batch(
+    batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
+) -> tuple[int, int]:
+    """Sequences in a micro-batch of a rank and micro-batches in a step, from the command line or the config file."""
+    keys = BATCH_KEYS
+    named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
+    for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
+        check_whole(name, value)
+        if value is not None and named.setdefault(key, value) != value:
+            raise invalid_value(name, value, [named[key]], f"The config file sets {key!r} to this value.")
+    if keys[0] not in named:
+        named.setdefault(keys[1], default)
+        named.setdefault(keys[2], 1)
+    elif len(named) == 1 and named[keys[0]] % (default * world) == 0:
+        named[keys[1]] = default  # a large batch is split into micro-batches of the default size
+    batch = resolve_batch(load_config(named), world_size=world)
+    return batch.micro_batch_size, batch.accumulation_steps
+
+
+def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
+    asked = {name for name in ("fp16", "bf16") if is_on(file_config, name)}
+    asked |= {name for name in (options.precision, options.fp16 and "fp16", options.bf16 and "bf16") if name}
+    if len(asked) > 1:
+        remedy = "The options --precision, --fp16 and --bf16 and the config file must name the same type."
+        raise invalid_value("--precision", sorted(asked), "a single type", remedy)
+    return asked.pop() if asked else "bf16" if torch.cuda.is_available() else "fp32"
+
+
+def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
+    if value is not None and key in file_config:
+        raise incompatible(
+            f"{name} {value}",
+            f"{key!r} in the config file",
+            "both set the same value",
+            f"Remove {name} or the key in the config file.",
+        )
+    return value
+
+
+def with_axes(
+    file_config: Mapping[str, Any], stages: int | None, tensor: int | None, schedule: str | None
+) -> dict[str, Any]:
+    """The config of the file with the pipeline and tensor ranks of the command line."""
+    check_whole(_STAGES, stages)
+    check_whole(_TENSOR, tensor)
+    if schedule not in (None, *SCHEDULES):
+        raise invalid_value("--pipeline-schedule", schedule, SCHEDULES)
+    only_one(_TENSOR, tensor, file_config.get("tensor_parallel") or {}, "tp")
+    found = dict(file_config)
+    for section, key, name, value in (
+        ("pipeline", "stages", _STAGES, stages),
+        ("pipeline", "schedule", "--pipeline-schedule", schedule),
+        ("tensor_parallel", "autotp_size", _TENSOR, tensor),
+    ):
+        only_one(name, value, file_config.get(section) or {}, key)
+        if value not in (None, 1):  # 1 is the default
+            found[section] = {**(found.get(section) or {}), key: value}
+    return found
+
+
+def axes_of(config: Mapping[str, Any]) -> Axes:
+    """Pipeline and tensor ranks in a config."""
+    asked = {key: config[key] for key in SECTIONS if config.get(key)}
+    return resolve_axes(load_config(asked)) if asked else Axes(1, 1)
+
+
+def num_replicas(config: Mapping[str, Any], world: int) -> int:
+    """Copies of the model. Each takes a part of every batch."""
+    axes = axes_of(config)
+    return max(1, world // (axes.pipe * axes.model))
+
+
+def describe_layout(config: Mapping[str, Any], world: int) -> str:
+    """The layout as text. Empty if every rank has the whole model."""
+    axes, (schedule, _) = axes_of(config), _schedule(config)
+    named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
+    parts = [text for text, size in named if size > 1]
+    return " x ".join([*parts, f"data {num_replicas(config, world)}"]) if parts else ""
+
+
+def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
+    """Return the number of replicas. Raises a ValueError if ranks, heads or layers are not divisible by the layout."""
+    axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
+    parts = axes.pipe * axes.model
+    if parts > 1 and world % parts:
+        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or use fewer stages."
+        allowed = f"a divisor of {world}, the number of ranks"
+        raise invalid_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
+    if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
+        raise invalid_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
+    num_stages = axes.pipe * num_chunks
+    if axes.pipe > 1 and shape.num_layers < num_stages:
+        each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
+        allowed = f"at least {num_stages}, the stages of the pipeline{each}"
+        raise invalid_value("--num-layers", shape.num_layers, allowed, "Every stage needs at least one layer.")
+    return world // parts
+
+
+def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
+    """Raise a ValueError if the vocabulary is not divisible by the number of tensor ranks."""
+    axes = axes_of(file_config)
+    if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
+        padded = -(-shape.vocab_size // axes.model) * axes.model
+        remedy = f"Use --vocab-size {padded}, which leaves some symbols unused."
+        raise invalid_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
+
+
+def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
+    """Raise the error of `initialize` for a conflict with pipeline or tensor ranks before the model is built."""
+    axes = axes_of(config)
+    if axes.pipe * axes.model > 1:
+        with torch.device("meta"):
+            model = GPT(shape)
+        checked_axes(load_config(config), model, here, None)
+
+
+def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
+    """Name of the pipeline schedule and stages of each rank."""
+    section = config.get("pipeline") or {}
+    name = section.get("schedule") or "1f1b"
+    return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1
+
+
+def option_name(name: str) -> str:
     """The command line option of a setting."""
     return "--" + name.replace("_", "-")
 
@@ -211,19 +381,16 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
     if settings.out.exists() and not settings.out.is_dir():
         raise invalid_value("--out", str(settings.out), "a folder", "This is a file. Choose another --out.")
-    at_least_one = ("steps", "batch_size", "accumulation")
-    for name in (*at_least_one, "warmup", "seed", "valid_every", "save_every"):
-        least = 1 if name in at_least_one else 0
-        if getattr(settings, name) < least:
-            raise invalid_value(option(name), getattr(settings, name), f"a whole number >= {least}")
+    for name in ("steps", "batch_size", "accumulation", "keep_last"):
+        check_whole(option_name(name), getattr(settings, name))
+    for name in ("warmup", "seed", "valid_every", "save_every"):
+        check_whole(option_name(name), getattr(settings, name), least=0)
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
-            raise invalid_value(option(name), value, "a finite number >= 0")
+            raise invalid_value(option_name(name), value, "a finite number >= 0")
     if settings.precision not in PRECISIONS:
         raise invalid_value("--precision", settings.precision, PRECISIONS)
-    if settings.keep_last is not None and settings.keep_last < 1:
-        raise invalid_value("--keep-last", settings.keep_last, "a whole number >= 1")
     if settings.gpu_memory is not None and not torch.cuda.is_available():
         raise invalid_value("--gpu-memory", settings.gpu_memory, "left out, because this machine has no GPU")
     check_threads(settings.threads, "--threads")
@@ -234,30 +401,27 @@ def check_settings(settings: TrainSettings) -> None:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
 
 
-def choose_shape(
-    preset: str | None,
-    num_layers: int | None,
-    hidden: int | None,
-    num_heads: int | None,
-    context: int | None,
-    checkpoint_activations: bool | None,
-) -> tuple[str, GPTConfig]:
+def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
     """Name and shape of the model: a preset, or a shape given by options with the vocabulary and context of GPT-2."""
-    by_hand = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads}
-    given = {name: value for name, value in by_hand.items() if value is not None}
+    sizes = {name: getattr(options, name) for name in ("num_layers", "hidden", "num_heads")}
+    given = {name: value for name, value in sizes.items() if value is not None}
+    preset = options.preset
     if preset is None:
         preset = GPT2 if given else "tiny"
     if preset not in PRESETS:
         raise invalid_value("--preset", preset, PRESETS)
-    shape = replace(PRESETS[preset], **given)  # type: ignore[arg-type]
+    context, most = options.context, options.max_positions
+    if context is not None and most is not None and context > most:
+        raise invalid_value("--seq-length", context, f"at most {most}, the value of --max-position-embeddings")
+    context = most if context is None else context
+    check_whole("--seq-length (--context)", context)
+    shape = replace(PRESETS[preset], **given)
     if context is not None:
-        if context < 1:
-            raise invalid_value("--seq-length (--context)", context, "a whole number >= 1")
         shape = replace(shape, context=context)
-    if checkpoint_activations is None:
-        checkpoint_activations = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
-    shape = replace(shape, checkpoint_activations=checkpoint_activations)
-    return (preset if not given else "custom", shape)
+    checkpoints = options.checkpoint_activations
+    if checkpoints is None:
+        checkpoints = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
+    return "custom" if given else preset, replace(shape, checkpoint_activations=checkpoints)
 
 
 def rule_params(name: str) -> dict[str, Any]:
@@ -270,26 +434,30 @@ def rule_params(name: str) -> dict[str, Any]:
     return {**params, "adam_w_mode": False} if name == "adam" else params
 
 
-def default_batch_size(preset: str) -> int:
-    """Default number of sequences in a micro-batch of a preset."""
-    return PRESET_BATCH.get(preset, 8)
-
-
 def default_lr(rule: str, shape: GPTConfig) -> float:
     """Default peak learning rate of an update rule and a model size."""
     lr = float(rule_params(rule)["lr"])
     return min(lr, LARGE_LR) if RULES[rule].is_normalized and shape.hidden >= 1024 else lr
 
 
+def read_config(path: Path | None, name: str) -> dict[str, Any]:
+    """Read and validate the config file that the option `name` names. Deprecated keys get their current names."""
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise invalid_value(name, str(path), "an existing file")
+    return load_config(path).model_dump(mode="json", exclude_unset=True)
+
+
 def parse_bytes(name: str, text: str | None) -> int | None:
     """Parse a size such as 32GB, 24GiB or 500MB. `name`: the option, for the error message."""
     if text is None:
         return None
-    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1}
+    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1, "": 1}
     upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    unit = next(unit for unit in units if upper.endswith(unit))
     try:
-        value = float(upper.removesuffix(unit)) * (units[unit] if unit else 1)
+        value = float(upper.removesuffix(unit)) * units[unit]
     except ValueError:
         raise invalid_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
     if not 0 < value < math.inf:
@@ -299,20 +467,16 @@ def parse_bytes(name: str, text: str | None) -> int | None:
 
 def parse_ratio(text: str | None) -> float | str | None:
     """Parse --ratio: a number from 0 to 1, or "auto"."""
-    if text in (None, "auto"):
+    if text is None or text == "auto":
         return text
-    assert text is not None
+    with suppress(ValueError):
+        if 0.0 <= (value := float(text)) <= 1.0:
+            return value
     allowed = "a number from 0 (all optimizer state on the GPU) to 1 (all of it on the host), or auto"
-    try:
-        value = float(text)
-    except ValueError:
-        raise invalid_value("--ratio", text, allowed) from None
-    if not 0.0 <= value <= 1.0:
-        raise invalid_value("--ratio", text, allowed)
-    return value
+    raise invalid_value("--ratio", text, allowed)
 
 
-def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> dict[str, Any]:
+def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     """The config of the engine: the config file, completed with the values of the command line."""
     config: dict[str, Any] = deepcopy(dict(settings.file_config))
     config["train_micro_batch_size_per_gpu"] = settings.batch_size
@@ -330,7 +494,7 @@ def engine_config(settings: TrainSettings, states: str, num_ranks: int = 1) -> d
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         return config  # the config reader raises an error for this value
-    if num_ranks > 1:
+    if settings.world > 1:
         zero.setdefault("stage", RANKS_STAGE)
     offload = zero.get("offload_optimizer")
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
@@ -361,11 +525,10 @@ def lr_factor(step: int, warmup: int, steps: int) -> float:
 
 
 def as_json(settings: TrainSettings) -> dict[str, Any]:
-    """All settings as plain values for the run's folder, except the number of ranks."""
+    """All settings as plain values, for the run's folder."""
     return {
         name: str(value) if isinstance(value, Path) else dict(value) if isinstance(value, Mapping) else value
         for name, value in asdict(settings).items()
-        if name != "world"
     }
 
 
@@ -387,9 +550,9 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     """The settings that must not change, by their options."""
-    shape = {SHAPE_OPTIONS.get(name, option(name)): value for name, value in (values.get("model") or {}).items()}
+    shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in (values.get("model") or {}).items()}
     names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
-    rest = {option(name): values.get(name) for name in names}
+    rest = {option_name(name): values.get(name) for name in names}
     file = dict(values.get("file_config") or {})
     for key in SECTIONS if with_batch else (*SECTIONS, *BATCH_KEYS):
         file.pop(key, None)

@@ -1,139 +1,35 @@
-"""`twinflow train`: pretrains a GPT on this machine with the optimizer on the host, and writes a report."""
+"""`twinflow train`: pretrains a GPT with the optimizer on the host. This module has the command and its output: the
+header, the final numbers and the report.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+import math
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import torch
 import typer
 from rich.console import Console
 
-from twinflow.cli import option
-from twinflow.cli.outcome import EXIT_CODES, print_header, show
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
-from twinflow.cli.run import prepare, run_training
-from twinflow.cli.settings import (
-    BATCH_KEYS,
-    TrainSettings,
-    check_layout,
-    choose_shape,
-    default_batch_size,
-    default_lr,
-    is_on,
-    only_one,
-    parse_bytes,
-    parse_ratio,
-    rule_params,
-    with_axes,
-)
-from twinflow.config import load_config, resolve_batch
-from twinflow.errors import invalid_value
-from twinflow.native import get_threads
-from twinflow.rules import RULES
+from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
+from twinflow.cli.settings import TrainOptions, as_json, make_settings, option_name
+from twinflow.models.gpt import count_params, flops_per_token
+from twinflow.monitor.metrics import share_ahead, tokens_per_second
+from twinflow.monitor.progress import duration
+from twinflow.monitor.report import Report, number, write_report
+from twinflow.native import isa
+from twinflow.version import __version__
 
-_DATA = ("data", "json_key", "vocab_size", "tokenizer", "seed")
-_AS_GIVEN = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")  # options that need no default
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The command line options of `twinflow train`."""
-
-    preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
-    num_layers: int | None = option(None, "Number of transformer blocks.")
-    hidden: int | None = option(None, "Width of the model.", "--hidden-size")
-    num_heads: int | None = option(None, "Number of attention heads.", "--num-attention-heads")
-    vocab_size: int | None = option(
-        None, "Size of the vocabulary. Default: the size that the preset and the tokenizer need."
-    )
-    context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length", "--context")
-    checkpoint_activations: bool | None = option(
-        None,
-        "Keep only the input of each block and recompute the other activations in backward. "
-        "Default: on for models of width 1600 and more.",
-        "--checkpoint-activations/--no-checkpoint-activations",
-    )
-    steps: int = option(800, "Number of training steps.", "--steps", "--train-iters")
-    batch_size: int | None = option(
-        None,
-        "Sequences in a micro-batch of each model replica. Default: as in the preset.",
-        "--batch-size",
-        "--micro-batch-size",
-    )
-    accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
-    lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
-    warmup: int | None = option(
-        None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup", "--lr-warmup-iters"
-    )
-    weight_decay: float | None = option(None, "Weight decay. Default: depends on the rule.")
-    grad_clip: float | None = option(
-        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip", "--clip-grad"
-    )
-    rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
-    states: str | None = option(
-        None,
-        "Format of optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]",
-    )
-    ratio: str | None = option(
-        None,
-        "Share of the optimizer state on the host, 0 to 1, or auto: chosen by twinflow after some steps.  [default: 1]",
-    )
-    placement: str | None = option(
-        None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
-    )
-    delayed_update: bool = option(
-        False, "Apply each update one step later, so that no step waits for it.", "--delayed-update"
-    )
-    precision: str | None = option(
-        None, "Data type of the weights: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."
-    )
-    data: str = option(
-        "stdlib",
-        "Training data: stdlib, a .txt, .jsonl, .bin or .npy file, or a folder of text files.",
-        "--data",
-        "--data-path",
-    )
-    json_key: str = option("text", "Field of a JSONL line that contains the text.")
-    tokenizer: str = option("bytes", "Tokenizer: bytes, or a folder with a Hugging Face tokenizer.json.")
-    seed: int = option(0, "Seed of the weights and of the order of the data.")
-    valid_every: int = option(
-        100,
-        "Steps between validations. 0: only before the first and after the last step.",
-        "--valid-every",
-        "--eval-interval",
-    )
-    save: bool = option(True, "Whether to save checkpoints.", "--save/--no-save")
-    save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every", "--save-interval")
-    keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
-    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
-    gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
-    threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
-    out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
-    trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
-    config: Path | None = option(
-        None, "A DeepSpeed config, JSON or HJSON.", "--deepspeed_config", "--deepspeed-config", "--config"
-    )
-    of_megatron: bool = option(
-        False,
-        "Options of Megatron. They are accepted and have no effect.",
-        "--deepspeed",
-        "--cpu-optimizer",
-        "--no-pipeline-parallel",
-    )
-    tensor_ranks: int | None = option(
-        None, "Number of tensor-parallel ranks.", "--model-parallel-size", "--tensor-model-parallel-size"
-    )
-    stages: int | None = option(
-        None, "Number of pipeline stages.", "--pipeline-parallel-size", "--pipeline-model-parallel-size"
-    )
-    pipeline_schedule: str | None = option(None, "Pipeline schedule: gpipe, 1f1b, interleaved or zbv.  [default: 1f1b]")
-    max_positions: int | None = option(None, "Same as --seq-length.", "--max-position-embeddings")
-    fp16: bool = option(False, "Same as --precision fp16.", "--fp16")
-    bf16: bool = option(False, "Same as --precision bf16.", "--bf16")
+LAST_STEPS: Final = 10  # the final loss is a mean over this many steps, because the loss of one batch is noisy
+EXIT_CODES: Final = {"finished": 0, "stopped": 1, "interrupted": 130}
 
 
 def train(options: TrainOptions) -> None:
@@ -164,106 +60,157 @@ def train(options: TrainOptions) -> None:
     raise typer.Exit(EXIT_CODES[outcome.status])
 
 
-def make_settings(options: TrainOptions, world: int) -> TrainSettings:
-    """The settings of a run, from the command line, the config file and the defaults."""
-    file_config = with_axes(
-        read_config(options.config), options.stages, options.tensor_ranks, options.pipeline_schedule
+def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
+    """Rows of the final numbers: losses, speed, memory and time."""
+    rows: list[tuple[str, str]] = []
+    steps, losses = outcome.steps, [record.loss for record in outcome.steps]
+    if losses:
+        last = losses[-LAST_STEPS:]
+        rows.append(("first loss", number(losses[0])))
+        rows.append((f"last loss (mean of {len(last)})", number(sum(last) / len(last))))
+    if outcome.valids:
+        rows.append(("validation loss", number(outcome.valids[-1].loss)))
+    if losses:
+        rows.append(("tokens/s", f"{tokens_per_second(steps):,.0f}"))
+        steady = steps[1:] or steps
+        rows.append(("TFLOPS", f"{sum(r.tflops for r in steady) / len(steady):,.3g}"))
+        rows.append(("host memory", f"{max(record.host_bytes for record in steps) / 2**20:,.0f} MiB"))
+        if (gpu := max(record.gpu_bytes for record in steps)) > 0:
+            rows.append(("GPU memory", f"{gpu / 2**20:,.0f} MiB"))
+        if math.isfinite(ahead := share_ahead(steps)):
+            rows.append(("early updates", f"{100 * ahead:.0f}%"))
+        if (share := steps[-1].host_share) < 1.0:
+            rows.append(("state on the host", f"{100 * share:.0f}%"))
+        if skipped := sum(record.skipped for record in steps):
+            rows.append(("skipped steps", str(skipped)))
+    rows.append(("time", duration(outcome.wall_s)))
+    return rows
+
+
+def make_report(run: Run, outcome: Outcome) -> Report:
+    """The content of the report page."""
+    values = as_json(run.settings)
+    if values["ratio"] == "auto" and outcome.steps and math.isfinite(outcome.steps[-1].host_share):
+        values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} after the last step"
+    words = {None: "-", True: "yes", False: "no"}
+    settings = [
+        (option_name(name), words[value] if value is None or isinstance(value, bool) else str(value))
+        for name, value in values.items()
+        if name not in ("model", "file_config", "world")
+    ]
+    return Report(
+        title=run.settings.out.name or str(run.settings.out),
+        status=outcome.status,
+        message=outcome.message,
+        numbers=final_numbers(outcome),
+        settings=[*run.rank_rows, *header_rows(run)[:2], ("data", run.data.describe()), *settings],
+        machine=machine_rows(run.settings.threads),
+        steps=outcome.steps,
+        valids=outcome.valids,
+        config=json.dumps(run.config, indent=2),
+        notes=[*([f"At the start {tight}."] if (tight := run.memory.tight) else []), *outcome.notes],
     )
-    if options.resume and options.out is None:
-        raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
-    context = _context(options.context, options.max_positions)
-    by_hand = (options.num_layers, options.hidden, options.num_heads)
-    preset, shape = choose_shape(options.preset, *by_hand, context, options.checkpoint_activations)
-    rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
-    replicas = check_layout(file_config, shape, world)
-    batch = _batch(options.batch_size, options.accumulation, file_config, default_batch_size(preset), replicas)
-    usual = rule_params(rule)
-    lr = only_one("--lr", options.lr, file_config, "optimizer")
-    decay = only_one("--weight-decay", options.weight_decay, file_config, "optimizer")
-    clip = only_one("--grad-clip", options.grad_clip, file_config, "gradient_clipping")
-    return TrainSettings(
-        preset=preset,
-        model=shape,
-        batch_size=batch[0],
-        accumulation=batch[1],
-        lr=default_lr(rule, shape) if lr is None else lr,
-        warmup=options.steps // 20 if options.warmup is None else options.warmup,
-        weight_decay=usual["weight_decay"] if decay is None else decay,
-        grad_clip=1.0 if clip is None else clip,
-        rule=rule,
-        **_offload(options, file_config),
-        precision=_precision(options, file_config),
-        keep_last=2 if options.keep_last is None else options.keep_last,
-        gpu_memory=parse_bytes("--gpu-memory", options.gpu_memory),
-        threads=get_threads() if options.threads is None else options.threads,
-        out=default_out(preset, rule) if options.out is None else options.out,
-        file_config=file_config,
-        world=world,
-        **{name: getattr(options, name) for name in _AS_GIVEN},
+
+
+def header_rows(run: Run) -> list[tuple[str, str]]:
+    """Rows on the model, the optimizer, the memory, the data and the steps."""
+    settings, memory = run.settings, run.memory
+    shape = settings.model
+    optimizer = run.config["optimizer"]
+    clip = run.config["gradient_clipping"]
+    clipping = f"clip {clip:g}" if clip else "no clipping"
+    delayed = ", delayed by one step" if settings.delayed_update else ""
+    parts = f" in {settings.accumulation} micro-batches" if settings.accumulation > 1 else ""
+    kept = ", activations recomputed" if shape.checkpoint_activations else ""
+    states = run.config["zero_optimization"]["offload_optimizer"]["states"]
+    ratio = f", ratio {str(settings.ratio).removesuffix('.0')}" if settings.ratio != 1.0 else ""
+    return [
+        (
+            "model",
+            f"{count_params(shape) / 1e6:,.2f} M parameters: {shape.num_layers} layers, hidden {shape.hidden}, "
+            f"{shape.num_heads} heads, context {shape.context}{kept}",
+        ),
+        (
+            "optimizer",
+            f"TwinOptimizer, {optimizer['type']}, {states} state{ratio}, lr {optimizer['params'].get('lr', 1e-3):g}, "
+            f"weight decay {optimizer['params'].get('weight_decay', 0):g}, {clipping}{delayed}",
+        ),
+        ("host memory", memory.host_line),
+        ("GPU memory", memory.gpu_line),
+        *([("warning", memory.tight)] if memory.tight else []),
+        ("threads", f"{settings.threads}, kernels {isa()}"),
+        ("data", run.data.describe()),
+        (
+            "steps",
+            f"{settings.steps:,} of {settings.tokens:,} tokens{parts} "
+            f"({flops_per_token(shape) * settings.tokens / 1e9:,.1f} GFLOP each), warmup {settings.warmup}",
+        ),
+        ("output", str(settings.out)),
+    ]
+
+
+def print_header(run: Run, console: Console) -> None:
+    title = f"twinflow {__version__}: training a GPT ({run.settings.preset}) on {where()}"
+    print_rows(console, title, [*header_rows(run), *run.rank_rows])
+
+
+def show(run: Run, outcome: Outcome, console: Console) -> None:
+    """Write the report page and print the final numbers."""
+    report = make_report(run, outcome)
+    rows, path = list(report.numbers), run.settings.out / REPORT
+    try:
+        write_report(path, report)
+        rows.append(("report", str(path)))
+    except OSError as error:  # for example a full disk
+        typer.echo(f"warning: The report could not be written: {error}", err=True)
+    print_rows(console, outcome.message, rows)
+    if outcome.sample is not None:
+        before, after = map(printable, outcome.sample)
+        text = f"Text of the validation data:\n{before}\nThe model goes on with:\n{after}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if outcome.status == "finished":
+        console.print(f"Next: {next_command(run)}", highlight=False, markup=False, soft_wrap=True)
+    if outcome.status == "stopped" and run.ranks.world > 1:
+        typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause
+
+
+def printable(text: str) -> str:
+    """The text, indented, without characters that control a terminal, and without empty lines."""
+    lines = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines())
+    return "\n".join(f"  {line}" for line in lines if line)
+
+
+def next_command(run: Run) -> str:
+    """A command to try after a finished run: export the weights, or without a checkpoint plan a larger model."""
+    if run.checkpoints.exists():
+        return shlex.join(["twinflow", "export", str(run.checkpoints), str(run.settings.out / "weights")])
+    return shlex.join(
+        ["twinflow", "plan", "--preset", "gpt2-10b", *([] if torch.cuda.is_available() else ["--gpu", "h200"])]
     )
 
 
-def read_config(path: Path | None) -> dict[str, Any]:
-    """Read and validate a config file. Deprecated keys get their current names."""
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise invalid_value("--deepspeed_config", str(path), "an existing file")
-    return load_config(path).model_dump(mode="json", exclude_unset=True)
+def where() -> str:
+    """Name of the model's device."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
-def default_out(preset: str, rule: str) -> Path:
-    """A new folder for each run, named by preset, rule and time."""
-    return Path("runs") / f"{preset}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}"
+def machine_rows(threads: int) -> list[tuple[str, str]]:
+    """Rows on the machine and the software versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("model on", where()),
+        ("cores", f"{os.cpu_count()}, threads used {threads}"),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
+        ("host kernels", isa()),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("twinflow", __version__),
+    ]
 
 
-def _context(context: int | None, max_positions: int | None) -> int | None:
-    if context is not None and max_positions is not None and context > max_positions:
-        raise invalid_value("--seq-length", context, f"at most {max_positions}, the value of --max-position-embeddings")
-    return context if context is not None else max_positions
-
-
-def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Format, placement and delay of the optimizer state, from the command line or from the config file."""
-    offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    ratio = only_one("--ratio", parse_ratio(options.ratio), offload, "ratio")
-    placement = only_one("--placement", options.placement, offload, "placement")
-    if offload.get("device") == "none":  # then all state is on the GPU
-        ratio = only_one("--ratio", ratio, offload, "device") or 0.0
-        offload = {**offload, "placement": "auto"}
-    delayed = only_one("--delayed-update", options.delayed_update or None, offload, "delayed_update")
-    return {
-        "states": only_one("--states", options.states, offload, "states") or offload.get("states", "auto"),
-        "ratio": offload.get("ratio", 1.0) if ratio is None else ratio,
-        "placement": placement or offload.get("placement", "auto"),
-        "delayed_update": bool(delayed or offload.get("delayed_update")),
-    }
-
-
-def _batch(
-    batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
-) -> tuple[int, int]:
-    """Sequences in a micro-batch of a rank and micro-batches in a step, from the command line or the config file."""
-    keys = BATCH_KEYS
-    named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
-    for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
-        if value is not None and value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
-        if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(name, value, [named[key]], f"The config file sets {key!r} to this value.")
-    if keys[0] not in named:
-        named.setdefault(keys[1], default)
-        named.setdefault(keys[2], 1)
-    elif len(named) == 1 and named[keys[0]] % (default * world) == 0:
-        named[keys[1]] = default  # a large batch is split into micro-batches of the default size
-    batch = resolve_batch(load_config(named), world_size=world)
-    return batch.micro_batch_size, batch.accumulation_steps
-
-
-def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
-    asked = {name for name in ("fp16", "bf16") if is_on(file_config, name)}
-    asked |= {name for name in (options.precision, options.fp16 and "fp16", options.bf16 and "bf16") if name}
-    if len(asked) > 1:
-        remedy = "The options --precision, --fp16 and --bf16 and the config file must name the same type."
-        raise invalid_value("--precision", sorted(asked), "a single type", remedy)
-    return asked.pop() if asked else "bf16" if torch.cuda.is_available() else "fp32"
+def print_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print a heading and aligned names and values. The terminal wraps long values."""
+    width = max(len(name) for name, _ in rows)
+    lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

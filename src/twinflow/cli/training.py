@@ -287,7 +287,9 @@ class Loop:
                     break
                 indices = own[first : first + at_once]
                 sizes = [min(size, self._num_valid - index * size) for index in indices]
-                losses = measure(engine, [self._valid_batch(*each) for each in zip(indices, sizes, strict=True)])
+                batches = [self.batch("valid", index) for index in indices]
+                cut = [(x[:num], y[:num]) for (x, y), num in zip(batches, sizes, strict=True)]
+                losses = measure(engine, cut)
                 if losses:
                     total += sum(num * loss for num, loss in zip(sizes, losses, strict=True))
                     count += sum(sizes)
@@ -297,10 +299,6 @@ class Loop:
         """Whether to stop a validation. The ranks of one replica compute together, so they stop together."""
         asked = self._talk.asked()
         return asked if self._engine.settings.grid is None else bool(self._talk.ranks.rows([asked]).any())
-
-    def _valid_batch(self, index: int, num: int) -> Batch:
-        tokens, targets = self.batch("valid", index)
-        return tokens[:num], targets[:num]
 
     def _train_batches(self) -> Iterator[Batch]:
         """The next micro-batches of this replica. Each is built when it is requested. Their position does not depend on

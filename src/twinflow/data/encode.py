@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from twinflow.data.files import TOKEN_SUFFIXES, missing_path, reading
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 LOOK_BYTES: Final = 2**20  # a file with a zero byte in its first LOOK_BYTES counts as binary
@@ -303,11 +303,6 @@ def _encode(waiting: Sequence[Piece], tokenizer: Tokenizer) -> Array:
     return np.concatenate(arrays)
 
 
-def tokens_in_memory(text: TextSource, tokenizer: Tokenizer, json_key: str) -> Array:
-    """All tokens as one array in memory."""
-    return np.concatenate([np.empty(0, tokenizer.dtype), *encoded(text, tokenizer, json_key)])
-
-
 def default_cache() -> Path:
     """The default folder for cached tokens, in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "twinflow" / "tokens"
@@ -326,8 +321,11 @@ def cached_tokens(
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:
         if not _is_whole(file, side, tokenizer):
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(file, side, encoded(text, tokenizer, json_key, progress), tokenizer)
+            arrays = encoded(text, tokenizer, json_key, progress)
+            write_whole(file, (array.astype(tokenizer.dtype, copy=False).tobytes() for array in arrays))
+            num_tokens = file.stat().st_size // tokenizer.dtype.itemsize
+            facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
+            write_whole(side, json.dumps(facts))
     except OSError as error:
         raise ValueError(
             f"twinflow cannot write the tokens to {folder} ({error.strerror}). "
@@ -344,32 +342,3 @@ def _is_whole(file: Path, side: Path, tokenizer: Tokenizer) -> bool:
         return bool(file.stat().st_size == num_tokens * tokenizer.dtype.itemsize)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _write(file: Path, side: Path, arrays: Iterator[Array], tokenizer: Tokenizer) -> None:
-    """Write both files atomically. Two runs that write at the same time write the same contents."""
-    num_tokens = 0
-
-    def tokens() -> Iterator[bytes]:
-        nonlocal num_tokens
-        for array in arrays:
-            num_tokens += len(array)
-            yield array.astype(tokenizer.dtype, copy=False).tobytes()
-
-    _write_whole(file, tokens())
-    facts = {"dtype": tokenizer.dtype.name, "vocab_size": tokenizer.vocab_size, "num_tokens": num_tokens}
-    _write_whole(side, iter([json.dumps(facts).encode()]))
-
-
-def _write_whole(file: Path, blocks: Iterator[bytes]) -> None:
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            for block in blocks:
-                out.write(block)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -22,10 +22,10 @@ from twinflow.data.encode import (
     BytesTokenizer,
     Tokenizer,
     cached_tokens,
+    encoded,
     find_text,
     is_jsonl,
     load_tokenizer,
-    tokens_in_memory,
 )
 from twinflow.data.files import TOKEN_SUFFIXES, hash_text, hash_tokens, missing_path, open_tokens
 from twinflow.errors import invalid_value
@@ -245,7 +245,7 @@ def _text(
     else:
         fingerprint = hash_text(text.files, tokenizer.fingerprint, json_key if any(map(is_jsonl, text.files)) else "")
         if isinstance(tokenizer, BytesTokenizer) and text.num_bytes <= MAX_IN_MEMORY_BYTES:
-            tokens = tokens_in_memory(text, tokenizer, json_key)
+            tokens = np.concatenate([np.empty(0, tokenizer.dtype), *encoded(text, tokenizer, json_key)])
         else:
             tokens = cached_tokens(text, tokenizer, json_key, fingerprint, cache, progress)
     return TokenData(

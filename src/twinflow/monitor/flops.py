@@ -13,48 +13,23 @@ is never called, has a row too.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from twinflow.monitor.files import write_whole
+from twinflow.files import write_whole
 from twinflow.monitor.timers import Clock
+from twinflow.offload.fetch_hooks import tensors_in
 
 Phase = Literal["forward", "backward"]
-
-Shape = Sequence[int]
-
-
-def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of the forward of attention, from shapes [batch, heads, tokens, size]: the product of queries and keys, and
-    the product of probabilities and values.
-    """
-    batch, heads, num_queries, size = query
-    return 2 * batch * heads * num_queries * key[2] * (size + value[3])
-
-
-def attention_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    """FLOPs of the backward of attention: five products, for the scores (recomputed) and the gradients of scores,
-    values, queries and keys.
-    """
-    batch, heads, num_queries, size = query
-    return 2 * batch * heads * num_queries * key[2] * (3 * size + 2 * value[3])
-
-
-# torch's FLOP counter has formulas for the attention kernels of GPUs only.
-CPU_ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-}
 
 
 @dataclass(frozen=True)
@@ -181,7 +156,11 @@ class _Watch:
         self._owners: dict[Any, str] = {}
         self._times: list[tuple[str, Any, Any]] = []
         self._handles: list[Any] = []
-        self._counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+        self._counter = FlopCounterMode(display=False)
+        formulas: dict[Any, Any] = self._counter.flop_registry
+        for kind in ("", "_backward"):  # torch has formulas for the attention kernels of GPUs only
+            on_gpu, on_cpu = (f"_scaled_dot_product_flash_attention{where}{kind}" for where in ("", "_for_cpu"))
+            formulas[getattr(torch.ops.aten, on_cpu)] = formulas[getattr(torch.ops.aten, on_gpu)]
         self._counter.mod_tracker = self  # type: ignore[assignment]
 
     def start(self) -> None:
@@ -240,7 +219,7 @@ class _Watch:
             self._times.append((name, before, self._clock.now()))
 
     def _own(self, values: Any, name: str) -> None:
-        nodes = [tensor.grad_fn for tensor in _tensors(values)]
+        nodes = [tensor.grad_fn for tensor in tensors_in(values)]
         while nodes:
             node = nodes.pop()
             if node is not None and node not in self._owners:  # Nodes behind a node with an owner have owners already.
@@ -248,27 +227,12 @@ class _Watch:
                 nodes += [behind for behind, _ in node.next_functions]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """All tensors in the arguments or outputs of a module."""
-    if isinstance(values, Tensor):
-        yield values
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(values, Mapping):
-        inner = values.values()
-    elif isinstance(values, (tuple, list)):
-        inner = values
-    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
-        inner = (getattr(values, field.name) for field in dataclasses.fields(values))
-    for value in inner:
-        yield from _tensors(value)
-
-
 def _rows(model: nn.Module, flops: Mapping[tuple[Phase, str], int], seconds: Mapping[str, float]) -> Iterator[FlopsRow]:
     total: dict[tuple[str, str], int] = defaultdict(int)
     for (phase, name), count in flops.items():
-        for parent in _with_parents(name):
-            total[phase, parent] += count
+        parts = name.split(".") if name else []
+        for depth in range(len(parts) + 1):  # the module itself, the modules around it, and the model
+            total[phase, ".".join(parts[:depth])] += count
     everything = total["forward", ""] + total["backward", ""]
     for name, module in model.named_modules():
         forward, backward = total["forward", name], total["backward", name]
@@ -282,14 +246,6 @@ def _rows(model: nn.Module, flops: Mapping[tuple[Phase, str], int], seconds: Map
             forward_s=seconds.get(name, 0.0),
             share=(forward + backward) / everything if everything else 0.0,
         )
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    """The name itself and the names of all enclosing modules. The last is the model's name, which is empty."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
 
 
 def _top(rows: Iterable[FlopsRow], count: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from twinflow.monitor.files import keep_lines
+from twinflow.files import keep_lines
 from twinflow.native.cgroup import parse_meminfo, read_text
 
 

@@ -52,7 +52,6 @@ class Scale:
 def figure(
     title: str,
     series: Sequence[Series],
-    x_label: str = "step",
     from_zero: bool = False,
     cut_spikes: bool = False,
     size: tuple[int, int] = ROOMY,
@@ -72,16 +71,18 @@ def figure(
     shown = [replace(s, points=thin(s.points)) for s in shown]
     drawings = "".join(
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
-        f"{_drawing(shown, x_label, from_zero, highest, width, height)}</svg>"
+        f"{_drawing(shown, from_zero, highest, width, height)}</svg>"
         for kind, (width, height) in (("roomy", size), ("slim", SLIM))
     )
-    keys = "".join(_legend_key(s) for s in series if s.label)
+    keys = ""
+    for s in series:
+        note = f" <b>{escape(s.note)}</b>" if s.note else ""
+        if s.label:
+            keys += f'<span><i class="key {s.style} c{s.color}"></i>{escape(s.label)}{note}</span>'
     return framed(title, keys, drawings)
 
 
-def _drawing(
-    series: Sequence[Series], x_label: str, from_zero: bool, highest: float | None, width: int, height: int
-) -> str:
+def _drawing(series: Sequence[Series], from_zero: bool, highest: float | None, width: int, height: int) -> str:
     if not series:
         return f'<text class="tick" x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing was measured</text>'
     xs = [x for s in series for x, _ in s.points]
@@ -89,8 +90,7 @@ def _drawing(
     ys = [y for s in curves for _, y in s.points]
     x_scale = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0, LEFT, width - RIGHT)
     y_scale = Scale(*value_range(ys, from_zero, highest is not None), height - BOTTOM, TOP)
-    axes = _axes(x_scale, y_scale, x_label)
-    return axes + _curves(curves, x_scale, y_scale) + _cut_note(highest, x_scale, y_scale)
+    return _axes(x_scale, y_scale) + _curves(curves, x_scale, y_scale) + _cut_note(highest, x_scale, y_scale)
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
@@ -168,7 +168,7 @@ def value_range(values: Sequence[float], from_zero: bool, cut_spikes: bool) -> t
     return (low if from_zero and low == 0.0 else low - margin), high + margin
 
 
-def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
+def _axes(x_scale: Scale, y_scale: Scale) -> str:
     left, right, bottom = x_scale.start_px, x_scale.end_px, y_scale.start_px
     parts = []
     for value in ticks(y_scale.low, y_scale.high):
@@ -182,7 +182,7 @@ def _axes(x_scale: Scale, y_scale: Scale, x_label: str) -> str:
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     middle = (left + right) / 2
-    parts.append(f'<text class="tick" x="{middle}" y="{bottom + 36}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{middle}" y="{bottom + 36}" text-anchor="middle">step</text>')
     return "".join(parts)
 
 
@@ -217,11 +217,6 @@ def _curve(series: Series, x_scale: Scale, y_scale: Scale, halo: bool = False) -
         for (x, y), (step, value) in zip(at, series.points, strict=True)
     )
     return line + "".join(dots)
-
-
-def _legend_key(series: Series) -> str:
-    note = f" <b>{escape(series.note)}</b>" if series.note else ""
-    return f'<span><i class="key {series.style} c{series.color}"></i>{escape(series.label)}{note}</span>'
 
 
 def _cut_note(highest: float | None, x_scale: Scale, y_scale: Scale) -> str:

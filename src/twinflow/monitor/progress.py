@@ -44,7 +44,7 @@ class TrainProgress:
         if self._live is not None:
             self._line.completed = record.step
             self._line.fields = live_fields(record, self.total_steps, left_s)
-        elif record.step == self.first_step or is_plain_step(record.step, self.total_steps, self.plain_every):
+        elif record.step in (1, self.first_step, self.total_steps) or record.step % self.plain_every == 0:
             line = plain_line(record, self.total_steps, left_s)
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -117,11 +117,6 @@ def machine_texts(record: StepRecord) -> tuple[str, str, str, str, str]:
         f"{record.cores_busy:.1f} cores" if record.cores_busy > 0 else "",
         f"ratio {record.host_share:.2f}" if record.host_share < 1.0 else "",
     )
-
-
-def is_plain_step(step: int, total_steps: int, every: int) -> bool:
-    """Whether a plain line is printed for this step: the first, the last, and every `every`-th step."""
-    return step == 1 or step == total_steps or step % every == 0
 
 
 def plain_line(record: StepRecord, total_steps: int, left_s: float) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
-from twinflow.monitor.files import write_whole
+from twinflow.files import write_whole
 from twinflow.monitor.metrics import StepRecord, ValidRecord, tokens_per_second
 from twinflow.monitor.page import Rows, config_text, notes, number_table, render_page, table, tiles
 from twinflow.monitor.plot import Point, Series, figure, smooth
@@ -41,11 +41,10 @@ def write_report(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """The report page as HTML."""
-    makers = (loss_plot, time_plot, memory_plot, load_plot, speed_plot, norm_plot, rate_plot, scale_plot)
     items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
     parts = [
         tiles(report.numbers),
-        f'<section class="plots">{"".join(plot(report) for plot in makers)}</section>',
+        f'<section class="plots">{"".join(plots(report))}</section>',
         notes("Notes", f"<ul>{items}</ul>") if items else "",
         f'<section class="tables">{table("Settings", report.settings)}{table("Machine", report.machine)}</section>',
         config_text(report.config),
@@ -54,86 +53,59 @@ def render(report: Report) -> str:
     return render_page(report.title, report.title, (report.status, report.status), [report.message], parts)
 
 
-def loss_plot(report: Report) -> str:
-    """Training loss, raw and smoothed, and validation loss."""
-    raw = [(float(r.step), r.loss) for r in report.steps]
+def plots(report: Report) -> Iterator[str]:
+    """The plots of a run. A value that was not measured gets no plot."""
+    steps = report.steps
     valid = [(float(r.step), r.loss) for r in report.valids]
-    curves = [
-        *_smoothed("train", raw, 1),
-        Series("validation", valid, 2, "dots", number(valid[-1][1]) if valid else ""),
-    ]
-    return figure("Loss", curves, size=(1130, 320))
+    last = number(valid[-1][1]) if valid else ""
+    loss = [*_smoothed("train", _points(steps, "loss"), 1), Series("validation", valid, 2, "dots", last)]
+    yield figure("Loss", loss, size=(1130, 320))
+    yield time_plot(steps)
+    yield memory_plot(steps)
+    if any(r.cores_busy for r in steps):
+        mean = f"mean {sum(r.cores_busy for r in steps) / len(steps):.1f}"
+        busy = _smoothed("cores busy", _points(steps, "cores_busy"), 3, mean)
+        yield figure("Host load (cores)", busy, from_zero=True)
+    if any(r.tflops for r in steps):
+        speed = f"{tokens_per_second(list(steps)):,.0f} tokens/s"
+        yield figure("Speed (TFLOPS)", _smoothed("model", _points(steps, "tflops"), 1, speed), from_zero=True)
+    norms = _smoothed("before clipping", _points(steps, "grad_norm"), 1)
+    yield figure("Gradient norm", norms, from_zero=True, cut_spikes=True)
+    yield figure("Learning rate", [Series("", _points(steps, "lr"), 2)], from_zero=True)
+    if len({r.loss_scale for r in steps}) > 1:
+        scales = [(step, math.log2(scale)) for step, scale in _points(steps, "loss_scale") if scale > 0]
+        skipped = f"{sum(r.skipped for r in steps):,} steps skipped"
+        yield figure("Loss scale (power of two)", [Series("scale", scales, 2, "line", skipped)])
 
 
-def time_plot(report: Report) -> str:
+def time_plot(steps: Sequence[StepRecord]) -> str:
     """Times of the parts of a step, stacked, and the time of the host update, which overlaps with them."""
-    parts = {
-        "forward": [r.forward_s for r in report.steps],
-        "backward": [r.backward_s for r in report.steps],
-        "waiting for the update": [r.update_s for r in report.steps],
-    }
-    host = [r.host_update_s for r in report.steps]
-    total_s = sum(map(sum, parts.values())) or 1.0
+    names = {"forward_s": "forward", "backward_s": "backward", "update_s": "waiting for the update"}
+    # A time that is not finite becomes 0, so that all stacked areas have the same x values.
+    parts = [[(x, y if math.isfinite(y) else 0.0) for x, y in _points(steps, name, 1000.0)] for name in names]
+    sums = [sum(y for _, y in points) for points in parts]
+    total = sum(sums) or 1.0
     curves = [
-        Series(label, _per_step(report, seconds, 1000.0), color, "area", f"{100.0 * sum(seconds) / total_s:.0f}%")
-        for color, (label, seconds) in enumerate(parts.items(), start=1)
+        Series(label, points, color, "area", f"{100.0 * one / total:.0f}%")
+        for color, (label, points, one) in enumerate(zip(names.values(), parts, sums, strict=True), start=1)
     ]
-    if any(host):
-        mean = f"{1000.0 * sum(host) / len(host):,.1f} ms"
-        curves.append(Series("host update, beside", _per_step(report, host, 1000.0), 4, "line", mean))
+    if any(r.host_update_s for r in steps):
+        mean = f"{1000.0 * sum(r.host_update_s for r in steps) / len(steps):,.1f} ms"
+        curves.append(Series("host update, beside", _points(steps, "host_update_s", 1000.0), 4, "line", mean))
     return figure("Step time (ms)", curves, from_zero=True, cut_spikes=True)
 
 
-def memory_plot(report: Report) -> str:
+def memory_plot(steps: Sequence[StepRecord]) -> str:
     """Resident memory of the process and memory allocated on the GPU."""
-    host, gpu = [r.host_bytes for r in report.steps], [r.gpu_bytes for r in report.steps]
-    most = max((*host, *gpu), default=0)
-    unit, name = (2**30, "GiB") if most >= 4 * 2**30 else (2**20, "MiB")
-    digits = 1 if unit == 2**30 else 0
-    curves = [Series("host", _per_step(report, host, 1 / unit), 3, "line", _peak(host, unit, digits))]
-    if any(gpu):
-        curves.append(Series("GPU", _per_step(report, gpu, 1 / unit), 4, "line", _peak(gpu, unit, digits)))
-    return figure(f"{'Host and GPU' if any(gpu) else 'Host'} memory ({name})", curves, from_zero=True)
-
-
-def load_plot(report: Report) -> str:
-    """Number of cores that the process used. Empty if it was not measured."""
-    busy = [r.cores_busy for r in report.steps]
-    if not any(busy):
-        return ""
-    mean = f"mean {sum(busy) / len(busy):.1f}"
-    return figure("Host load (cores)", _smoothed("cores busy", _per_step(report, busy), 3, mean), from_zero=True)
-
-
-def speed_plot(report: Report) -> str:
-    """FLOPs of the model per second. Empty if they were not counted."""
-    tflops = [r.tflops for r in report.steps]
-    if not any(tflops):
-        return ""
-    mean = f"{tokens_per_second(list(report.steps)):,.0f} tokens/s"
-    return figure("Speed (TFLOPS)", _smoothed("model", _per_step(report, tflops), 1, mean), from_zero=True)
-
-
-def norm_plot(report: Report) -> str:
-    """Gradient norm before clipping."""
-    points = [(float(r.step), r.grad_norm) for r in report.steps]
-    return figure("Gradient norm", _smoothed("before clipping", points, 1), from_zero=True, cut_spikes=True)
-
-
-def rate_plot(report: Report) -> str:
-    """Learning rate of each step."""
-    points = [(float(r.step), r.lr) for r in report.steps]
-    return figure("Learning rate", [Series("", points, 2)], from_zero=True)
-
-
-def scale_plot(report: Report) -> str:
-    """The loss scale as a power of two. Empty if it never changed."""
-    scales = [r.loss_scale for r in report.steps]
-    if len(set(scales)) < 2:
-        return ""
-    points = [(float(r.step), math.log2(r.loss_scale)) for r in report.steps if r.loss_scale > 0]
-    skipped = f"{sum(r.skipped for r in report.steps):,} steps skipped"
-    return figure("Loss scale (power of two)", [Series("scale", points, 2, "line", skipped)])
+    peaks = {name: max((getattr(r, name) for r in steps), default=0) for name in ("host_bytes", "gpu_bytes")}
+    unit, unit_name, digits = (2**30, "GiB", 1) if max(peaks.values()) >= 4 * 2**30 else (2**20, "MiB", 0)
+    curves = []
+    for label, name, color in (("host", "host_bytes", 3), ("GPU", "gpu_bytes", 4)):
+        note = f"peak {peaks[name] / unit:,.{digits}f}" if steps else ""
+        if label == "host" or peaks[name]:
+            curves.append(Series(label, _points(steps, name, 1 / unit), color, "line", note))
+    title = "Host and GPU" if peaks["gpu_bytes"] else "Host"
+    return figure(f"{title} memory ({unit_name})", curves, from_zero=True)
 
 
 def _smoothed(label: str, points: Sequence[Point], color: int, note: str = "") -> list[Series]:
@@ -141,16 +113,9 @@ def _smoothed(label: str, points: Sequence[Point], color: int, note: str = "") -
     return [Series("", points, color, "faint"), Series(label, smooth(points), color, "line", note)]
 
 
-def _per_step(report: Report, values: Sequence[float], factor: float = 1.0) -> list[Point]:
-    """One point per step. A value that is not finite becomes 0, so that all stacked areas have the same x values."""
-    return [
-        (float(r.step), value * factor if math.isfinite(value) else 0.0)
-        for r, value in zip(report.steps, values, strict=True)
-    ]
-
-
-def _peak(num_bytes: Sequence[int], unit: int, digits: int) -> str:
-    return f"peak {max(num_bytes) / unit:,.{digits}f}" if num_bytes else ""
+def _points(steps: Sequence[StepRecord], name: str, factor: float = 1.0) -> list[Point]:
+    """The field `name` of each step."""
+    return [(float(r.step), getattr(r, name) * factor) for r in steps]
 
 
 @dataclass(frozen=True)

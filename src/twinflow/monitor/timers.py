@@ -47,7 +47,7 @@ class Timers:
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device if device is not None and device.type == "cuda" else None
-        self._started: dict[str, float | torch.cuda.Event] = {}
+        self._started: dict[str, Any] = {}  # a time on the host, or an event
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._total_s: dict[str, float] = dict.fromkeys(NAMES, 0.0)

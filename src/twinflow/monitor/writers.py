@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from twinflow.errors import invalid_value
-from twinflow.monitor.files import keep_lines
+from twinflow.files import keep_lines
 
 Event = tuple[str, float, int]
 
@@ -84,7 +84,7 @@ class TensorBoardWriter:
         try:
             tensorboard = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise not_installed("tensorboard", "tensorboard") from error
+            raise not_installed("tensorboard") from error
         purge_step = None if resume_after is None else resume_after + 1
         self._writer: Any = tensorboard.SummaryWriter(str(Path(output_path) / job_name), purge_step=purge_step)
 
@@ -106,12 +106,10 @@ class WandbWriter:
     def __init__(self, project: str | None = None, group: str | None = None, team: str | None = None) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise not_installed("wandb", "wandb") from error
-        # A folder named `wandb`, left by an earlier run, can be imported as an empty package.
-        if not hasattr(wandb, "init"):
-            raise not_installed("wandb", "wandb")
-        self._run: Any = wandb.init(project=project, group=group, entity=team)
+            init = wandb.init  # a folder named `wandb`, left by an earlier run, can be imported as an empty package
+        except (ImportError, AttributeError) as error:
+            raise not_installed("wandb") from error
+        self._run: Any = init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
         """Log the events. One call logs all events with the same number of samples, because each call advances wandb's
@@ -158,7 +156,7 @@ class Fanout:
         self.close()
 
 
-def not_installed(section: str, package: str) -> ValueError:
-    """The error for a section of the config that needs a package which is not installed."""
+def not_installed(package: str) -> ValueError:
+    """The error for a section of the config that needs a package of the same name, which is not installed."""
     allowed = f"false while the package {package} is not installed"
-    return invalid_value(f"{section}.enabled", True, allowed, f"Install it with: pip install {package}")
+    return invalid_value(f"{package}.enabled", True, allowed, f"Install it with: pip install {package}")

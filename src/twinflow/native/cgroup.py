@@ -59,17 +59,27 @@ def parse_meminfo(meminfo: str) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, flags=re.MULTILINE)}
 
 
+def memory_limits(root: Path = Path("/")) -> list[tuple[int, int | None]]:
+    """Limit and used bytes of each memory group of this process that has a limit. None: the usage cannot be read."""
+    found = []
+    for folder in cgroup_folders("memory", root):
+        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", no such file, or version 1's number for unlimited
+            continue
+        used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
+        # The file cache counts as used, but the kernel frees it when memory is needed. In version 1, only the lines
+        # with `total_` include subgroups.
+        stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE))
+        cache = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
+        found.append((int(limit), int(used) - cache if used.isdigit() else None))
+    return found
+
+
 def free_host_bytes(root: Path = Path("/")) -> int:
     """Host memory that is available, considering the limits of control groups. 0 if it is not known."""
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     free = [memory["MemAvailable"]] if "MemAvailable" in memory else []
-    for folder in cgroup_folders("memory", root):
-        limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")
-        used = read_text(folder / "memory.current") or read_text(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit():
-            # The file cache counts as used, but the kernel frees it when memory is needed.
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
-            free.append(max(0, int(limit) - int(used) + (int(cache.group(1)) if cache else 0)))
+    free += [max(0, limit - used) for limit, used in memory_limits(root) if used is not None]
     return min(free, default=0)
 
 

@@ -102,7 +102,7 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
         if not torch.is_grad_enabled():
             open_now.append(None)
             return
-        given = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         for tensor in given:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: param_offload.after_backward(block.index))  # type: ignore[no-untyped-call]
@@ -118,10 +118,10 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
         context = open_now.pop() if open_now else None
         if context is not None:
             context.__exit__(None, None, None)
-        given = list(_tensors(output))
+        given = list(tensors_in(output))
         if any(param_offload.owns(tensor) for tensor in given):
             output = _copied(output, param_offload.owns, block.name)
-            given = list(_tensors(output))
+            given = list(tensors_in(output))
         if torch.is_grad_enabled() and not in_backward():
             for tensor in given:
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -168,14 +168,14 @@ def _same(value: object) -> Tensor:
     return value
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """All tensors in nested containers and dataclasses."""
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for item in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, item.name, None))
+                yield from tensors_in(getattr(leaf, item.name, None))
 
 
 def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> object:
@@ -188,7 +188,7 @@ def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> ob
         return [_copied(item, is_weight, name) for item in value]
     if type(value) is dict:
         return {key: _copied(item, is_weight, name) for key, item in value.items()}
-    if any(is_weight(tensor) for tensor in _tensors(value)):
+    if any(is_weight(tensor) for tensor in tensors_in(value)):
         raise wrong_state(
             f"{name} cannot return a view of its weights in a {type(value).__name__}",
             "the weights are on the device only while the block runs (offload_param)",

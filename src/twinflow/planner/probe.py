@@ -44,7 +44,6 @@ import re
 import tempfile
 import threading
 import time
-import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +62,7 @@ from torch.nn.functional import linear
 from twinflow import native
 from twinflow.device import Device, Event, Stream, device_for
 from twinflow.errors import invalid_value
+from twinflow.files import write_whole
 from twinflow.native.cgroup import free_host_bytes, read_text
 from twinflow.native.threads import default_threads
 from twinflow.planner.formats import STATES
@@ -189,24 +189,13 @@ def write_rates(path: Path, facts: Facts, rates: Rates) -> None:
     """Write the rates atomically. A failure is only a warning."""
     text = json.dumps({"machine": facts, "rates": asdict(rates)}, indent=1) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, text)
+        write_whole(path, text)
     except OSError as error:
         warnings.warn(
             f"The measured rates of this machine cannot be written to {path.parent} ({error}). Every start measures "
             "them again, which takes some seconds. Set TWINFLOW_CACHE to a folder that can be written.",
             stacklevel=2,
         )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write to a temporary file and rename it, so that concurrent readers and writers see a complete file."""
-    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def measure(device: torch.device, formats: Sequence[str] = STATES, budget_s: float = 3.0) -> Rates:

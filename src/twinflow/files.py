@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file at `path` atomically. A reader sees either the old text or the new text. Missing folders are
-    created."""
+def write_whole(path: Path, content: str | Iterable[bytes]) -> None:
+    """Replace the file at `path` atomically: readers see either the old content or the new one. Missing folders are
+    created. If two processes write at the same time, the last one wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines([content.encode()] if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def keep_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> None:
