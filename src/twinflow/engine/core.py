@@ -9,6 +9,7 @@ next forward is queued on the device.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -187,7 +188,9 @@ class Engine(Answers):
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Call it after every micro-batch. The optimizer steps after the last one of a step.
 
-        `lr_kwargs` are passed to the scheduler's step().
+        `lr_kwargs` are passed to the scheduler's step(). A call before the first backward of a step changes nothing,
+        neither counters nor the scheduler. With several ranks the call is counted, because other ranks may have
+        gradients.
         """
         lr = self._count_step(lr_kwargs)
         if self._was_boundary:
@@ -197,8 +200,12 @@ class Engine(Answers):
         """`step` without reports. Returns the learning rate of this step."""
         optimizer = self._need_optimizer()
         self._beat("step")
-        self._was_boundary = self.is_gradient_accumulation_boundary()
         lr = float(optimizer.param_groups[0]["lr"])  # of this step
+        self._was_boundary = False
+        if optimizer.team is None and not _has_gradients(optimizer):
+            optimizer.step()  # runs the hooks of the optimizer and nothing else, as with torch
+            return lr
+        self._was_boundary = self.is_gradient_accumulation_boundary()
         if self._was_boundary:
             with self.reports.step():
                 optimizer.step()
@@ -378,11 +385,19 @@ class Engine(Answers):
         `client_state` is returned by `load_checkpoint`. `on_progress(written, total)` is called with numbers of bytes.
         With `checkpoint.background` in the config, a thread writes the checkpoint while training continues. If that
         fails, the next call of this method, of `wait_for_checkpoint` or of `destroy` raises the exception. Raises
-        RuntimeError in the middle of a step.
+        RuntimeError between the micro-batches of a step. Warns if backward() was called after the last step(), because
+        gradients are not saved.
         """
         self._check_open("save_checkpoint()")
         self.wait_for_checkpoint()
         self.settle()
+        if self.part == 0 and self.optimizer is not None and self.optimizer.runtime.has_gradients:
+            warnings.warn(
+                "save_checkpoint() was called between backward() and step(). The checkpoint does not contain the "
+                "gradients of this unfinished step, so a run that loads it does not make this step. Call "
+                "save_checkpoint() after step().",
+                stacklevel=2,
+            )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client = dict(client_state or {})
         with self._pause("saving"):
@@ -509,6 +524,12 @@ class Engine(Answers):
             self.optimizer = self.activations = None
             self._is_destroyed = True
             self.leave_plain_backwards()
+
+
+def _has_gradients(optimizer: TwinOptimizer) -> bool:
+    """Whether a backward has run since the last step, or the user has set a gradient."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return optimizer.runtime.has_gradients or any(param.grad is not None for param in params)
 
 
 def _settle(engine: Engine | None) -> None:
