@@ -36,11 +36,11 @@ from twinflow.config import (
     resolve_batch,
 )
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
-from twinflow.engine.pipeline import Links, PipelineEngine, check_micro_batches
+from twinflow.engine.pipeline import Links, PipelineEngine, schedule_for
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
-from twinflow.monitor.flops import FlopsProfile, profile
+from twinflow.monitor.flops import FlopsProfile
 from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
 from twinflow.offload.blocks import find_blocks
@@ -118,12 +118,12 @@ def initialize(
         if activations is not None:
             undo.callback(activations.remove)
         if isinstance(module, PipelineModule):
-            check_micro_batches(module, batch.accumulation_steps)
+            schedule_for(module, batch.accumulation_steps)  # an invalid number of micro-batches raises here
             links = Links(make_wire(module, grid, own_device()), ties, make_deferral(module, settings.stage))
             undo.callback(links.wire.close)
-            engine: Engine = PipelineEngine(module, twin, scheduler, None, settings, reports, links, activations, watch)
+            engine: Engine = PipelineEngine(module, twin, scheduler, settings, reports, links, activations, watch)
         else:
-            engine = Engine(module, twin, scheduler, None, settings, reports, activations, watch)
+            engine = Engine(module, twin, scheduler, settings, reports, activations, watch)
         if training_data is not None:
             engine.set_training_data(training_data, collate_fn)
         undo.pop_all()
@@ -289,7 +289,7 @@ def _make_reports(config: Config, rank: int) -> Reports:
             else:
                 LOGGER.info(done.report.text(*shape))
 
-        profiler = Profiler(options.profile_step, profile, show)
+        profiler = Profiler(options.profile_step, show)
     return Reports(
         config.steps_per_print,
         Fanout(writers) if writers else None,

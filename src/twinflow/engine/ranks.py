@@ -11,7 +11,7 @@ from twinflow.checkpoint.load import deal as deal_out
 from twinflow.checkpoint.shards import join_marks
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
-from twinflow.engine.parts import EngineParts
+from twinflow.engine.base import EngineBase
 from twinflow.state_dict import Kind, list_of, value_of
 
 
@@ -80,7 +80,7 @@ def only_one() -> Ranks:
     return Ranks(alone(), are_partitioned=False)
 
 
-def ranks_of(engine: EngineParts) -> Ranks | None:
+def ranks_of(engine: EngineBase) -> Ranks | None:
     """The ranks that train with this one; None if there is no other rank with a part of the state."""
     team = engine.optimizer.team if engine.optimizer is not None else None
     if team is None or team.everyone.world == 1:

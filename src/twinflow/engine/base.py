@@ -1,20 +1,28 @@
-"""Getters of the engine, with the names of DeepSpeed's engine."""
+"""Base class of the engine: its settings, its counters, and getters with the names of DeepSpeed's engine.
+
+The modules that save, load and report an engine use this class. They cannot use `Engine`, which imports them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, SupportsFloat
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 
-from twinflow.engine.reports import Reports
-from twinflow.engine.settings import EngineSettings
-from twinflow.errors import incompatible
+from twinflow.engine.values import UserValue
+from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.launch.environment import ALONE, RankEnvironment
+from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.grid import Grid
+from twinflow.state_dict import StateDict
 
 # Names of DeepSpeed's engine that twinflow's engine does not have, with the remedy.
-_INSTEAD: Final = {
+INSTEAD: Final = {
     "allreduce_gradients": "Remove the call: ranks sum gradients during backward.",
     "coalesce_grad_reduction": "Remove the call: ranks sum gradients during backward.",
     "offload_states": "Set zero_optimization.offload_optimizer in the config, which keeps the state on the host.",
@@ -27,18 +35,104 @@ _INSTEAD: Final = {
 }
 
 
-def instead(name: str) -> str:
-    """A sentence that says what replaces an attribute of DeepSpeed's engine; empty for other names."""
-    return f" {_INSTEAD[name]}" if name in _INSTEAD else ""
+class Scheduler(Protocol):
+    """A learning-rate scheduler of torch, of twinflow or of the user."""
+
+    @property
+    def step(self) -> Callable[..., object]: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state_dict: StateDict, /) -> object: ...
 
 
-class Answers:
-    """The engine's getters. They do not change how the engine trains, except `load_module_state_dict`."""
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine, with all defaults filled in."""
 
-    settings: EngineSettings
-    module: nn.Module
-    optimizer: TwinOptimizer | None
-    reports: Reports
+    micro_batch_size: int
+    ranks: RankEnvironment = ALONE
+    grid: Grid | None = None  # layout of ranks with pipeline or tensor parallelism
+    stage: int = 0  # ZeRO stage
+    autocast: torch.dtype | None = None  # dtype of torch.autocast in forwards
+    input_dtype: torch.dtype | None = None  # dtype to which floating-point inputs are cast
+    keep_last: int | None = None  # number of checkpoints that are kept; None: all
+    background_bytes: int | None = None  # host memory for checkpoints in the background; None: save() blocks
+    drop_last: bool = False  # drop the last batch of an epoch if it is not full
+    config: Mapping[str, object] = field(default_factory=dict)  # as the user gave it
+
+
+class EngineBase:
+    """The state of an engine between steps, and getters that do not change how it trains."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: TwinOptimizer | None,
+        scheduler: Scheduler | None,
+        settings: EngineSettings,
+        watch: Watch | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.training_dataloader: Iterable[UserValue] | None = None
+        self.settings = settings
+        self.watch = watch  # detects ranks that have stopped
+        self.global_steps = 0  # steps of the optimizer, including skipped ones
+        self.micro_steps = 0
+        self.global_samples = 0
+        self.part = 0  # number of micro-batches of this step so far
+        self._is_pending = False  # `settle` has not yet handled the last step
+        self._was_boundary = False
+        self._is_destroyed = False
+        self._lr_kwargs: StateDict = {}
+
+    def _check_open(self, what: str) -> None:
+        if self._is_destroyed:
+            remedy = "Call it before destroy(), or build a new engine with initialize() and load a checkpoint."
+            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
+
+    def _need_optimizer(self) -> TwinOptimizer:
+        self._check_open("Training")
+        if self.optimizer is None:
+            raise wrong_state(
+                "The engine cannot train",
+                "it has no optimizer",
+                'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
+            )
+        return self.optimizer
+
+    def settle(self) -> None:
+        """Waits for the outcome of the last step and advances the scheduler if the step was applied."""
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
+        if is_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**self._lr_kwargs)
+            self._check_rates()
+
+    def _check_rates(self) -> None:
+        """Raises ValueError if the scheduler has set an invalid learning rate. The error that the update rule would
+        raise later does not name the scheduler.
+        """
+        optimizer = self.optimizer
+        for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
+            lr = float(group["lr"])
+            if not (math.isfinite(lr) and lr >= 0.0):
+                raise invalid_value(
+                    "The learning rate that the scheduler has set",
+                    lr,
+                    "a finite number >= 0",
+                    "Check the parameters of the scheduler.",
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that no step has used. The next micro-batch is then the first of a step."""
+        self.part = 0
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
 
     # Rank and device.
 
@@ -120,6 +214,22 @@ class Answers:
 
     # The config.
 
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches in a step."""
+        return self.optimizer.accumulation_steps if self.optimizer is not None else 1
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Number of samples in a micro-batch of one rank."""
+        return self.settings.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Number of samples in a step, over all ranks."""
+        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The number of samples in a step, of samples in a micro-batch, and of micro-batches in a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage; 0 if nothing is partitioned."""
         return self.settings.stage
@@ -155,15 +265,37 @@ class Answers:
         """The gradient norm to which gradients are clipped; 0: no clipping."""
         return (self.optimizer.max_grad_norm if self.optimizer is not None else None) or 0.0
 
-    def steps_per_print(self) -> int | None:
-        """Number of steps between two log lines; None: no log lines."""
-        return self.reports.every
+    @property
+    def basic_optimizer(self) -> TwinOptimizer | None:
+        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
+        return self.optimizer
 
     def optimizer_name(self) -> str | None:
         """Name of the update rule; None without an optimizer."""
         return self.optimizer.rule_name if self.optimizer is not None else None
 
     # Steps.
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were not applied because a gradient was not finite."""
+        self.settle()
+        return self.optimizer.num_skipped if self.optimizer is not None else 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the model."""
+        self.settle()
+        return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group for the next step."""
+        self.settle()
+        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+
+    def get_mom(self) -> list[float | tuple[float, float] | None]:
+        """The betas or the momentum of each param group."""
+        self.settle()
+        return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm of the last step before clipping. The call waits until the norm is known."""
@@ -178,11 +310,6 @@ class Answers:
         """`loss_scale()` as an attribute, as DeepSpeed has it."""
         return self.loss_scale()
 
-    @property
-    def monitor(self) -> Monitor:
-        """Writes the user's own scalars to the monitors of the config."""
-        return Monitor(self.reports)
-
     # Ranks.
 
     def get_data_parallel_rank(self) -> int:
@@ -194,19 +321,3 @@ class Answers:
         return self.settings.grid.model.rank if self.settings.grid is not None else 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
-
-
-class Monitor:
-    """The monitors of the config (TensorBoard, CSV, ...)."""
-
-    def __init__(self, reports: Reports) -> None:
-        self._reports = reports
-
-    @property
-    def enabled(self) -> bool:
-        """Whether this rank writes to a monitor."""
-        return self._reports.writes
-
-    def write_events(self, events: Sequence[tuple[str, SupportsFloat, int]]) -> None:
-        """Writes events of the form (tag, value, number of samples so far)."""
-        self._reports.write([(tag, float(value), samples) for tag, value, samples in events])
