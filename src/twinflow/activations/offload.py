@@ -57,8 +57,6 @@ class Saved:
     source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     original: Tensor | None  # None after it was freed on the device
-    size: torch.Size
-    stride: tuple[int, ...]
     host: Tensor  # the copy on the host, with the layout of the original
     buffer: Tensor  # the pool's buffer; `host` is a view of it
     out: Event | None = None
@@ -141,12 +139,10 @@ class Offload:
         original, num_bytes = tensor.detach(), tensor.numel() * tensor.element_size()
         buffer = self._pool.take(num_bytes)
         host = buffer[:num_bytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-        saved = Saved(
-            self, call, weakref.ref(tensor), tensor._version, original, tensor.size(), tensor.stride(), host, buffer
-        )
+        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer)
         stream = self._stream
         stream.wait(self.device.compute().record(), MADE)
-        stream.run(_copy(host, original), "activation out", bytes=num_bytes)
+        stream.run(lambda: host.copy_(original, non_blocking=True), "activation out", bytes=num_bytes)
         saved.out = stream.record()
         self.bytes_out += num_bytes
         call.inputs.append(weakref.ref(saved))
@@ -209,11 +205,12 @@ class Offload:
         """Start the copy back, unless it was started before."""
         if saved.restored is not None:
             return
-        tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.host.dtype, device=self._where)
+        host = saved.host
+        tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._where)
         num_bytes = tensor.numel() * tensor.element_size()
         stream = self._stream
         stream.wait(self.device.compute().record(), ROOM)
-        stream.run(_copy(tensor, saved.host), "activation back", bytes=num_bytes)
+        stream.run(lambda: tensor.copy_(host, non_blocking=True), "activation back", bytes=num_bytes)
         saved.restored, saved.back = tensor, stream.record()
         self.bytes_back += num_bytes
 
@@ -292,17 +289,6 @@ def _alive(call: Call | None) -> Iterator[Saved]:
         saved = reference()
         if saved is not None:
             yield saved
-
-
-def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A function that copies, and then drops its references, because the thread of a stream keeps its last function."""
-    pair = [(target, source)]
-
-    def work() -> None:
-        to, what = pair.pop()
-        to.copy_(what, non_blocking=True)
-
-    return work
 
 
 def hooks_for(

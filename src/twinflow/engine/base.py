@@ -6,7 +6,7 @@ The modules that save, load and report an engine use this class. They cannot use
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -78,7 +78,14 @@ class EngineBase:
         self.lr_scheduler = scheduler
         self.training_dataloader: Iterable[UserValue] | None = None
         self.settings = settings
+        self.config = settings.config
         self.watch = watch  # detects ranks that have stopped
+        grid, ranks = settings.grid, settings.ranks
+        self.global_rank = ranks.rank
+        self.local_rank = ranks.local_rank  # index of this process on its machine
+        self.world_size = ranks.world_size
+        self.dp_world_size = grid.num_data if grid is not None else ranks.world_size  # number of model replicas
+        self.dp_rank = grid.data if grid is not None else ranks.rank  # index of the replica that contains this process
         self.global_steps = 0  # steps of the optimizer, including skipped ones
         self.micro_steps = 0
         self.global_samples = 0
@@ -108,25 +115,15 @@ class EngineBase:
         if not self._is_pending:
             return
         self._is_pending = False
-        is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
-        if is_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**self._lr_kwargs)
-            self._check_rates()
-
-    def _check_rates(self) -> None:
-        """Raises ValueError if the scheduler has set an invalid learning rate. The error that the update rule would
-        raise later does not name the scheduler.
-        """
         optimizer = self.optimizer
-        for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
-            lr = float(group["lr"])
+        if optimizer is None or (optimizer.can_skip and not optimizer.was_applied) or self.lr_scheduler is None:
+            return
+        self.lr_scheduler.step(**self._lr_kwargs)
+        # The error that the update rule would raise later does not name the scheduler.
+        for lr in (float(group["lr"]) for group in optimizer.param_groups if optimizer.rule is not None):
             if not (math.isfinite(lr) and lr >= 0.0):
-                raise invalid_value(
-                    "The learning rate that the scheduler has set",
-                    lr,
-                    "a finite number >= 0",
-                    "Check the parameters of the scheduler.",
-                )
+                name, remedy = "The learning rate that the scheduler has set", "Check the parameters of the scheduler."
+                raise invalid_value(name, lr, "a finite number >= 0", remedy)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that no step has used. The next micro-batch is then the first of a step."""
@@ -134,54 +131,12 @@ class EngineBase:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
 
-    # Rank and device.
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all processes."""
-        return self.settings.ranks.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process among those on its machine."""
-        return self.settings.ranks.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train the model."""
-        return self.settings.ranks.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of model replicas (data parallelism)."""
-        return self.settings.grid.num_data if self.settings.grid is not None else self.world_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Index of the model replica that contains this process."""
-        return self.settings.grid.data if self.settings.grid is not None else self.global_rank
-
     @property
     def device(self) -> torch.device:
         """Device of the module's first parameter; the CPU if it has none."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
-    @property
-    def config(self) -> Mapping[str, object]:
-        """The config as the user gave it."""
-        return self.settings.config
-
     # Weights.
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters. Reading a parameter waits for its running updates."""
-        return (param for _, param in self.named_parameters(recurse=recurse))
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters with their names, as `nn.Module.named_parameters`."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def module_state_dict(self) -> dict[str, object]:
         """The module's state dict. Reading it waits for running updates."""
@@ -202,12 +157,9 @@ class EngineBase:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
         """The state dict from which Accelerate saves a model. Raises ValueError with ZeRO stage 3 on several ranks."""
         if not self.zero_gather_16bit_weights_on_model_save():
-            raise incompatible(
-                "A state dict of all weights",
-                f"zero_optimization.stage 3 on {self.world_size} ranks",
-                "each rank has only a part of the weights",
-                "Save a checkpoint and convert it with `twinflow export`.",
-            )
+            other, reason = f"zero_optimization.stage 3 on {self.world_size} ranks", "each rank has only a part of them"
+            remedy = "Save a checkpoint and convert it with `twinflow export`."
+            raise incompatible("A state dict of all weights", other, reason, remedy)
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module_state_dict().items() if name not in left_out}
@@ -252,14 +204,11 @@ class EngineBase:
 
     def fp16_enabled(self) -> bool:
         """Whether any parameter is fp16."""
-        return self._has(torch.float16)
+        return torch.float16 in {param.dtype for param in self.module.parameters()}
 
     def bfloat16_enabled(self) -> bool:
         """Whether any parameter is bf16."""
-        return self._has(torch.bfloat16)
-
-    def _has(self, dtype: torch.dtype) -> bool:
-        return any(param.dtype == dtype for param in self.module.parameters())
+        return torch.bfloat16 in {param.dtype for param in self.module.parameters()}
 
     def gradient_clipping(self) -> float:
         """The gradient norm to which gradients are clipped; 0: no clipping."""

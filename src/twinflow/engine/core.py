@@ -382,9 +382,10 @@ class Engine(EngineBase):
             module = block.module
             module.forward = compiled(module.forward, backend=backend, **(compile_kwargs or {}))
 
-    def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> None:
-        """Builds the engine's data loader from a dataset."""
-        self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+    def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> ResumableLoader:
+        """Builds the engine's data loader from a dataset and returns it."""
+        self.training_dataloader = loader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+        return loader
 
     def deepspeed_io(
         self,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
+from twinflow.config.schema import FlopsProfiler
 from twinflow.engine.base import EngineBase
 from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
@@ -139,16 +141,17 @@ class Reports:
 
 
 class Profiler:
-    """Counts the operations of step number `profile_step` and passes the result to `show`."""
+    """Counts the operations of one step, and writes the result to a file or to the log."""
 
-    def __init__(self, profile_step: int, show: Callable[[FlopsProfile], None]) -> None:
-        self._step = profile_step
-        self._show = show
+    def __init__(self, options: FlopsProfiler) -> None:
+        self._options = options
         self._open: FlopsProfile | None = None
+        if options.output_file:
+            Path(options.output_file).open("a").close()  # a wrong path raises here, before the profiled step
 
     def before_forward(self, engine: EngineBase) -> None:
         """Starts the profile before the first forward of the step."""
-        if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._step:
+        if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._options.profile_step:
             self._open = profile(engine.module).__enter__()
 
     def after_step(self) -> None:
@@ -156,4 +159,9 @@ class Profiler:
         if self._open is not None:
             opened, self._open = self._open, None
             opened.__exit__()
-            self._show(opened)
+            options = self._options
+            shape = (options.module_depth, options.top_modules, options.detailed)
+            if options.output_file:
+                opened.report.write(Path(options.output_file), *shape)
+            else:
+                LOGGER.info(opened.report.text(*shape))

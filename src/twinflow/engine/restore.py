@@ -17,7 +17,7 @@ from twinflow.checkpoint.plain import put_together, tensor_names
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
 from twinflow.engine.base import EngineBase
-from twinflow.engine.ranks import Ranks, only_one, ranks_of
+from twinflow.engine.ranks import Ranks, ranks_of
 from twinflow.engine.state import (
     COUNTERS,
     PARTS,
@@ -57,7 +57,7 @@ def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[s
             "updates of this step may have begun",
             "Call step() first.",
         )
-    ranks = (ranks_of(engine) or only_one()).meet(names_of(engine))
+    ranks = ranks_of(engine).meet(names_of(engine))
     found, tags = agree(ranks, lambda: _open(root, tag))
     other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
     if other is not None:

@@ -27,7 +27,7 @@ from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.shards import stored_name, to_mark
 from twinflow.checkpoint.together import agree
 from twinflow.engine.base import EngineBase
-from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
+from twinflow.engine.ranks import Ranks, Said, deal, ranks_of, unite
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
@@ -60,54 +60,46 @@ def save(
             "Call it after the step() of the last micro-batch.",
         )
     ranks = ranks_of(engine)
-    if ranks is None and engine.global_rank > 0:
+    if ranks.world == 1 and engine.global_rank > 0:
         return None  # all ranks have the same state, and rank 0 saves it
-    together = (ranks or only_one()).meet(names_of(engine))
-    own, said = agree(together, lambda: _collect(engine, client_state, exclude_frozen, together))
-    meta, files = unite(own.meta, said), own.files
-    if ranks is not None:
+    ranks = ranks.meet(names_of(engine))
+    own, said = agree(ranks, lambda: _collect(engine, client_state, exclude_frozen, ranks))
+    meta, files, optimizer, limit = unite(own.meta, said), own.files, engine.optimizer, engine.settings.background_bytes
+    if ranks.world > 1:
         meta["ranks"] = [one["random"] for one in said]
-    if engine.optimizer is not None and engine.optimizer.is_compressed:
+    if optimizer is not None and optimizer.is_compressed:
         meta["errors"] = [one["errors"] for one in said]
-    frozen, limit = None, engine.settings.background_bytes
-    if limit is not None and engine.optimizer is not None:
-        frozen, files = _freeze(engine, limit, files)
 
-    def write(together: Ranks | None) -> None:
+    def progress(done: int, total: int) -> None:
+        if engine.watch is not None:
+            engine.watch.go_on()  # so that a slow disk does not look like a hang
+        if on_progress is not None:
+            on_progress(done, total)
+
+    def write(files: Files, together: Ranks) -> None:
         entries = {
             file: [replace(leaf, name=own.names[file].get(leaf.name, leaf.name)) for leaf in leaves]
             for file, leaves in files.items()
         }
+        keep_last = engine.settings.keep_last
         save_files(
             root,
             tag,
             entries,
             meta,
             save_latest=save_latest,
-            keep_last=engine.settings.keep_last,
-            on_progress=_telling(engine, on_progress),
+            keep_last=keep_last,
+            on_progress=progress,
             together=together,
         )
 
-    if frozen is None:
-        write(ranks)
+    if limit is None or optimizer is None:
+        write(files, ranks)
         return None
-    team = engine.optimizer.team if engine.optimizer is not None else None
-    assert ranks is None or (team is not None and team.saves.world == ranks.world)
-    saving = replace(ranks, group=team.saves) if ranks is not None and team else None
-    return BackgroundSave(lambda: write(saving), frozen)
-
-
-def _telling(engine: EngineBase, on_progress: Progress | None) -> Progress:
-    """The progress callback. It also calls the watch for hangs, so that a slow disk does not look like a hang."""
-
-    def told(done: int, total: int) -> None:
-        if engine.watch is not None:
-            engine.watch.go_on()
-        if on_progress is not None:
-            on_progress(done, total)
-
-    return told
+    frozen, files = _freeze(engine, limit, files)
+    if optimizer.team is not None and ranks.world > 1:
+        ranks = replace(ranks, group=optimizer.team.saves)  # a group of its own, because training uses the others
+    return BackgroundSave(lambda: write(files, ranks), frozen)
 
 
 class BackgroundSave:
@@ -216,7 +208,7 @@ class _Own:
         if optimizer is None:
             return
         head, entries = optimizer.stream_state()
-        self._add_common("optimizer", head)
+        self.meta["optimizer"] = self._take(head, "optimizer", ranks.rank == 0)
         groups = value_of(value_of(self.meta, "optimizer", dict), "param_groups", list)
         if ranks.speaks:
             named = [[ranks.canonical(name) for name in group["params"]] for group in groups]
@@ -249,27 +241,28 @@ class _Own:
     def add_rest(self, client_state: StateDict) -> None:
         """Adds values of the whole run, which rank 0 saves, and values of each stage and rank."""
         engine, ranks = self._engine, self._ranks
-        self._add_common("scheduler", _state_of(engine.lr_scheduler))
-        self._add_common("loader", _state_of(engine.training_dataloader))
-        self._add_common("random", random_states())
-        self._add_common("client_state", client_state)
+        common = {
+            "scheduler": _state_of(engine.lr_scheduler),
+            "loader": _state_of(engine.training_dataloader),
+            "random": random_states(),
+            "client_state": client_state,
+        }
+        for name, value in common.items():
+            self.meta[name] = self._take(value, name, ranks.rank == 0)
         for name, value in engine.module.state_dict().items():
             if not isinstance(value, Tensor) and ranks.data.rank == 0 and ranks.saves(name):  # of `get_extra_state`
-                self.said["extra"][name] = self._add_apart(value, f"extra/{name}")
+                self.said["extra"][name] = self._take(value, f"extra/{name}")
         if ranks.world > 1:
-            self.said["random"] = self._add_apart(random_states(), f"ranks/{ranks.rank}/random")
+            self.said["random"] = self._take(random_states(), f"ranks/{ranks.rank}/random")
         if engine.optimizer is not None and engine.optimizer.is_compressed:
-            self.said["errors"] = self._add_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
+            self.said["errors"] = self._take(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
 
-    def _add_common(self, name: str, value: object) -> None:
-        self.meta[name], found = take_apart(value, name)
-        if self._ranks.rank == 0:
-            self.files["rest"] += found
-
-    def _add_apart(self, value: object, path: str) -> JSON:
+    def _take(self, value: object, path: str, is_saved: bool = True) -> JSON:
+        """Adds the tensors in `value` to this rank's entries. Returns `value` with references to them."""
         stripped: JSON
         stripped, found = take_apart(value, path)
-        self.files["rest"] += found
+        if is_saved:
+            self.files["rest"] += found
         return stripped
 
     def _add(self, file: str, leaves: list[Entry], shards: Mapping[str, TensorShard]) -> None:
