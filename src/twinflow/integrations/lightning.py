@@ -60,6 +60,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     """Trains a LightningModule with offload and ZeRO. `config` is a config for `twinflow.initialize`."""
 
     strategy_name = "twin"
+    restore_checkpoint_after_setup = True  # the engine loads its part of the checkpoint and must exist before
+    lightning_restore_optimizer = False  # the engine loads the optimizer state
     optimizers: Any
     lr_scheduler_configs: Any
     # Processes and collectives are those of DDPStrategy. This class does not inherit from it, because the Trainer would
@@ -97,10 +99,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def twin(self) -> TwinOptimizer:
         """The optimizer. Raises RuntimeError if `fit` is not running."""
         if self.engine is None or self.engine.optimizer is None:
-            reason = "there is an optimizer only while Trainer.fit() runs"
-            raise wrong_state(
-                "TwinStrategy.twin cannot be read", reason, "Read it in a callback or a hook of the module."
-            )
+            reason, remedy = "it exists only while fit() runs", "Read it in a callback or a hook of the module."
+            raise wrong_state("TwinStrategy.twin cannot be read", reason, remedy)
         return self.engine.optimizer
 
     # Setup, in the order of the calls.
@@ -129,10 +129,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if own_device().type != self.root_device.type:
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
         if getattr(self.precision_plugin, "scaler", None) is not None:
+            precision, expected = self.precision_plugin.precision, "a precision without a gradient scaler"
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
-            raise invalid_value(
-                "Trainer(precision=)", self.precision_plugin.precision, "a precision without a gradient scaler", remedy
-            )
+            raise invalid_value("Trainer(precision=)", precision, expected, remedy)
         for averaging in ("WeightAveraging", "StochasticWeightAveraging"):
             # They read weights while updates are running, and save them in the checkpoint file.
             kind = getattr(pl.callbacks, averaging, None)
@@ -162,9 +161,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def _initialize(self, **kwargs: Any) -> Any:
         """Build an engine for the ranks of Lightning, which sets only some of the environment variables for them."""
-        said = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
-        said |= {"LOCAL_WORLD_SIZE": self.num_processes}
-        missing = {key: str(value) for key, value in said.items() if key not in os.environ}
+        ranks = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
+        ranks |= {"LOCAL_WORLD_SIZE": self.num_processes}
+        missing = {key: str(value) for key, value in ranks.items() if key not in os.environ}
         os.environ.update(missing)
         try:
             return twinflow.initialize(model=self.lightning_module, dist_init_required=False, **kwargs)
@@ -240,16 +239,6 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         super().teardown()
 
     # Checkpoints.
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True, because the engine loads its part of the checkpoint and must exist before."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False, because the engine loads the optimizer state."""
-        return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An empty dict, because the engine saves the optimizer state without a copy."""
