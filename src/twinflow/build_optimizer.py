@@ -74,6 +74,9 @@ def make_optimizer(
     if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
+    zero = None
+    if ranks is not None and ranks.world_size > 1:
+        zero = make_zero(config, ranks.world_size if grid is None else grid.num_data, given is None, grid)
     with ExitStack() as contexts:
         if isinstance(given, Optimizer):
             contexts.enter_context(original_step(given))
@@ -88,7 +91,7 @@ def make_optimizer(
             skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
             loss_scale=_loss_scale(config),
             accumulation_steps=batch.accumulation_steps,
-            zero=_zero_of(config, ranks, given is None, grid),
+            zero=zero,
             **own,
             **options,
         )
@@ -114,12 +117,6 @@ def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
     """Connects schedulers that were built with `optimizer` to `twin`: they change the param groups of `twin`."""
     optimizer.param_groups = twin.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise schedulers warn that step() was never called
-
-
-def _zero_of(config: Config, ranks: RankEnvironment | None, is_named: bool, grid: Grid | None) -> Zero | None:
-    if ranks is None or ranks.world_size == 1:
-        return None
-    return make_zero(config, ranks.world_size if grid is None else grid.num_data, is_named, grid)
 
 
 def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid | None = None) -> Zero:

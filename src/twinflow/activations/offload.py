@@ -119,15 +119,8 @@ class Offload:
         return hooks_for(found, self._is_worth_it, self._fetch)
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor  # A Parameter stays on the device. Other subclasses may hold their data elsewhere.
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            and tensor.device == self._where
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
-            and not tensor.is_inference()
-            and _is_dense(tensor)
-        )
+        is_here = tensor.device == self._where and not tensor.is_inference()
+        return is_here and is_large(tensor, self._min_bytes) and _is_dense(tensor)
 
     def _save(self, tensor: Tensor, call: Call) -> Saved:
         """Start the copy of an input to the host, unless another layer has saved the same tensor."""
@@ -305,6 +298,14 @@ def hooks_for(
         return saved if isinstance(saved, Tensor) else restore(saved)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def is_large(tensor: Tensor, min_bytes: int) -> bool:
+    """Whether a tensor is an activation of at least this size. A Parameter is none, and other subclasses of Tensor may
+    hold their data elsewhere.
+    """
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    return is_plain and tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= min_bytes
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from twinflow.activations.offload import MIN_BYTES, hooks_for, memory_key
+from twinflow.activations.offload import MIN_BYTES, hooks_for, is_large, memory_key
 from twinflow.dist.group import Group
 from twinflow.errors import wrong_state
 
@@ -55,13 +55,7 @@ class Partition:
         """Does nothing: the parts are freed with the autograd graph."""
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        return (
-            self._group.world > 1
-            and type(tensor) is Tensor  # A Parameter stays whole. Other subclasses may hold their data elsewhere.
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
-        )
+        return self._group.world > 1 and is_large(tensor, self._min_bytes)
 
     def _save(self, tensor: Tensor, layer: str) -> Part:
         known = self._known.get(id(tensor))

@@ -44,7 +44,7 @@ class TwinMixin:
             if name in _DECLARED:
                 raise invalid_value(f"twin[{name!r}]", value, "unset", f"Set {_DECLARED[name]} in TrainingArguments.")
             if name not in allowed:
-                remedy = "Set options of the update in TrainingArguments: optim, learning_rate, weight_decay, ..."
+                remedy = "Set options of the update in TrainingArguments: optim, optim_args, learning_rate, ..."
                 if name == "loss_scale":
                     remedy = "The Trainer does not scale the loss. Use bf16."
                 raise invalid_value("the name of an option in twin", name, allowed, remedy)

@@ -34,10 +34,6 @@ class PendingNorm(Tensor):
         made._norm = None
         return made
 
-    def set_job(self, job: Job) -> None:
-        """Called when `step()` was called."""
-        self._job = job
-
     def known(self) -> float:
         """The norm. Waits until backward has ended. Raises RuntimeError before the step."""
         if self._norm is None:
@@ -115,4 +111,4 @@ class Clipping:
         self._made = self._waiting if last is not None else []
         self._waiting = []
         for norm in self._made:
-            norm.set_job(last)
+            norm._job = last
