@@ -135,7 +135,15 @@ class PipelineEngine(Engine):
         elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
         try:
-            return [self._placed(batch) for batch in _next_batches(data_iter, num, name)]
+            if not hasattr(data_iter, "__next__"):
+                raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
+            found = list(islice(data_iter, num))
+            if len(found) < num:
+                raise StopIteration(
+                    f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
+                    "itertools.cycle(loader)."
+                )
+            return [self._placed(batch) for batch in found]
         except BaseException as error:
             self._links.wire.fail(error)  # other ranks wait for the outputs of this rank
             raise
@@ -254,19 +262,6 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def _next_batches(data_iter: Iterator[object], num: int, name: str) -> list[object]:
-    """The next `num` batches. StopIteration with a message if there are fewer."""
-    if not hasattr(data_iter, "__next__"):
-        raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
-    found = list(islice(data_iter, num))
-    if len(found) < num:
-        raise StopIteration(
-            f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
-            "itertools.cycle(loader)."
-        )
-    return found
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:
