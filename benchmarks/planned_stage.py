@@ -33,9 +33,9 @@ from twinflow.bench.machine import read_machine
 from twinflow.build_optimizer import make_optimizer
 from twinflow.build_parallel import make_deferral
 from twinflow.config import load_config, resolve_batch
+from twinflow.engine.base import EngineSettings
 from twinflow.engine.pipeline import Links, PipelineEngine
 from twinflow.engine.reports import Reports
-from twinflow.engine.settings import EngineSettings
 from twinflow.launch.environment import ALONE
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.offload.materialize import materialize
@@ -182,7 +182,7 @@ def engine_of(shape: Shape, layout: Layout, rank: int, device: torch.device) -> 
     wire = Void(rank, device, (layout.micro_batch, shape.sequence, shape.hidden))
     settings = EngineSettings(layout.micro_batch, ranks, stage=layout.zero)
     links = Links(wire, ties, make_deferral(module, layout.zero))
-    engine = PipelineEngine(module, twin, None, None, settings, Reports(), links)
+    engine = PipelineEngine(module, twin, None, settings, Reports(), links)
     try:
         yield engine
     finally:

@@ -28,19 +28,12 @@ from twinflow.build_parallel import (
     settle,
     spread,
 )
-from twinflow.config import (
-    Batch,
-    Config,
-    load_config,
-    notes,
-    resolve_batch,
-)
+from twinflow.config import Batch, Config, load_config, notes, resolve_batch
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
-from twinflow.engine.pipeline import Links, PipelineEngine, check_micro_batches
+from twinflow.engine.pipeline import Links, PipelineEngine, schedule_for
 from twinflow.engine.reports import LOGGER, Profiler, Reports
 from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment, init_distributed, joined
-from twinflow.monitor.flops import FlopsProfile, profile
 from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
 from twinflow.offload.blocks import find_blocks
@@ -82,7 +75,10 @@ def initialize(
     _log_to_stdout()
     if model is None:
         raise invalid_value("model", None, "an nn.Module, or a function that creates one")
-    _refuse_groups(mpu, mesh_param)
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:  # initialize() creates its own process groups
+            remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
+            raise invalid_value(name, type(value).__name__, "None", remedy)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
@@ -103,7 +99,8 @@ def initialize(
         meet(ranks, module, parsed.model_dump_json(indent=1), grid)
         check_trained(module, grid)
         settle(module, grid)
-        if not offloads_params(parsed) and _is_to_partition(parsed, found.num_data, optimizer):
+        is_sharded = found.num_data > 1 and parsed.zero_optimization.stage == 3 and not offloads_params(parsed)
+        if is_sharded and not isinstance(optimizer, TwinOptimizer):  # whose model is partitioned already
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid, parsed)
@@ -118,37 +115,23 @@ def initialize(
         if activations is not None:
             undo.callback(activations.remove)
         if isinstance(module, PipelineModule):
-            check_micro_batches(module, batch.accumulation_steps)
+            schedule_for(module, batch.accumulation_steps)  # an invalid number of micro-batches raises here
             links = Links(make_wire(module, grid, own_device()), ties, make_deferral(module, settings.stage))
             undo.callback(links.wire.close)
-            engine: Engine = PipelineEngine(module, twin, scheduler, None, settings, reports, links, activations, watch)
+            engine: Engine = PipelineEngine(module, twin, scheduler, settings, reports, links, activations, watch)
         else:
-            engine = Engine(module, twin, scheduler, None, settings, reports, activations, watch)
-        if training_data is not None:
-            engine.set_training_data(training_data, collate_fn)
+            engine = Engine(module, twin, scheduler, settings, reports, activations, watch)
+        loader = engine.set_training_data(training_data, collate_fn) if training_data is not None else None
         undo.pop_all()
-    loader = engine.training_dataloader
-    assert loader is None or isinstance(loader, ResumableLoader)
     return engine, twin, loader, scheduler
-
-
-def _refuse_groups(mpu: Any, mesh_param: Any) -> None:
-    """Raises ValueError if the caller passes process groups, because initialize() creates its own groups."""
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
-            raise invalid_value(name, type(value).__name__, "None", remedy)
-
-
-def _is_to_partition(config: Config, num_data: int, optimizer: Any) -> bool:
-    """Whether `initialize` must partition the weights. The model of a given TwinOptimizer is partitioned already."""
-    is_asked_for = num_data > 1 and config.zero_optimization.stage == 3
-    return is_asked_for and not isinstance(optimizer, TwinOptimizer)
 
 
 def _engine_settings(
     config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None
 ) -> EngineSettings:
+    background = config.checkpoint.background_bytes if config.checkpoint.background else None
+    if config.checkpoint.background and background is None:
+        background = own_host_bytes() // 4
     return EngineSettings(
         ranks=ranks,
         grid=grid,
@@ -157,18 +140,10 @@ def _engine_settings(
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         keep_last=config.checkpoint.keep_last,
-        background_bytes=_background_bytes(config),
+        background_bytes=background,
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
     )
-
-
-def _background_bytes(config: Config) -> int | None:
-    """Host memory for background checkpoints. None if they are off."""
-    if not config.checkpoint.background:
-        return None
-    given = config.checkpoint.background_bytes
-    return own_host_bytes() // 4 if given is None else given
 
 
 def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[str]:
@@ -267,35 +242,17 @@ def _make_reports(config: Config, rank: int) -> Reports:
     if rank > 0:
         return Reports()
     writers: list[Any] = []
-    if config.csv_monitor.enabled:
-        with naming("csv_monitor.output_path"):
-            writers.append(CsvWriter(config.csv_monitor.output_path, config.csv_monitor.job_name))
-    if config.tensorboard.enabled:
-        with naming("tensorboard.output_path"):
-            writers.append(TensorBoardWriter(config.tensorboard.output_path, config.tensorboard.job_name))
+    for name, kind in {"csv_monitor": CsvWriter, "tensorboard": TensorBoardWriter}.items():
+        section = getattr(config, name)
+        if section.enabled:
+            with naming(f"{name}.output_path"):
+                writers.append(kind(section.output_path, section.job_name))
     if config.wandb.enabled:
         writers.append(WandbWriter(config.wandb.project, config.wandb.group, config.wandb.team))
-    options = config.flops_profiler
-    profiler = None
-    if options.enabled:
-        if options.output_file:
-            with naming("flops_profiler.output_file"):
-                Path(options.output_file).open("a").close()  # A wrong path raises here, before the profiled step.
-
-        def show(done: FlopsProfile) -> None:
-            shape = (options.module_depth, options.top_modules, options.detailed)
-            if options.output_file:
-                done.report.write(Path(options.output_file), *shape)
-            else:
-                LOGGER.info(done.report.text(*shape))
-
-        profiler = Profiler(options.profile_step, profile, show)
-    return Reports(
-        config.steps_per_print,
-        Fanout(writers) if writers else None,
-        Timers() if config.wall_clock_breakdown else None,
-        profiler,
-    )
+    with naming("flops_profiler.output_file"):
+        profiler = Profiler(config.flops_profiler) if config.flops_profiler.enabled else None
+    timers = Timers() if config.wall_clock_breakdown else None
+    return Reports(config.steps_per_print, Fanout(writers) if writers else None, timers, profiler)
 
 
 def _log_to_stdout() -> None:

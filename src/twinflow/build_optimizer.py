@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,40 +74,49 @@ def make_optimizer(
     if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
-    # A scheduler of the user has wrapped the `step` of the user's optimizer. TwinOptimizer needs the original method.
-    wrapped = vars(given).pop("step", None) if isinstance(given, Optimizer) else None
-    build = partial(
-        TwinOptimizer,
-        module,
-        rule,
-        param_groups=groups,
-        max_grad_norm=config.gradient_clipping or None,
-        skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
-        loss_scale=_loss_scale(config),
-        accumulation_steps=batch.accumulation_steps,
-        zero=_zero_of(config, ranks, given is None, grid),
-        **own,
-        **options,
-    )
-    with naming(f"optimizer.type {rule.__name__} with optimizer.params {options}") if is_torch else nullcontext():
+    zero = None
+    if ranks is not None and ranks.world_size > 1:
+        zero = make_zero(config, ranks.world_size if grid is None else grid.num_data, given is None, grid)
+    with ExitStack() as contexts:
+        if isinstance(given, Optimizer):
+            contexts.enter_context(original_step(given))
         if is_torch:
+            contexts.enter_context(naming(f"optimizer.type {rule.__name__} with optimizer.params {options}"))
             _try_out(rule, options)
-        try:
-            twin = build()
-        finally:
-            if wrapped is not None:
-                given.step = wrapped  # type: ignore[union-attr,method-assign]
+        twin = TwinOptimizer(
+            module,
+            rule,
+            param_groups=groups,
+            max_grad_norm=config.gradient_clipping or None,
+            skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+            loss_scale=_loss_scale(config),
+            accumulation_steps=batch.accumulation_steps,
+            zero=zero,
+            **own,
+            **options,
+        )
     if isinstance(given, Optimizer):
-        # A scheduler that was built with the user's optimizer writes to the param_groups of that optimizer.
-        given.param_groups = twin.param_groups
-        given._opt_called = True  # type: ignore[attr-defined]
+        follow(given, twin)
     return twin
 
 
-def _zero_of(config: Config, ranks: RankEnvironment | None, is_named: bool, grid: Grid | None) -> Zero | None:
-    if ranks is None or ranks.world_size == 1:
-        return None
-    return make_zero(config, ranks.world_size if grid is None else grid.num_data, is_named, grid)
+@contextmanager
+def original_step(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which `step` is the method of the optimizer's class, which TwinOptimizer needs. A scheduler replaces
+    it on the instance.
+    """
+    wrapped = vars(optimizer).pop("step", None)
+    try:
+        yield
+    finally:
+        if wrapped is not None:
+            optimizer.step = wrapped  # type: ignore[method-assign]
+
+
+def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
+    """Connects schedulers that were built with `optimizer` to `twin`: they change the param groups of `twin`."""
+    optimizer.param_groups = twin.param_groups
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise schedulers warn that step() was never called
 
 
 def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid | None = None) -> Zero:
@@ -208,9 +216,7 @@ def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
     """
     param = nn.Parameter(torch.zeros(2, 2, device="cpu"))
     param.grad = torch.zeros_like(param)
-    with suppress(
-        AssertionError, RuntimeError
-    ):  # Errors about devices and gradients matter only for the real optimizer.
+    with suppress(AssertionError, RuntimeError):  # errors about devices matter only for the real optimizer
         optimizer = kind([param], **options)
         check_step(optimizer, "optimizer.type", '"Adam"', '"AdamW"')
         optimizer.step()

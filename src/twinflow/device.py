@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,36 +73,6 @@ class Event:
         return state > 0
 
 
-class Stream(Protocol):
-    """Runs work in order, concurrently with other streams."""
-
-    name: str
-
-    def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queue work. `span`: the name under which the trace records it; "" for no record."""
-        ...
-
-    def record(self) -> Event:
-        """Return an event after all work that is queued so far."""
-        ...
-
-    def wait(self, event: Event, point: str) -> None:
-        """Let all work that is queued from now on wait for the event. `point`: the name of the sync point."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks until all queued work is done."""
-        ...
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for work on this stream.
-
-        On a GPU memory belongs to the stream on which it was allocated. Memory that another stream has freed may still
-        be in use there.
-        """
-        ...
-
-
 class Device:
     """The CPU as the device of a model; base class of `CudaDevice`."""
 
@@ -116,7 +86,7 @@ class Device:
         self.error: BaseException | None = None  # the first exception of work on a stream
         self._followers: Callable[[], Sequence[torch.cuda.Stream]] = tuple
         self._delays: dict[str, float] = {}
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()  # guards `_streams`, and `_pinned` of a GPU
         self._is_closed = False
 
@@ -142,20 +112,16 @@ class Device:
 
     def stream(self, name: str) -> Stream:
         """Return the stream of this name. The first call makes it."""
-        return self._stream(name, lambda: _ThreadStream(name, self))
-
-    def _stream(self, name: str, make: Callable[[], Stream]) -> Stream:
         with self._lock:
             if name not in self._streams:
                 if self._is_closed:
-                    raise wrong_state(
-                        f"stream {name!r} cannot be made",
-                        "its device is closed",
-                        "Build a new optimizer to go on training",
-                    )
-                self._streams[name] = make()
-            stream: Stream = self._streams[name]
-            return stream
+                    remedy = "Build a new optimizer to go on training"
+                    raise wrong_state(f"stream {name!r} cannot be made", "its device is closed", remedy)
+                self._streams[name] = self._new_stream(name)
+            return self._streams[name]
+
+    def _new_stream(self, name: str) -> Stream:
+        return Stream(name, self)
 
     def compute(self) -> Stream:
         """Return the stream on which the calling thread produces gradients."""
@@ -233,9 +199,10 @@ class Device:
             stream.close()
 
 
-class _ThreadStream:
-    """A stream on the CPU: a thread. After work has raised, later work is not run, and waiting for a later event raises
-    the exception."""
+class Stream:
+    """Runs work in order, concurrently with other streams. On the CPU it is a thread; `CudaStream` is the stream of a
+    GPU. After work has raised, later work is not run, and waiting for a later event raises the exception.
+    """
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
@@ -246,32 +213,40 @@ class _ThreadStream:
         self._thread.start()
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
+        """Queue work. `span`: the name under which the trace records it; "" for no record."""
+
         def traced() -> None:
-            time.sleep(self._device._delays.get(self.name, 0.0))
-            if not span:
-                work()
-                return
-            with self._device.trace.span(span, track=self.name, **args):
+            time.sleep(self._device.delay_of(self.name))
+            with self._device.trace.span(span, track=self.name, **args) if span else nullcontext():
                 work()
 
         self._queue.put(traced)
 
     def record(self) -> Event:
+        """Return an event after all work that is queued so far."""
         event = Event(None, self._device)
         self._queue.put(event)
         return event
 
     def wait(self, event: Event, point: str) -> None:
+        """Let all work that is queued from now on wait for the event. `point`: the name of the sync point."""
         if point not in self._device.disabled:
             self._queue.put(event.synchronize)
 
     def synchronize(self) -> None:
+        """Block until all queued work is done."""
         self.record().synchronize()
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for work on this stream.
+
+        On a GPU memory belongs to the stream on which it was allocated. Memory that another stream has freed may still
+        be in use there.
+        """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
+        """Wait for all work and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -281,17 +256,12 @@ class _ThreadStream:
             if isinstance(work, Event):  # after a failure too, because a thread may wait for the event
                 work.fire(self._error)
             elif self._error is None:
-                self._error = _failure(work)
-                self._device.error = self._device.error or self._error
-
-
-def _failure(work: Work) -> BaseException | None:
-    """Run the work and return its exception, if it raised one."""
-    try:
-        work()
-    except BaseException as error:
-        return error
-    return None
+                try:
+                    work()
+                except BaseException as error:
+                    self._error = error
+                    self._device.error = self._device.error or error
+            work = None  # so that the tensors of the work can be freed while the thread waits
 
 
 class CudaDevice(Device):
@@ -307,9 +277,9 @@ class CudaDevice(Device):
         self._handles: dict[tuple[int, ...], ctypes.Array[ctypes.c_void_p]] = {}  # earlier results of `model_streams`
         self._pinned: dict[int, Tensor] = {}  # by address; `_lock` guards it
 
-    def stream(self, name: str) -> Stream:
-        """Return the stream of this name. It has a high priority, so that small copies do not wait for kernels."""
-        return self._stream(name, lambda: _CudaStream(name, self, _new_stream(self.device)))
+    def _new_stream(self, name: str) -> Stream:
+        # The priority is high, so that small copies do not wait for kernels.
+        return CudaStream(name, self, torch.cuda.Stream(self.device, priority=-1))  # type: ignore[no-untyped-call]
 
     def compute(self) -> Stream:
         """Return the calling thread's current stream. In a hook this is the stream that produced the gradient."""
@@ -321,7 +291,7 @@ class CudaDevice(Device):
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         stream = self.stream(name)
-        assert isinstance(stream, _CudaStream)
+        assert isinstance(stream, CudaStream)
         return torch.cuda.stream(stream._stream)
 
     def join_streams(self, streams: Iterable[int]) -> None:
@@ -335,7 +305,7 @@ class CudaDevice(Device):
         """Let the model's streams wait for the event. The calling thread does not wait."""
         self.compute().wait(event, point)
         for stream in self._followers():
-            _CudaStream("follower", self, stream).wait(event, point)
+            CudaStream("follower", self, stream).wait(event, point)
 
     def model_streams(self) -> ctypes.Array[ctypes.c_void_p]:
         """Return the handles of the calling thread's current stream and of its followers."""
@@ -410,11 +380,6 @@ class CudaDevice(Device):
         self._is_closed = True
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return stream
-
-
 class _Switched:
     """A context manager that makes a stream of the current device the current stream.
 
@@ -438,7 +403,9 @@ class _Switched:
         torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-class _CudaStream:
+class CudaStream(Stream):
+    _device: CudaDevice
+
     def __init__(self, name: str, device: CudaDevice, stream: torch.cuda.Stream) -> None:
         self.name = name
         self._device = device
@@ -475,7 +442,7 @@ class _CudaStream:
             return torch.zeros(numel, dtype=dtype, device=device)
 
 
-class _CurrentStream(_CudaStream):
+class _CurrentStream(CudaStream):
     """The calling thread's current stream. Work needs no switch of streams, which would take as long as a kernel
     launch.
     """

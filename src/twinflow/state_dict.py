@@ -85,17 +85,15 @@ def params_of(group: Mapping[str, object]) -> list[Tensor]:
 
 
 def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    """Applies `change` to the tensors in nested dicts, lists and tuples and returns the result. Other containers are
-    unchanged, including their contents.
+    """Applies `change` to the tensors in nested dicts, lists and tuples and returns the result. Named tuples and other
+    containers are unchanged, including their contents.
     """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tensors(item, change) for key, item in value.items()}
-    if type(value) is list:
-        return [map_tensors(item, change) for item in value]
-    if type(value) is tuple:
-        return tuple(map_tensors(item, change) for item in value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map_tensors(item, change) for item in value)
     return value
 
 

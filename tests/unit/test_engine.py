@@ -102,6 +102,40 @@ def test_boundaries_are_counted_as_deepspeed_counts_them(make: Any) -> None:
     assert seen == [(False, 0), (False, 0), (True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)]
 
 
+@pytest.mark.parametrize("early", ["auto", True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_step_without_gradients_changes_nothing(make: Any, parts: int, early: bool | str) -> None:
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "early": early}}
+    changes = {"gradient_accumulation_steps": parts, "gradient_clipping": 0.5, "zero_optimization": offload}
+    one, two = (make(lr_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5), **changes) for _ in range(2))
+    for step in range(4 * parts):
+        if step % parts == 0:
+            before = [value.clone() for value in weights(two)]
+            seen = (two.global_steps, two.micro_steps, two.global_samples, two.skipped_steps, two.get_lr())
+            two.step()
+            two.step()
+            assert not two.was_step_applied()
+            assert (two.global_steps, two.micro_steps, two.global_samples, two.skipped_steps, two.get_lr()) == seen
+            assert all(torch.equal(a, b) for a, b in zip(weights(two), before, strict=True))
+        assert run(one, [step]) == run(two, [step])
+    assert same(one, two)
+    assert (two.global_steps, two.micro_steps, two.global_samples) == (4, 4 * parts, 8 * parts)
+    assert two.get_lr() == one.get_lr() == [1e-2 * 0.5**4]
+
+
+def test_a_gradient_that_the_user_has_set_makes_a_step(make: Any) -> None:
+    engine = make(gradient_accumulation_steps=2)
+    for param in engine.module.parameters():
+        param.grad = torch.ones_like(param)
+    before = weights(engine)
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps) == (0, 1)
+    engine.step()
+    assert engine.was_step_applied()
+    assert (engine.global_steps, engine.micro_steps) == (1, 2)
+    assert not any(torch.equal(a, b) for a, b in zip(weights(engine), before, strict=True))
+
+
 def test_the_returned_loss_is_the_share_of_the_step(make: Any) -> None:
     engine = make(gradient_accumulation_steps=4)
     loss = engine(*batch(0)).loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,24 @@ def test_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 2
     engine.destroy()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_warning_if_gradients_are_not_saved(tmp_path: Path, early: bool) -> None:
+    one, two = (build(gradient_clipping=0.5, offload={"early": early}) for _ in range(2))
+    for engine in (one, two):
+        run(engine, range(2))
+    one.backward(one(*batch(2)).loss)
+    with pytest.warns(UserWarning, match=r"between backward\(\) and step\(\).* gradients .* after step\(\)"):
+        one.save_checkpoint(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.step()
+        one.save_checkpoint(tmp_path, "after")
+    two.load_checkpoint(tmp_path, "global_step2")
+    assert run(one, range(3, 5)) == run(two, range(2, 5))[1:]
+    one.destroy()
+    two.destroy()
 
 
 def test_gradients_of_a_step_that_will_not_come_are_forgotten(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from twin_support import matrix_but, quick_torch
 
 import twinflow
 from twinflow.checkpoint import Checkpoint, open_checkpoint
+from twinflow.dist.group import alone
 from twinflow.engine import Engine, restore, state
 from twinflow.engine.ranks import Ranks, unite_groups
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 
 NUM_BLOCKS, WIDTH, VOCAB = 2, 4, 8
+ONLY = Ranks(alone(), are_partitioned=False)  # of a process that saves and loads alone
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +150,7 @@ class Seat:
 @dataclass
 class Rank:
     engine: Engine
-    ranks: Ranks | None
+    ranks: Ranks
 
 
 CONFIG: dict[str, Any] = {
@@ -175,10 +177,10 @@ def engines(layout: Layout, monkeypatch: pytest.MonkeyPatch, seed: int = 1, **op
         group: Any = Seat(rank, layout.world, meeting)
         replicas: Any = Seat(data, layout.data)
         ranks = Ranks(group, False, replicas, pipe, tensor, layout.tensor, module.aliases)
-        found.append(Rank(build(module, **options), ranks if layout.world > 1 else None))
+        found.append(Rank(build(module, **options), ranks if layout.world > 1 else ONLY))
     known = {id(one.engine): one.ranks for one in found}
     for where in (state, restore):
-        monkeypatch.setattr(where, "ranks_of", lambda engine: known.get(id(engine)))
+        monkeypatch.setattr(where, "ranks_of", lambda engine: known.get(id(engine), ONLY))
     yield found
     for one in found:
         one.engine.destroy()
@@ -452,7 +454,7 @@ def test_a_tensor_rank_alone_cannot_save(tmp_path: Path, monkeypatch: pytest.Mon
     module = Model([0], True, True)
     cut_params(module, 0, 2)
     engine = build(module)
-    monkeypatch.setattr(state, "ranks_of", lambda engine: None)
+    monkeypatch.setattr(state, "ranks_of", lambda engine: ONLY)
     with pytest.raises(AssertionError):  # nothing that a user can do brings this about
         engine.save_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -499,13 +499,17 @@ def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytes
     numel = sum(p.numel() for p in gpt().parameters())
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(4 * numel, 10**12))
     with pytest.raises(
-        ValueError, match=r"Not enough device memory with ratio=0.2: .* needs .* are free. Use ratio=0.5"
+        MemoryError,
+        match=r"Not enough device memory: the optimizer state on the device with ratio=0.2 needs .* are available. "
+        "Use ratio=0.5",
     ):
         twin(gpt(), ratio=0.2)
     twin(gpt(), ratio=0.6).close()
     monkeypatch.setattr(module, "find_room", lambda params, team: Free(None, 4 * numel))
     with pytest.raises(
-        ValueError, match=r"Not enough host memory: the optimizer state needs .* are free. Use a smaller format"
+        MemoryError,
+        match=r"Not enough host memory: the optimizer state needs .* and gradients need .* are available. "
+        "Use a smaller format",
     ):
         twin(gpt())
 

@@ -57,8 +57,6 @@ class Saved:
     source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     original: Tensor | None  # None after it was freed on the device
-    size: torch.Size
-    stride: tuple[int, ...]
     host: Tensor  # the copy on the host, with the layout of the original
     buffer: Tensor  # the pool's buffer; `host` is a view of it
     out: Event | None = None
@@ -121,15 +119,8 @@ class Offload:
         return hooks_for(found, self._is_worth_it, self._fetch)
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor  # A Parameter stays on the device. Other subclasses may hold their data elsewhere.
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            and tensor.device == self._where
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
-            and not tensor.is_inference()
-            and _is_dense(tensor)
-        )
+        is_here = tensor.device == self._where and not tensor.is_inference()
+        return is_here and is_large(tensor, self._min_bytes) and _is_dense(tensor)
 
     def _save(self, tensor: Tensor, call: Call) -> Saved:
         """Start the copy of an input to the host, unless another layer has saved the same tensor."""
@@ -141,12 +132,10 @@ class Offload:
         original, num_bytes = tensor.detach(), tensor.numel() * tensor.element_size()
         buffer = self._pool.take(num_bytes)
         host = buffer[:num_bytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-        saved = Saved(
-            self, call, weakref.ref(tensor), tensor._version, original, tensor.size(), tensor.stride(), host, buffer
-        )
+        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer)
         stream = self._stream
         stream.wait(self.device.compute().record(), MADE)
-        stream.run(_copy(host, original), "activation out", bytes=num_bytes)
+        stream.run(lambda: host.copy_(original, non_blocking=True), "activation out", bytes=num_bytes)
         saved.out = stream.record()
         self.bytes_out += num_bytes
         call.inputs.append(weakref.ref(saved))
@@ -209,11 +198,12 @@ class Offload:
         """Start the copy back, unless it was started before."""
         if saved.restored is not None:
             return
-        tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.host.dtype, device=self._where)
+        host = saved.host
+        tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._where)
         num_bytes = tensor.numel() * tensor.element_size()
         stream = self._stream
         stream.wait(self.device.compute().record(), ROOM)
-        stream.run(_copy(tensor, saved.host), "activation back", bytes=num_bytes)
+        stream.run(lambda: tensor.copy_(host, non_blocking=True), "activation back", bytes=num_bytes)
         saved.restored, saved.back = tensor, stream.record()
         self.bytes_back += num_bytes
 
@@ -294,17 +284,6 @@ def _alive(call: Call | None) -> Iterator[Saved]:
             yield saved
 
 
-def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """A function that copies, and then drops its references, because the thread of a stream keeps its last function."""
-    pair = [(target, source)]
-
-    def work() -> None:
-        to, what = pair.pop()
-        to.copy_(what, non_blocking=True)
-
-    return work
-
-
 def hooks_for(
     found: Mapping[tuple[object, ...], T], is_worth_it: Callable[[Tensor], bool], restore: Callable[[T], Tensor]
 ) -> saved_tensors_hooks:
@@ -319,6 +298,14 @@ def hooks_for(
         return saved if isinstance(saved, Tensor) else restore(saved)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def is_large(tensor: Tensor, min_bytes: int) -> bool:
+    """Whether a tensor is an activation of at least this size. A Parameter is none, and other subclasses of Tensor may
+    hold their data elsewhere.
+    """
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    return is_plain and tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= min_bytes
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:

@@ -14,24 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from twinflow.activations.offload import MIN_BYTES, hooks_for, memory_key
+from twinflow.activations.offload import MIN_BYTES, hooks_for, is_large, memory_key
+from twinflow.dist.group import Group
 from twinflow.errors import wrong_state
-
-
-class Ranks(Protocol):
-    """The part of `twinflow.dist.group.Group` that is used here."""
-
-    rank: int
-    world: int
-
-    def all_gather(self, whole: Tensor) -> None:
-        """Gather in place: each rank has set its own part of the flat tensor `whole`, and receives the other parts."""
 
 
 @dataclass(eq=False)
@@ -47,7 +37,7 @@ class Part:
 class Partition:
     """Shards inputs of at least `min_bytes` over the ranks of `group`. It has the interface of `Offload`."""
 
-    def __init__(self, group: Ranks, min_bytes: int = MIN_BYTES, is_checked: bool = False) -> None:
+    def __init__(self, group: Group, min_bytes: int = MIN_BYTES, is_checked: bool = False) -> None:
         self.whole_bytes = 0  # whole size of all inputs that were sharded
         self.kept_bytes = 0  # bytes of their parts on this rank
         self._group, self._min_bytes, self._is_checked = group, min_bytes, is_checked
@@ -65,13 +55,7 @@ class Partition:
         """Does nothing: the parts are freed with the autograd graph."""
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        return (
-            self._group.world > 1
-            and type(tensor) is Tensor  # A Parameter stays whole. Other subclasses may hold their data elsewhere.
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
-        )
+        return self._group.world > 1 and is_large(tensor, self._min_bytes)
 
     def _save(self, tensor: Tensor, layer: str) -> Part:
         known = self._known.get(id(tensor))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import update_wrapper
 from typing import Any, cast
@@ -117,27 +118,22 @@ class Checkpointed:
         if not (self._is_on and is_training) or getattr(self._module, "gradient_checkpointing", False):
             return self._forward(*args, **kwargs)
         leaves, spec = tree_flatten(_without_cache(self.name, args, kwargs))
-        slots: dict[int, int] = {}  # id of a tensor -> its place in `tensors`
-        tensors: list[Tensor] = []
-        places: list[int | None] = []
-        for i, leaf in enumerate(leaves):
-            is_tensor = isinstance(leaf, Tensor)
-            if is_tensor and slots.setdefault(id(leaf), len(tensors)) == len(tensors):
-                tensors.append(leaf)
-            places.append(slots[id(leaf)] if is_tensor else None)
-            leaves[i] = None if is_tensor else leaf  # `run` must not refer to a tensor, which would stay on the device
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}  # each tensor once
+        numbers = {key: number for number, key in enumerate(tensors)}
+        places = [numbers.get(id(leaf)) for leaf in leaves]
+        # `run` must not refer to a tensor, which would then stay on the device.
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def run(*given: Tensor) -> Any:
-            filled = [given[place] if place is not None else leaves[i] for i, place in enumerate(places)]
+            filled = [other if place is None else given[place] for place, other in zip(places, others, strict=True)]
             inner_args, inner_kwargs = tree_unflatten(filled, spec)
             return self._forward(*inner_args, **inner_kwargs)
 
         # All tensors, also those in tuples and keyword arguments, are passed as positional arguments, because torch
         # applies the hooks for saved tensors only to these.
-        if self._offload is None:
-            return checkpoint(run, *tensors, use_reentrant=False)
-        with self._offload.saving(tensors, self.name):
-            return checkpoint(run, *tensors, use_reentrant=False)
+        inputs = list(tensors.values())
+        with self._offload.saving(inputs, self.name) if self._offload is not None else nullcontext():
+            return checkpoint(run, *inputs, use_reentrant=False)
 
     def remove(self) -> None:
         """Restore the forward. If another library has wrapped this object, it stays and calls the original forward."""

@@ -21,8 +21,8 @@ from twinflow.cli.settings import TrainSettings
 from twinflow.data.encode import load_tokenizer
 from twinflow.data.tokens import OF_THE_FILE, Split, TokenData
 from twinflow.engine import Engine
-from twinflow.engine.late import LateScalar
 from twinflow.engine.pipeline import PipelineEngine
+from twinflow.engine.reports import LateScalar
 from twinflow.models.gpt import flops_per_token
 from twinflow.monitor.metrics import LoadMeter, Record, StepRecord, ValidRecord
 from twinflow.monitor.timers import Clock

@@ -8,9 +8,9 @@ next forward is queued on the device.
 
 from __future__ import annotations
 
-import math
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,22 +25,19 @@ from twinflow.checkpoint import export_weights
 from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
-from twinflow.engine.answers import Answers, instead
-from twinflow.engine.background import BackgroundSave
+from twinflow.engine.base import INSTEAD, EngineBase, EngineSettings, Scheduler
 from twinflow.engine.loader import ResumableLoader
-from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
-from twinflow.engine.settings import EngineSettings
+from twinflow.engine.state import BackgroundSave
 from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.tensor import same_randoms
-from twinflow.state_dict import StateDict
 
 
-class Engine(Answers):
+class Engine(EngineBase):
     """Trains a module: forward, backward, step, checkpoints. `twinflow.initialize()` builds it from a config.
 
     One step:
@@ -55,55 +52,40 @@ class Engine(Answers):
     ZeRO stage, and the optimizer with ratio, states, placement and memory.
     """
 
+    scales_plain_backwards = True  # multiply gradients of a plain `loss.backward()` by the loss scale too
+
     def __init__(
         self,
         module: nn.Module,
         optimizer: TwinOptimizer | None,
         scheduler: Scheduler | None,
-        loader: Iterable[UserValue] | None,
         settings: EngineSettings,
         reports: Reports,
         activations: Handle | None = None,
         watch: Watch | None = None,
-        scales_plain_backwards: bool = True,
     ) -> None:
-        """`scales_plain_backwards`: multiply gradients of a plain `loss.backward()` by the loss scale too."""
-        self.module = module
-        self.optimizer = optimizer
-        self.lr_scheduler = scheduler
-        self.training_dataloader: Iterable[UserValue] | None = loader
-        self.settings = settings
+        super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
         self.activations = activations  # activation checkpointing
-        self._is_destroyed = False
-        self.watch = watch  # detects ranks that have stopped
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
-        self.global_steps = 0  # steps of the optimizer, including skipped ones
-        self.micro_steps = 0
-        self.global_samples = 0
-        self._is_pending = False  # `settle` has not yet handled the last step
-        self._was_boundary = False
-        self.part = 0  # number of micro-batches of this step so far
         self._is_scaled = False  # the loss of this backward contains the loss scale
         self._is_last: bool | None = None  # set by set_gradient_accumulation_boundary()
-        self._lr_kwargs: StateDict = {}
         self._handles: list[RemovableHandle] = []  # hooks that scale gradients
         if optimizer is not None:
             me = weakref.ref(self)
             optimizer.runtime.call_before_update(lambda: _settle(me()))
-            if optimizer.scales_loss and scales_plain_backwards:
+            if optimizer.scales_loss and self.scales_plain_backwards:
                 self._handles = _scale_plain_backwards(optimizer, me)
 
     def __getattr__(self, name: str) -> UserValue:
         if name.startswith("__") or name == "module":
             raise AttributeError(name)
         try:
-            found = getattr(self.module, name)
+            return getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
-                f"Neither the engine nor its module has an attribute {name!r}.{instead(name)}"
+                f"Neither the engine nor its module has an attribute {name!r}. {INSTEAD.get(name, '')}".rstrip()
             ) from None
-        return found
 
     def __repr__(self) -> str:
         """Module, ranks, batch sizes, ZeRO stage and steps, then the optimizer with ratio, placement and memory."""
@@ -155,7 +137,7 @@ class Engine(Answers):
         self.reports.add_loss(loss)
         before, self._is_scaled = self._is_scaled, True
         try:
-            with self.reports.backward():
+            with self.reports.measure("backward"):
                 optimizer.backward(loss, retain_graph)
         finally:
             self._is_scaled = before
@@ -187,7 +169,9 @@ class Engine(Answers):
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Call it after every micro-batch. The optimizer steps after the last one of a step.
 
-        `lr_kwargs` are passed to the scheduler's step().
+        `lr_kwargs` are passed to the scheduler's step(). A call before the first backward of a step changes nothing,
+        neither counters nor the scheduler. With several ranks the call is counted, because other ranks may have
+        gradients.
         """
         lr = self._count_step(lr_kwargs)
         if self._was_boundary:
@@ -197,10 +181,14 @@ class Engine(Answers):
         """`step` without reports. Returns the learning rate of this step."""
         optimizer = self._need_optimizer()
         self._beat("step")
-        self._was_boundary = self.is_gradient_accumulation_boundary()
         lr = float(optimizer.param_groups[0]["lr"])  # of this step
+        self._was_boundary = False
+        if optimizer.team is None and not _has_gradients(optimizer):
+            optimizer.step()  # runs the hooks of the optimizer and nothing else, as with torch
+            return lr
+        self._was_boundary = self.is_gradient_accumulation_boundary()
         if self._was_boundary:
-            with self.reports.step():
+            with self.reports.measure("step"):
                 optimizer.step()
                 optimizer.zero_grad()
             self._is_scaled = False
@@ -213,31 +201,6 @@ class Engine(Answers):
         self.part = 0 if self._was_boundary else self.part + 1
         return lr
 
-    def settle(self) -> None:
-        """Waits for the outcome of the last step and advances the scheduler if the step was applied."""
-        if not self._is_pending:
-            return
-        self._is_pending = False
-        is_applied = self.optimizer is not None and (not self.optimizer.can_skip or self.optimizer.was_applied)
-        if is_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**self._lr_kwargs)
-            self._check_rates()
-
-    def _check_rates(self) -> None:
-        """Raises ValueError if the scheduler has set an invalid learning rate. The error that the update rule would
-        raise later does not name the scheduler.
-        """
-        optimizer = self.optimizer
-        for group in optimizer.param_groups if optimizer is not None and optimizer.rule is not None else ():
-            lr = float(group["lr"])
-            if not (math.isfinite(lr) and lr >= 0.0):
-                raise invalid_value(
-                    "The learning rate that the scheduler has set",
-                    lr,
-                    "a finite number >= 0",
-                    "Check the parameters of the scheduler.",
-                )
-
     def _beat(self, doing: str) -> None:
         """Reports to the watch for hangs that this rank makes progress."""
         if self.watch is not None:
@@ -246,27 +209,6 @@ class Engine(Answers):
     def _pause(self, doing: str) -> AbstractContextManager[object]:
         """Tells the watch for hangs that the next operation takes longer than a step."""
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
-
-    def _check_open(self, what: str) -> None:
-        if self._is_destroyed:
-            remedy = "Call it before destroy(), or build a new engine with initialize() and load a checkpoint."
-            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
-
-    def _need_optimizer(self) -> TwinOptimizer:
-        self._check_open("Training")
-        if self.optimizer is None:
-            raise wrong_state(
-                "The engine cannot train",
-                "it has no optimizer",
-                'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
-            )
-        return self.optimizer
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that no step has used. The next micro-batch is then the first of a step."""
-        self.part = 0
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Engine:
         """Puts the module into training mode."""
@@ -289,16 +231,14 @@ class Engine(Answers):
 
     # Properties.
 
-    @property
-    def basic_optimizer(self) -> TwinOptimizer | None:
-        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
-        return self.optimizer
+    def steps_per_print(self) -> int | None:
+        """Number of steps between two log lines; None: no log lines."""
+        return self.reports.every
 
     @property
-    def skipped_steps(self) -> int:
-        """Number of steps that were not applied because a gradient was not finite."""
-        self.settle()
-        return self.optimizer.num_skipped if self.optimizer is not None else 0
+    def monitor(self) -> Reports:
+        """Writes the user's own scalars to the monitors of the config with `write_events`."""
+        return self.reports
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch is the last one of its step."""
@@ -310,27 +250,6 @@ class Engine(Answers):
         None: the engine counts micro-batches. A step may have fewer micro-batches than the config says, but not more.
         """
         self._is_last = is_boundary
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the model."""
-        self.settle()
-        return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
-
-    def gradient_accumulation_steps(self) -> int:
-        """Number of micro-batches in a step."""
-        return self.optimizer.accumulation_steps if self.optimizer is not None else 1
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Number of samples in a micro-batch of one rank."""
-        return self.settings.micro_batch_size
-
-    def train_batch_size(self) -> int:
-        """Number of samples in a step, over all ranks."""
-        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """The number of samples in a step, of samples in a micro-batch, and of micro-batches in a step."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of samples in a step by changing the number of micro-batches."""
@@ -352,16 +271,6 @@ class Engine(Answers):
             raise invalid_value("micro_batch_size", micro_batch_size, "a whole number >= 1")
         self.settings = replace(self.settings, micro_batch_size=micro_batch_size)
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each param group for the next step."""
-        self.settle()
-        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
-
-    def get_mom(self) -> list[float | tuple[float, float] | None]:
-        """The betas or the momentum of each param group."""
-        self.settle()
-        return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
-
     # Checkpoints.
 
     def save_checkpoint(
@@ -378,11 +287,19 @@ class Engine(Answers):
         `client_state` is returned by `load_checkpoint`. `on_progress(written, total)` is called with numbers of bytes.
         With `checkpoint.background` in the config, a thread writes the checkpoint while training continues. If that
         fails, the next call of this method, of `wait_for_checkpoint` or of `destroy` raises the exception. Raises
-        RuntimeError in the middle of a step.
+        RuntimeError between the micro-batches of a step. Warns if backward() was called after the last step(), because
+        gradients are not saved.
         """
         self._check_open("save_checkpoint()")
         self.wait_for_checkpoint()
         self.settle()
+        if self.part == 0 and self.optimizer is not None and self.optimizer.runtime.has_gradients:
+            warnings.warn(
+                "save_checkpoint() was called between backward() and step(). The checkpoint does not contain the "
+                "gradients of this unfinished step, so a run that loads it does not make this step. Call "
+                "save_checkpoint() after step().",
+                stacklevel=2,
+            )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         client = dict(client_state or {})
         with self._pause("saving"):
@@ -428,7 +345,11 @@ class Engine(Answers):
         grid = self.settings.grid
         if grid is not None and grid.num_model > 1:
             same_randoms(grid.model, self.device)  # tensor ranks must draw the same random numbers
+        self._forget_data_iterator()
         return found
+
+    def _forget_data_iterator(self) -> None:
+        """Called when the data loader has another position. Only an engine that iterates over it has to act."""
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
@@ -461,9 +382,10 @@ class Engine(Answers):
             module = block.module
             module.forward = compiled(module.forward, backend=backend, **(compile_kwargs or {}))
 
-    def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> None:
-        """Builds the engine's data loader from a dataset."""
-        self.training_dataloader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+    def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> ResumableLoader:
+        """Builds the engine's data loader from a dataset and returns it."""
+        self.training_dataloader = loader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+        return loader
 
     def deepspeed_io(
         self,
@@ -509,6 +431,12 @@ class Engine(Answers):
             self.optimizer = self.activations = None
             self._is_destroyed = True
             self.leave_plain_backwards()
+
+
+def _has_gradients(optimizer: TwinOptimizer) -> bool:
+    """Whether a backward has run since the last step, or the user has set a gradient."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return optimizer.runtime.has_gradients or any(param.grad is not None for param in params)
 
 
 def _settle(engine: Engine | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value
@@ -39,7 +41,6 @@ class ResumableLoader:
         self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed
         self.epoch = 0
         self.position = 0  # number of batches of this epoch that were handed out
-        self._is_stream = isinstance(dataset, IterableDataset)
         self._collate_fn = collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -54,8 +55,7 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[UserValue]:
         """The rest of this epoch. The next call starts the next epoch."""
-        batches = iter(self._stream() if self._is_stream else self._loader())
-        for batch in batches:
+        for batch in self._rest():
             self.position += 1  # before `yield`, because a checkpoint that is saved then must count this batch
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
@@ -65,40 +65,27 @@ class ResumableLoader:
         total = len(self.dataset)  # type: ignore[arg-type]
         return total // self._world if self._drop_last else -(-total // self._world)
 
-    def _loader(self) -> DataLoader[object]:
+    def _rest(self) -> Iterable[object]:
+        """The batches of this epoch from the position on."""
+        seed = self.seed + self.epoch
+        load = partial(
+            DataLoader,
+            self.dataset,
+            generator=torch.Generator().manual_seed(seed),  # seeds the workers, also after resuming
+            collate_fn=self._collate_fn,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+        )
+        if isinstance(self.dataset, IterableDataset):  # it has no index: batches before the position are read
+            return islice(load(batch_size=self.batch_size, drop_last=self._drop_last), self.position, None)
         total = len(self.dataset)  # type: ignore[arg-type]
-        order: Sampler[int] | range | _Turn = _Order(total, self.seed + self.epoch) if self._shuffle else range(total)
+        order: Sequence[int] = range(total)
+        if self._shuffle:
+            order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
         if self._world > 1:
-            order = _Turn(order, self._rank, self._world, self._num_samples())
-        batches = _From(BatchSampler(order, self.batch_size, self._drop_last), self.position)
-        return DataLoader(
-            self.dataset,
-            batch_sampler=batches,
-            generator=self._generator(),
-            collate_fn=self._collate_fn,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-        )
-
-    def _generator(self) -> torch.Generator:
-        """The generator that seeds the workers. The seeds differ between epochs, and are the same after resuming."""
-        return torch.Generator().manual_seed(self.seed + self.epoch)
-
-    def _stream(self) -> Iterator[object]:
-        """Batches of an IterableDataset. It has no index, so batches before the position are read and dropped."""
-        loader = DataLoader(
-            self.dataset,
-            batch_size=self.batch_size,
-            drop_last=self._drop_last,
-            generator=self._generator(),
-            collate_fn=self._collate_fn,
-            num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
-        )
-        done = self.position
-        for number, batch in enumerate(loader):
-            if number >= done:
-                yield batch
+            order = [order[(self._rank + i * self._world) % total] for i in range(self._num_samples())]
+        batches = BatchSampler(order, self.batch_size, self._drop_last)
+        return load(batch_sampler=islice(batches, self.position, None))
 
     def state_dict(self) -> dict[str, int]:
         """The position: seed, epoch and number of batches, with the batch size and the number of ranks."""
@@ -126,51 +113,3 @@ class ResumableLoader:
             remedy = f"Choose a micro-batch size so that batch size x ranks divides {num_seen}."
             raise invalid_value("The number of samples of the epoch that were read", num_seen, expected, remedy)
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
-
-
-class _Order(Sampler[int]):
-    """All samples once, in a random order that depends on the seed."""
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples = num_samples
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed)
-        return iter(torch.randperm(self._num_samples, generator=generator).tolist())
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-
-class _Turn(Sampler[int]):
-    """The samples of one rank: every `world`-th sample of an order, which starts again if it is too short."""
-
-    def __init__(self, order: Iterable[int], rank: int, world: int, num_samples: int) -> None:
-        self._order = order
-        self._rank = rank
-        self._world = world
-        self._num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        every = list(self._order)
-        return iter([every[(self._rank + i * self._world) % len(every)] for i in range(self._num_samples)])
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-
-class _From(Sampler[list[int]]):
-    """The batches from number `first` on."""
-
-    def __init__(self, batches: BatchSampler, first: int) -> None:
-        self._batches = batches
-        self._first = first
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number, batch in enumerate(self._batches):
-            if number >= self._first:
-                yield batch
-
-    def __len__(self) -> int:
-        return len(self._batches) - self._first

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from twinflow.activations import Handle
+from twinflow.engine.base import EngineSettings, Scheduler
 from twinflow.engine.core import Engine
-from twinflow.engine.parts import Scheduler
 from twinflow.engine.reports import Reports
-from twinflow.engine.settings import EngineSettings
 from twinflow.engine.values import UserValue, cast_floats, to_device
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.watch import Watch
@@ -23,7 +22,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.runner import Runner
-from twinflow.parallel.schedules import make_schedule
+from twinflow.parallel.schedules import Schedule, make_schedule
 from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.wire import Wire
 
@@ -42,33 +41,21 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
 
+    scales_plain_backwards = False  # the runner scales losses
+
     def __init__(
         self,
         module: PipelineModule,
         optimizer: TwinOptimizer | None,
         scheduler: Scheduler | None,
-        loader: Iterable[UserValue] | None,
         settings: EngineSettings,
         reports: Reports,
         links: Links,
         activations: Handle | None = None,
         watch: Watch | None = None,
     ) -> None:
-        # The runner scales losses, so plain backwards get no loss scale.
-        super().__init__(
-            module,
-            optimizer,
-            scheduler,
-            loader,
-            settings,
-            reports,
-            activations,
-            watch,
-            scales_plain_backwards=False,
-        )
-        self._wire = links.wire
-        self._ties = links.ties
-        self._deferral = links.deferral
+        super().__init__(module, optimizer, scheduler, settings, reports, activations, watch)
+        self._links = links
         self._runners: dict[int, Runner] = {}  # by number of micro-batches
         self._batches: Iterator[object] | None = None  # iterator over the engine's loader
         self._batch_fn: Callable[[UserValue], object] | None = None  # converts a batch to (inputs, target)
@@ -90,8 +77,8 @@ class PipelineEngine(Engine):
         self.module.seed_from(self.micro_steps)
         with self.reports.forward(self), self._autocast():
             losses = runner.train(batches)
-        with self.reports.backward():
-            for tie in self._ties:
+        with self.reports.measure("backward"):
+            for tie in self._links.ties:
                 tie.finish()
         self.part, self.micro_steps = num - 1, self.micro_steps + num - 1
         lr = self._count_step()
@@ -122,29 +109,23 @@ class PipelineEngine(Engine):
         num = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
         batches = self._take(data_iter, num)
         with _evaluating(self.module), self._autocast():
-            found = self._runner(num, is_trained=False).evaluate(batches, compute_loss=compute_loss)
+            # Any runner can evaluate any number of micro-batches.
+            runner = next(iter(self._runners.values()), None) or self._runner(self.gradient_accumulation_steps())
+            found = runner.evaluate(batches, compute_loss=compute_loss)
             if found is not None and not compute_loss:
                 found = [self.module.finish(output) for output in found]
         if not compute_loss or reduce_output is None:
             return found
         return self._mean(found)
 
-    def _runner(self, num_micro_batches: int, is_trained: bool = True) -> Runner:
-        """The runner for a number of micro-batches. Evaluation can use any runner."""
-        if not is_trained and self._runners:
-            return next(iter(self._runners.values()))
-        if not is_trained:
-            num_micro_batches = self.gradient_accumulation_steps()
+    def _runner(self, num_micro_batches: int) -> Runner:
         if num_micro_batches not in self._runners:
-            module = self.module
-            schedule = make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
+            module, links = self.module, self._links
+            schedule = schedule_for(module, num_micro_batches)
             self._runners[num_micro_batches] = Runner(
-                module, schedule, module.index, self._wire, module.loss_fn, self._deferral, self._scale
+                module, schedule, module.index, links.wire, module.loss_fn, links.deferral, self.loss_scale
             )
         return self._runners[num_micro_batches]
-
-    def _scale(self) -> float:
-        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
 
     def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
         """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage."""
@@ -154,9 +135,17 @@ class PipelineEngine(Engine):
         elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
         try:
-            return [self._placed(batch) for batch in _next_batches(data_iter, num, name)]
+            if not hasattr(data_iter, "__next__"):
+                raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
+            found = list(islice(data_iter, num))
+            if len(found) < num:
+                raise StopIteration(
+                    f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
+                    "itertools.cycle(loader)."
+                )
+            return [self._placed(batch) for batch in found]
         except BaseException as error:
-            self._wire.fail(error)  # other ranks wait for the outputs of this rank
+            self._links.wire.fail(error)  # other ranks wait for the outputs of this rank
             raise
 
     def _own_batches(self) -> Iterator[object]:
@@ -237,49 +226,30 @@ class PipelineEngine(Engine):
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to other stages."""
-        return self._wire.sent_bytes
+        return self._links.wire.sent_bytes
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the number of samples in a step by changing the number of micro-batches."""
         micro = self.settings.micro_batch_size * self.dp_world_size
         if train_batch_size > 0 and train_batch_size % micro == 0:
-            check_micro_batches(self.module, train_batch_size // micro)
+            schedule_for(self.module, train_batch_size // micro)
         super().set_train_batch_size(train_batch_size)
 
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., object] | None = None,
-    ) -> tuple[str | None, dict[str, UserValue]]:
-        """See `Engine.load_checkpoint`. The engine's loader continues from the position in the checkpoint."""
+    def _forget_data_iterator(self) -> None:
         self._batches = None
-        return super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
 
     def destroy(self) -> None:
         """Completes running updates and checkpoints, and releases memory, threads and connections."""
         with ExitStack() as last_first:
-            last_first.callback(self._wire.close)
-            for tie in self._ties:
+            last_first.callback(self._links.wire.close)
+            for tie in self._links.ties:
                 last_first.callback(tie.close)
             super().destroy()
 
 
-def check_micro_batches(module: PipelineModule, num_micro_batches: int) -> None:
-    """Raises ValueError if the schedule does not support this number of micro-batches."""
-    make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
+def schedule_for(module: PipelineModule, num_micro_batches: int) -> Schedule:
+    """The schedule of a step. Raises ValueError if it does not support this number of micro-batches."""
+    return make_schedule(module.schedule, module.num_ranks, num_micro_batches, module.num_chunks)
 
 
 @contextmanager
@@ -292,22 +262,6 @@ def _evaluating(module: PipelineModule) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def _next_batches(data_iter: Iterator[object], num: int, name: str) -> list[object]:
-    """The next `num` batches. StopIteration with a message if there are fewer."""
-    if not hasattr(data_iter, "__next__"):
-        raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
-    found: list[object] = []
-    try:
-        for _ in range(num):
-            found.append(next(data_iter))  # noqa: PERF401 - the number of batches before the end is needed
-    except StopIteration:
-        raise StopIteration(
-            f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
-            "itertools.cycle(loader)."
-        ) from None
-    return found
 
 
 def _again_and_again(loader: Iterable[object]) -> Iterator[object]:

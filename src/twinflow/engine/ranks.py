@@ -11,7 +11,7 @@ from twinflow.checkpoint.load import deal as deal_out
 from twinflow.checkpoint.shards import join_marks
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
-from twinflow.engine.parts import EngineParts
+from twinflow.engine.base import EngineBase
 from twinflow.state_dict import Kind, list_of, value_of
 
 
@@ -75,16 +75,11 @@ class Ranks:
         return is_first and (is_sharded or self.tensor_rank == 0)
 
 
-def only_one() -> Ranks:
-    """The `Ranks` of a process that saves and loads alone."""
-    return Ranks(alone(), are_partitioned=False)
-
-
-def ranks_of(engine: EngineParts) -> Ranks | None:
-    """The ranks that train with this one; None if there is no other rank with a part of the state."""
+def ranks_of(engine: EngineBase) -> Ranks:
+    """The ranks that save and load with this one: only this one if no other rank has a part of the state."""
     team = engine.optimizer.team if engine.optimizer is not None else None
     if team is None or team.everyone.world == 1:
-        return None
+        return Ranks(alone(), are_partitioned=False)
     if team.grid is None:
         return Ranks(team.everyone, team.is_partitioned)
     return Ranks(

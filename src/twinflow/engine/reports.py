@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import SupportsFloat
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from twinflow.engine.late import LateScalar
-from twinflow.engine.parts import EngineParts
-from twinflow.monitor.flops import FlopsProfile
+from twinflow.config.schema import FlopsProfiler
+from twinflow.engine.base import EngineBase
+from twinflow.monitor.flops import FlopsProfile, profile
+from twinflow.monitor.timers import Timers
+from twinflow.monitor.writers import Fanout
 
 LOGGER = logging.getLogger("twinflow")
 _MOST_LATE = 64  # number of scalars whose copies may be running; with more, the oldest is waited for
 
 
-class Writer(Protocol):
-    """A monitor. Events have the form (tag, value, number of samples so far)."""
+class LateScalar:
+    """The value of a scalar tensor, copied to the host on the current stream. A direct read would wait for all queued
+    work.
+    """
 
-    def write(self, events: Sequence[tuple[str, float, int]]) -> None: ...
+    def __init__(self, value: Tensor) -> None:
+        self._host = value.detach().to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(value.device))
 
-    def close(self) -> None: ...
+    def done(self) -> bool:
+        """Whether `get` returns without waiting."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-
-class Timers(Protocol):
-    """Measures named parts of a step."""
-
-    def measure(self, name: str) -> AbstractContextManager[object]: ...
-
-    def add(self, name: str, seconds: float) -> None: ...
-
-    def line(self) -> str: ...
+    def get(self) -> float:
+        """The value. Waits only for its copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._host)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Reports:
     def __init__(
         self,
         steps_per_print: int | None = None,
-        writer: Writer | None = None,
+        writer: Fanout | None = None,
         timers: Timers | None = None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -63,19 +72,13 @@ class Reports:
         self._late: deque[_Late] = deque()
         self._waited_s = 0.0  # total time that forwards have waited for weights
 
-    def forward(self, engine: EngineParts) -> AbstractContextManager[object]:
+    def forward(self, engine: EngineBase) -> AbstractContextManager[object]:
         if self._profiler is not None:
             self._profiler.before_forward(engine)
-        return self._measure("forward")
+        return self.measure("forward")
 
-    def backward(self) -> AbstractContextManager[object]:
-        return self._measure("backward")
-
-    def step(self) -> AbstractContextManager[object]:
-        """Context of the optimizer's step."""
-        return self._measure("step")
-
-    def _measure(self, name: str) -> AbstractContextManager[object]:
+    def measure(self, name: str) -> AbstractContextManager[object]:
+        """Context of "forward", "backward" or the optimizer's "step", whose time is measured."""
         return self._timers.measure(name) if self._timers is not None else nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -84,14 +87,14 @@ class Reports:
             loss = loss.detach().float()
             self._loss = loss if self._loss is None else self._loss + loss
 
-    def after_step(self, engine: EngineParts, lr: float) -> None:
+    def after_step(self, engine: EngineBase, lr: float) -> None:
         """Writes the scalars of a step with learning rate `lr`, and a log line if one is due."""
         if self._timers is not None and engine.optimizer is not None:
             waited_s = engine.optimizer.runtime.waited_s
             self._timers.add("wait", waited_s - self._waited_s)
             self._waited_s = waited_s
         if self._profiler is not None:
-            self._profiler.after_step(engine)
+            self._profiler.after_step()
         loss, self._loss = self._loss, None
         if loss is None:
             return
@@ -104,7 +107,7 @@ class Reports:
         if self.every and engine.global_steps % self.every == 0:
             self._print(engine, late)
 
-    def _print(self, engine: EngineParts, loss: LateScalar) -> None:
+    def _print(self, engine: EngineBase, loss: LateScalar) -> None:
         rates = ", ".join(f"{lr:.4g}" for lr in engine.get_lr())
         norm = engine.get_global_grad_norm()
         text = f"step {engine.global_steps}, skipped {engine.skipped_steps}, loss {loss.get():.5g}, lr {rates}"
@@ -120,15 +123,15 @@ class Reports:
             self._writer.write([(f"Train/Samples/{tag}", value, late.samples) for tag, value in tags.items()])
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank has a monitor."""
+    def enabled(self) -> bool:
+        """Whether this rank writes to a monitor."""
         return self._writer is not None
 
-    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Writes events of the user, after the scalars of all steps before."""
+    def write_events(self, events: Sequence[tuple[str, SupportsFloat, int]]) -> None:
+        """Writes the user's events (tag, value, number of samples so far) after the scalars of all steps before."""
         if self._writer is not None:
             self._write(all_of_them=True)
-            self._writer.write(events)
+            self._writer.write([(tag, float(value), samples) for tag, value, samples in events])
 
     def close(self) -> None:
         """Writes the remaining scalars and closes the monitor."""
@@ -138,25 +141,27 @@ class Reports:
 
 
 class Profiler:
-    """Counts the operations of step number `profile_step` and prints or writes the result."""
+    """Counts the operations of one step, and writes the result to a file or to the log."""
 
-    def __init__(
-        self, profile_step: int, profile: Callable[[nn.Module], FlopsProfile], show: Callable[[FlopsProfile], None]
-    ) -> None:
-        self._step = profile_step
-        self._profile = profile
-        self._show = show
+    def __init__(self, options: FlopsProfiler) -> None:
+        self._options = options
         self._open: FlopsProfile | None = None
+        if options.output_file:
+            Path(options.output_file).open("a").close()  # a wrong path raises here, before the profiled step
 
-    def before_forward(self, engine: EngineParts) -> None:
+    def before_forward(self, engine: EngineBase) -> None:
         """Starts the profile before the first forward of the step."""
-        if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._step:
-            self._open = self._profile(engine.module)
-            self._open.__enter__()
+        if self._open is None and engine.part == 0 and engine.global_steps + 1 == self._options.profile_step:
+            self._open = profile(engine.module).__enter__()
 
-    def after_step(self, engine: EngineParts) -> None:
+    def after_step(self) -> None:
         """Ends and shows the profile after the step."""
         if self._open is not None:
             opened, self._open = self._open, None
-            opened.__exit__(None, None, None)
-            self._show(opened)
+            opened.__exit__()
+            options = self._options
+            shape = (options.module_depth, options.top_modules, options.detailed)
+            if options.output_file:
+                opened.report.write(Path(options.output_file), *shape)
+            else:
+                LOGGER.info(opened.report.text(*shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +16,16 @@ from twinflow.checkpoint import Checkpoint, open_checkpoint
 from twinflow.checkpoint.plain import put_together, tensor_names
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
-from twinflow.engine.parts import EngineParts, Scheduler
-from twinflow.engine.randoms import set_random_states
-from twinflow.engine.ranks import Ranks, only_one, ranks_of
+from twinflow.engine.base import EngineBase
+from twinflow.engine.ranks import Ranks, ranks_of
 from twinflow.engine.state import (
     COUNTERS,
     PARTS,
     names_of,
     offloaded_in,
     param_offload_of,
+    set_random_states,
     shards_of,
-    state_of,
     tensors_of,
 )
 from twinflow.engine.values import UserValue
@@ -49,7 +49,7 @@ class What:
     custom_load_fn: Callable[..., object] | None = None
 
 
-def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
+def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
     """Loads `root`/`tag`, or the latest checkpoint. Returns its path and the client state."""
     if engine.optimizer is not None and engine.optimizer.runtime.steps.job is not None:
         raise wrong_state(
@@ -57,7 +57,7 @@ def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[
             "updates of this step may have begun",
             "Call step() first.",
         )
-    ranks = (ranks_of(engine) or only_one()).meet(names_of(engine))
+    ranks = ranks_of(engine).meet(names_of(engine))
     found, tags = agree(ranks, lambda: _open(root, tag))
     other = next((rank for rank, other in enumerate(tags) if other != tags[0]), None)
     if other is not None:
@@ -69,18 +69,21 @@ def load(engine: EngineParts, root: Path, tag: str | None, what: What) -> tuple[
     checked, _ = agree(ranks, lambda: (_check(engine, found, what, ranks), None))
     names, source, head, others = checked
     meta = found.meta
-    before = copy.copy(state_of(engine.lr_scheduler))
-    if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        _load_scheduler(engine.lr_scheduler, dict_of(others, "scheduler"), found.path)
-    loader = engine.training_dataloader
-    if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
-        try:
+    scheduler = engine.lr_scheduler
+    loader: object = engine.training_dataloader
+    with ExitStack() as undo:  # if the scheduler or the loader raises an exception, the scheduler keeps its state
+        if what.scheduler and others["scheduler"] is not None and scheduler is not None:
+            undo.callback(scheduler.load_state_dict, copy.copy(scheduler.state_dict()))
+            try:
+                scheduler.load_state_dict(dict_of(others, "scheduler"))
+            except Exception as error:
+                raise ValueError(
+                    f"{found.path}: the saved scheduler state does not fit {type(scheduler).__name__} ({error!r}). Use "
+                    "the scheduler that was saved, or pass load_lr_scheduler_states=False."
+                ) from error
+        if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(others["loader"])
-        except Exception:
-            if engine.lr_scheduler is not None:
-                assert isinstance(before, dict)
-                engine.lr_scheduler.load_state_dict(before)
-            raise
+        undo.pop_all()
     engine.zero_grad()  # drops gradients of a step that was not completed
     _load_weights(engine, found, names, what, dict_of(others, "extra") if others["extra"] else {})
     if head is not None:
@@ -111,7 +114,7 @@ def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
 
 
 def _check(
-    engine: EngineParts, found: Checkpoint, what: What, ranks: Ranks
+    engine: EngineBase, found: Checkpoint, what: What, ranks: Ranks
 ) -> tuple[dict[str, str], FileSource | None, StateDict | None, StateDict]:
     """Checks everything before the engine changes: names and shapes of weights, the optimizer's state, the rest."""
     found.verify(share=(ranks.rank, ranks.world))
@@ -185,19 +188,6 @@ def _own_random(found: Checkpoint, first: StateDict, ranks: Ranks) -> StateDict:
     generator = torch.Generator()
     generator.set_state(tensor_of(first, "torch"))
     return {**first, "torch": generator.manual_seed(generator.initial_seed() + rank).get_state()}
-
-
-def _load_scheduler(scheduler: Scheduler, saved: StateDict, path: Path) -> None:
-    """Loads the scheduler's state. A scheduler that raises an exception gets its former state again."""
-    before = copy.copy(scheduler.state_dict())
-    try:
-        scheduler.load_state_dict(saved)
-    except Exception as error:
-        scheduler.load_state_dict(before)
-        raise ValueError(
-            f"{path}: the saved scheduler state does not fit {type(scheduler).__name__} ({error!r}). Use the scheduler "
-            "that was saved, or pass load_lr_scheduler_states=False."
-        ) from error
 
 
 def _reader(found: Checkpoint, file: str, shard: TensorShard | None = None) -> Callable[[str], Tensor]:
@@ -296,7 +286,7 @@ def _some(what: str, names: set[str]) -> list[str]:
 
 @torch.no_grad()
 def _load_weights(
-    engine: EngineParts, found: Checkpoint, names: Mapping[str, str], what: What, extra: StateDict
+    engine: EngineBase, found: Checkpoint, names: Mapping[str, str], what: What, extra: StateDict
 ) -> None:
     module = engine.module
     shards = shards_of(module)

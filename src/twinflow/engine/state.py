@@ -1,15 +1,24 @@
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
 State is streamed to the files, so that the state of only one parameter is in memory at a time. restore.py loads it.
+
+With `background_bytes` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
+starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket then wait until its state has been
+read or copied. `Frozen.end` releases all buckets when the thread has written the files or has failed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from twinflow.checkpoint import JSON, Entry, PartOf
@@ -17,25 +26,25 @@ from twinflow.checkpoint import save as save_files
 from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.shards import stored_name, to_mark
 from twinflow.checkpoint.together import agree
-from twinflow.engine.background import BackgroundSave, freeze
-from twinflow.engine.parts import EngineParts
-from twinflow.engine.randoms import random_states
-from twinflow.engine.ranks import Ranks, Said, deal, only_one, ranks_of, unite
+from twinflow.engine.base import EngineBase
+from twinflow.engine.ranks import Ranks, Said, deal, ranks_of, unite
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
 from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
-from twinflow.state_dict import StateDict, value_of
+from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
 
+LOGGER = logging.getLogger("twinflow")
 COUNTERS = ("global_steps", "micro_steps", "global_samples")
+Files = dict[str, list[Entry]]  # the entries of each file
 Progress = Callable[[int, int], None]  # called with the number of bytes written so far and the total
 PARTS = ("scheduler", "loader", "random", "client_state", "extra")
 
 
 def save(
-    engine: EngineParts,
+    engine: EngineBase,
     root: Path,
     tag: str,
     client_state: StateDict,
@@ -51,65 +60,97 @@ def save(
             "Call it after the step() of the last micro-batch.",
         )
     ranks = ranks_of(engine)
-    if ranks is None and engine.global_rank > 0:
+    if ranks.world == 1 and engine.global_rank > 0:
         return None  # all ranks have the same state, and rank 0 saves it
-    together = (ranks or only_one()).meet(names_of(engine))
-    own, said = agree(together, lambda: _collect(engine, client_state, exclude_frozen, together))
-    meta, files = unite(own.meta, said), own.files
-    if ranks is not None:
+    ranks = ranks.meet(names_of(engine))
+    own, said = agree(ranks, lambda: _collect(engine, client_state, exclude_frozen, ranks))
+    meta, files, optimizer, limit = unite(own.meta, said), own.files, engine.optimizer, engine.settings.background_bytes
+    if ranks.world > 1:
         meta["ranks"] = [one["random"] for one in said]
-    if engine.optimizer is not None and engine.optimizer.is_compressed:
+    if optimizer is not None and optimizer.is_compressed:
         meta["errors"] = [one["errors"] for one in said]
-    frozen = _freeze(engine) if engine.settings.background_bytes is not None else None
-    if frozen is not None:
-        files = freeze(files, frozen, _buckets_of(engine))
 
-    def write(together: Ranks | None) -> None:
+    def progress(done: int, total: int) -> None:
+        if engine.watch is not None:
+            engine.watch.go_on()  # so that a slow disk does not look like a hang
+        if on_progress is not None:
+            on_progress(done, total)
+
+    def write(files: Files, together: Ranks) -> None:
         entries = {
             file: [replace(leaf, name=own.names[file].get(leaf.name, leaf.name)) for leaf in leaves]
             for file, leaves in files.items()
         }
+        keep_last = engine.settings.keep_last
         save_files(
             root,
             tag,
             entries,
             meta,
             save_latest=save_latest,
-            keep_last=engine.settings.keep_last,
-            on_progress=_telling(engine, on_progress),
+            keep_last=keep_last,
+            on_progress=progress,
             together=together,
         )
 
-    if frozen is None:
-        write(ranks)
+    if limit is None or optimizer is None:
+        write(files, ranks)
         return None
-    team = engine.optimizer.team if engine.optimizer is not None else None
-    assert ranks is None or (team is not None and team.saves.world == ranks.world)
-    background = BackgroundSave(
-        lambda: write(replace(ranks, group=team.saves) if ranks is not None and team else None), frozen
-    )
-    background.start()
-    return background
+    frozen, files = _freeze(engine, limit, files)
+    if optimizer.team is not None and ranks.world > 1:
+        ranks = replace(ranks, group=optimizer.team.saves)  # a group of its own, because training uses the others
+    return BackgroundSave(lambda: write(files, ranks), frozen)
 
 
-def _telling(engine: EngineParts, on_progress: Progress | None) -> Progress:
-    """The progress callback. It also calls the watch for hangs, so that a slow disk does not look like a hang."""
+class BackgroundSave:
+    """A thread that writes a checkpoint of the frozen state."""
 
-    def told(done: int, total: int) -> None:
-        if engine.watch is not None:
-            engine.watch.go_on()
-        if on_progress is not None:
-            on_progress(done, total)
+    def __init__(self, write: Callable[[], object], frozen: Frozen) -> None:
+        self._write = write
+        self._frozen = frozen
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="twinflow-save", daemon=False)
+        frozen.begin()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread will read the state, so updates must not wait for it
+            frozen.end()
+            raise
 
-    return told
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+            # `wait` raises the error too, but a script may end without calling it.
+            LOGGER.error(f"The checkpoint in the background was not written: {error!r}")
+        finally:
+            self._frozen.end()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is written or has failed."""
+        return not self._thread.is_alive()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest amount of host memory that copies of the state have used."""
+        return self._frozen.peak_bytes
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is written. Raises the exception of the thread if it has failed."""
+        self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
-def _freeze(engine: EngineParts) -> Frozen | None:
-    """Waits for running updates and copies. Returns the `Frozen` of the present state."""
-    if engine.optimizer is None:
-        return None
-    runtime, limit = engine.optimizer.runtime, engine.settings.background_bytes
-    assert limit is not None
+def _freeze(engine: EngineBase, limit: int, files: Mapping[str, Sequence[Entry]]) -> tuple[Frozen, Files]:
+    """Waits for running updates and copies. Returns the frozen state and the entries with other `read` functions, which
+    return the present values at any later time.
+    """
+    assert engine.optimizer is not None
+    runtime = engine.optimizer.runtime
     if runtime.steps.job is not None:
         raise wrong_state(
             "save_checkpoint() in the background cannot run between backward() and step()",
@@ -118,25 +159,26 @@ def _freeze(engine: EngineParts) -> Frozen | None:
         )
     runtime.wait()
     runtime.wait_for_copies()
-    return Frozen(runtime.frozen, runtime.device, limit)
-
-
-def _buckets_of(engine: EngineParts) -> Callable[[Entry], Sequence[int] | None]:
-    """A function that returns the buckets whose updates would change an entry: the buckets of its parameter."""
-    assert engine.optimizer is not None
-    params = engine.optimizer.runtime.params
-    by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in params}
-    found: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in params}
+    frozen = Frozen(runtime.frozen, runtime.device, limit)
+    by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in runtime.params}
+    buckets: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in runtime.params}
     for name, tensor in engine.module.named_parameters(remove_duplicate=False):
-        found[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
+        buckets[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
 
-    def buckets(leaf: Entry) -> Sequence[int] | None:
+    def frozen_entry(leaf: Entry) -> Entry:
         name = leaf.name
-        while name not in found and "/" in name:  # the name has the form parameter/key/key
+        while name not in buckets and "/" in name:  # the name has the form parameter/key/key
             name = name.rpartition("/")[0]
-        return found.get(name, [])
+        found = buckets.get(name, [])
+        if found is None:
+            return leaf
+        read = frozen.add(leaf.read, found, leaf.num_bytes)
+        if not found:  # the entry may change, but not by the update of a bucket, so it is read at once
+            value = read()
+            return replace(leaf, read=lambda: value)
+        return replace(leaf, read=read)
 
-    return buckets
+    return frozen, {file: [frozen_entry(leaf) for leaf in leaves] for file, leaves in files.items()}
 
 
 class _Own:
@@ -145,7 +187,7 @@ class _Own:
     Entries have this rank's names. `names` maps them to the names in the files where these differ.
     """
 
-    def __init__(self, engine: EngineParts, ranks: Ranks) -> None:
+    def __init__(self, engine: EngineBase, ranks: Ranks) -> None:
         self._engine = engine
         self._ranks = ranks
         self.meta: dict[str, JSON] = {name: getattr(engine, name) for name in COUNTERS}
@@ -166,7 +208,7 @@ class _Own:
         if optimizer is None:
             return
         head, entries = optimizer.stream_state()
-        self._add_common("optimizer", head)
+        self.meta["optimizer"] = self._take(head, "optimizer", ranks.rank == 0)
         groups = value_of(value_of(self.meta, "optimizer", dict), "param_groups", list)
         if ranks.speaks:
             named = [[ranks.canonical(name) for name in group["params"]] for group in groups]
@@ -199,27 +241,28 @@ class _Own:
     def add_rest(self, client_state: StateDict) -> None:
         """Adds values of the whole run, which rank 0 saves, and values of each stage and rank."""
         engine, ranks = self._engine, self._ranks
-        self._add_common("scheduler", state_of(engine.lr_scheduler))
-        self._add_common("loader", state_of(engine.training_dataloader))
-        self._add_common("random", random_states())
-        self._add_common("client_state", client_state)
-        for name, value in _extra(engine.module).items():
-            if ranks.data.rank == 0 and ranks.saves(name):
-                self.said["extra"][name] = self._add_apart(value, f"extra/{name}")
+        common = {
+            "scheduler": _state_of(engine.lr_scheduler),
+            "loader": _state_of(engine.training_dataloader),
+            "random": random_states(),
+            "client_state": client_state,
+        }
+        for name, value in common.items():
+            self.meta[name] = self._take(value, name, ranks.rank == 0)
+        for name, value in engine.module.state_dict().items():
+            if not isinstance(value, Tensor) and ranks.data.rank == 0 and ranks.saves(name):  # of `get_extra_state`
+                self.said["extra"][name] = self._take(value, f"extra/{name}")
         if ranks.world > 1:
-            self.said["random"] = self._add_apart(random_states(), f"ranks/{ranks.rank}/random")
+            self.said["random"] = self._take(random_states(), f"ranks/{ranks.rank}/random")
         if engine.optimizer is not None and engine.optimizer.is_compressed:
-            self.said["errors"] = self._add_apart(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
+            self.said["errors"] = self._take(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
 
-    def _add_common(self, name: str, value: object) -> None:
-        self.meta[name], found = take_apart(value, name)
-        if self._ranks.rank == 0:
-            self.files["rest"] += found
-
-    def _add_apart(self, value: object, path: str) -> JSON:
+    def _take(self, value: object, path: str, is_saved: bool = True) -> JSON:
+        """Adds the tensors in `value` to this rank's entries. Returns `value` with references to them."""
         stripped: JSON
         stripped, found = take_apart(value, path)
-        self.files["rest"] += found
+        if is_saved:
+            self.files["rest"] += found
         return stripped
 
     def _add(self, file: str, leaves: list[Entry], shards: Mapping[str, TensorShard]) -> None:
@@ -234,7 +277,7 @@ class _Own:
                 names[leaf.name] = stored_name(name, shard.rank)
 
 
-def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool, ranks: Ranks) -> tuple[_Own, Said]:
+def _collect(engine: EngineBase, client_state: StateDict, exclude_frozen: bool, ranks: Ranks) -> tuple[_Own, Said]:
     """The entries that this rank saves, and its report to all ranks."""
     own = _Own(engine, ranks)
     own.add_optimizer()
@@ -243,6 +286,11 @@ def _collect(engine: EngineParts, client_state: StateDict, exclude_frozen: bool,
         engine.optimizer.wait()
     own.add_weights(exclude_frozen)
     return own, own.said
+
+
+def _state_of(part: object) -> object:
+    """The state dict of an object; None if it has no `state_dict`."""
+    return part.state_dict() if hasattr(part, "state_dict") else None
 
 
 def sharded_leaves(leaves: Sequence[Entry], param: Tensor) -> dict[str, TensorShard]:
@@ -268,7 +316,7 @@ def _whole_shape(leaf: Entry) -> tuple[int, ...]:
     return tuple(leaf.shape if leaf.part is None else leaf.part.shape)
 
 
-def names_of(engine: EngineParts) -> dict[str, None]:
+def names_of(engine: EngineBase) -> dict[str, None]:
     """All names of this rank: those in the module's state dict, and those of trained parameters."""
     params = engine.optimizer.runtime.params if engine.optimizer is not None else []
     return dict.fromkeys([*engine.module.state_dict(), *(param.name for param in params)])
@@ -280,14 +328,7 @@ def shards_of(module: nn.Module) -> dict[str, TensorShard]:
     return {name: shard for name, shard in named if shard is not None}
 
 
-def state_of(part: object) -> object:
-    """The state dict of an object; None if it has no `state_dict`."""
-    if not hasattr(part, "state_dict"):
-        return None
-    return part.state_dict()
-
-
-def param_offload_of(engine: EngineParts) -> ParamOffload | None:
+def param_offload_of(engine: EngineBase) -> ParamOffload | None:
     """The engine's `ParamOffload`; None if weights are on the device."""
     return engine.optimizer.runtime.param_offload if engine.optimizer is not None else None
 
@@ -339,6 +380,27 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
 
 
-def _extra(module: nn.Module) -> StateDict:
-    """The values in a module's state dict that are not tensors (`get_extra_state`)."""
-    return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
+def random_states() -> StateDict:
+    """States of the generators of Python, NumPy, torch and all GPUs."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    states: StateDict = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.uint32).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, object]) -> None:
+    """Sets states of `random_states`. A GPU that `states` does not contain keeps its state."""
+    random.setstate(value_of(states, "python", tuple))
+    kind, keys, position, has_gauss, gauss = list_of(states, "numpy")
+    assert isinstance(keys, torch.Tensor)
+    twister = {"key": keys.numpy().astype(np.uint32), "pos": position}
+    np.random.set_state({"bit_generator": kind, "state": twister, "has_gauss": has_gauss, "gauss": gauss})  # noqa: NPY002
+    torch.set_rng_state(tensor_of(states, "torch"))
+    for device, value in enumerate(value_of(states, "cuda", list) if "cuda" in states else ()):
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, device)

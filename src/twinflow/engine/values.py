@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from twinflow.state_dict import Kind
+from twinflow.state_dict import Kind, map_tensors
 
 # Type of values that belong to the user's model or data, in signatures that return them to the user. Only the user
 # knows the type, and type checkers must accept any use of it. Inside the library such a value is an `object`.
@@ -17,19 +15,9 @@ UserValue = Any
 
 def cast_floats(value: Kind, dtype: torch.dtype) -> Kind:
     """`value` with floating-point tensors cast to `dtype`."""
-    return cast("Kind", _each(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor))
+    return cast("Kind", map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor))
 
 
 def to_device(value: Kind, device: torch.device) -> Kind:
     """`value` with all tensors copied to `device`."""
-    return cast("Kind", _each(value, lambda tensor: tensor.to(device, non_blocking=True)))
-
-
-def _each(value: object, change: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_each(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: _each(item, change) for key, item in value.items()}
-    return value
+    return cast("Kind", map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True)))

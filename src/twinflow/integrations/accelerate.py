@@ -44,20 +44,17 @@ def twin_optimizer(
 
 
 def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> Any:
-    """Prepare the optimizer for the accelerator and replace its clipping. `name`: the clipping option of the loop."""
-    if twin.runtime.settings.early:
-        intercept_clipping(accelerator, twin, name)
+    """Prepare the optimizer for the accelerator. `name`: the clipping option of the loop.
+
+    With `early`, `accelerator.clip_grad_norm_` is replaced by a function that returns the norm of this optimizer's
+    gradients. It is replaced on this object and for the parameters of this optimizer only. Other parameters are clipped
+    as before.
+    """
     # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
     # optimizer that was prepared before.
-    return accelerator.prepare(twin, device_placement=[False])
-
-
-def intercept_clipping(accelerator: Any, twin: TwinOptimizer, name: str) -> None:
-    """Replace `accelerator.clip_grad_norm_` by a function that returns the norm of this optimizer's gradients.
-
-    The method is replaced on this object and for the parameters of this optimizer only. Other parameters are clipped as
-    before.
-    """
+    prepared = accelerator.prepare(twin, device_placement=[False])
+    if not twin.runtime.settings.early:
+        return prepared
     clipping, before = Clipping(twin, name), accelerator.clip_grad_norm_
 
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -68,6 +65,7 @@ def intercept_clipping(accelerator: Any, twin: TwinOptimizer, name: str) -> None
         return found
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
+    return prepared
 
 
 def check_accelerator(accelerator: Any) -> None:

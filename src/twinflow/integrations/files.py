@@ -26,40 +26,35 @@ class StreamedState:
     """Replaces an optimizer while a checkpoint in `folder` is written or read."""
 
     def __init__(self, optimizer: TwinOptimizer, folder: Path) -> None:
-        self._optimizer, self._folder = optimizer, folder
+        self._optimizer = optimizer
+        self._folder = folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the state to the folder and return a reference to it."""
-        save_state(self._optimizer, self._folder)
+        """Write the state to `folder`/twinflow and return a reference to it.
+
+        With these files and the weights of the model, training can resume exactly.
+        """
+        head, entries = self._optimizer.stream_state()
+        stripped_head, rest = take_apart(head, "optimizer")
+        state, leaves = {}, []
+        for name, entry in entries:
+            state[name], found = take_apart(entry, name)
+            leaves += found
+        files = {"optimizer": leaves, "rest": rest}
+        save(self._folder, TAG, files, {"optimizer": stripped_head, "optimizer_state": state}, save_latest=False)
         return {"kind": KIND, "folder": TAG}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer."""
-        if state_dict.get("kind") == KIND:
-            load_state(self._optimizer, self._folder)
-        else:
+        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer.
+
+        Load the weights of the model first. Raises ValueError before any change if the state does not fit.
+        """
+        if state_dict.get("kind") != KIND:
             self._optimizer.load_state_dict(state_dict)
-
-
-def save_state(optimizer: TwinOptimizer, folder: Path) -> None:
-    """Write `folder`/twinflow. With it and the weights of the model, training can resume exactly."""
-    head, entries = optimizer.stream_state()
-    stripped_head, rest = take_apart(head, "optimizer")
-    state, leaves = {}, []
-    for name, entry in entries:
-        state[name], found = take_apart(entry, name)
-        leaves += found
-    files = {"optimizer": leaves, "rest": rest}
-    save(folder, TAG, files, {"optimizer": stripped_head, "optimizer_state": state}, save_latest=False)
-
-
-def load_state(optimizer: TwinOptimizer, folder: Path) -> None:
-    """Load the state from `folder`/twinflow. Load the weights of the model first. Raises ValueError before any change
-    if the state does not fit.
-    """
-    found = open_checkpoint(folder, TAG)
-    if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
-        raise invalid_value("checkpoint", str(folder / TAG), "a folder with the state of a TwinOptimizer")
-    found.verify()
-    head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
-    optimizer.load_state_dict(head, FileSource(found, found.meta["optimizer_state"], {}))
+            return
+        found = open_checkpoint(self._folder, TAG)
+        if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
+            raise invalid_value("checkpoint", str(self._folder / TAG), "a folder with the state of a TwinOptimizer")
+        found.verify()
+        head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
+        self._optimizer.load_state_dict(head, FileSource(found, found.meta["optimizer_state"], {}))

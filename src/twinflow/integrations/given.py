@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from twinflow.build_optimizer import follow, original_step
 from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
@@ -23,11 +24,8 @@ _RULES: Final[Mapping[type[Optimizer], str]] = {
     getattr(torch.optim, rule.torch_class): rule.name for rule in RULES.values() if rule.torch_class is not None
 }
 _HOW: Final = ("foreach", "fused", "capturable")  # select torch's implementation and do not change the result
-# Packages whose optimizers update on the GPU with their own kernels, and what to use instead.
-_ON_GPU: Final[Mapping[str, str]] = {
-    "bitsandbytes": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
-    "torchao": 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.',
-}
+# Packages whose optimizers update on the GPU with their own kernels.
+_ON_GPU: Final = ("bitsandbytes", "torchao")
 
 
 def rule_for(optimizer: Optimizer) -> str | None:
@@ -57,31 +55,25 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
     afterwards. Raises ValueError for an optimizer that cannot run on the host.
     """
     if isinstance(optimizer, TwinOptimizer):
-        raise invalid_value(
-            "optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", "Use the TwinOptimizer without conversion."
-        )
+        remedy = "Use the TwinOptimizer without conversion."
+        raise invalid_value("optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", remedy)
     kind = type(optimizer).__name__
     for name in options:
         if name not in own_options():
             remedy = f"Pass options of the update, such as lr, to {kind}(...)."
             raise invalid_value("the name of an option", name, own_options(), remedy)
-    package = type(optimizer).__module__.split(".")[0]
-    if package in _ON_GPU:
-        raise invalid_value("optimizer", kind, "one that runs on the host", _ON_GPU[package])
-    wrapped = vars(optimizer).pop("step", None)  # a scheduler has wrapped `step` on the instance
-    try:
-        twin = _build(optimizer, model, options)
-    finally:
-        if wrapped is not None:
-            optimizer.step = wrapped  # type: ignore[method-assign]
+    if type(optimizer).__module__.split(".")[0] in _ON_GPU:
+        remedy = 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.'
+        raise invalid_value("optimizer", kind, "one that runs on the host", remedy)
+    rule = rule_for(optimizer)
+    with original_step(optimizer):
+        if rule is None:
+            twin = TwinOptimizer(model, optimizer, **options)
+        else:
+            defaults = {key: value for key, value in optimizer.defaults.items() if key in RULES[rule].defaults}
+            twin = TwinOptimizer(model, rule, param_groups=groups_for(optimizer), **options, **defaults)
     follow(optimizer, twin)
     return twin
-
-
-def follow(optimizer: Optimizer, twin: TwinOptimizer) -> None:
-    """Connect schedulers that were built with `optimizer` to `twin`: they change the param groups of `twin`."""
-    optimizer.param_groups = twin.param_groups
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise schedulers warn that step() was never called
 
 
 def groups_for(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -97,11 +89,3 @@ def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:
     if rule == "adam":  # without this key, Adam in a config means AdamW
         params["adam_w_mode"] = False
     return {"type": RULES[rule].title, "params": params}
-
-
-def _build(optimizer: Optimizer, model: nn.Module, options: dict[str, Any]) -> TwinOptimizer:
-    name = rule_for(optimizer)
-    if name is None:
-        return TwinOptimizer(model, optimizer, **options)
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in RULES[name].defaults}
-    return TwinOptimizer(model, name, param_groups=groups_for(optimizer), **options, **defaults)

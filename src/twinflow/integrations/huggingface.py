@@ -39,11 +39,15 @@ class TwinMixin:
         """
         self.twin: TwinOptimizer | None = None  # set when `train` starts
         self._twin_options = dict(twin or {})
-        for name, argument in _DECLARED.items():
-            if name in self._twin_options:
-                remedy = f"Set {argument} in TrainingArguments."
-                raise invalid_value(f"twin[{name!r}]", self._twin_options[name], "unset", remedy)
-        _check_options(self._twin_options)
+        allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
+        for name, value in self._twin_options.items():
+            if name in _DECLARED:
+                raise invalid_value(f"twin[{name!r}]", value, "unset", f"Set {_DECLARED[name]} in TrainingArguments.")
+            if name not in allowed:
+                remedy = "Set options of the update in TrainingArguments: optim, optim_args, learning_rate, ..."
+                if name == "loss_scale":
+                    remedy = "The Trainer does not scale the loss. Use bf16."
+                raise invalid_value("the name of an option in twin", name, allowed, remedy)
         super().__init__(*args, **kwargs)
         _check_arguments(self)
 
@@ -129,21 +133,6 @@ def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
             raise invalid_value("TrainingArguments.max_grad_norm", wanted, [twin.max_grad_norm], remedy)
         twin.set_accumulation_steps(trainer.args.gradient_accumulation_steps)
     return twin
-
-
-def _check_options(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that TrainingArguments set, or that the loop of the Trainer does not support."""
-    allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
-    for name in given:
-        if name == "loss_scale":
-            raise invalid_value(
-                "the name of an option in twin", name, allowed, "The Trainer does not scale the loss. Use bf16."
-            )
-        if name not in allowed:
-            remedy = (
-                "Set options of the update in TrainingArguments: optim, learning_rate, weight_decay, optim_args, ..."
-            )
-            raise invalid_value("the name of an option in twin", name, allowed, remedy)
 
 
 def _check_arguments(trainer: Any) -> None:

@@ -24,13 +24,13 @@ from torch.optim.optimizer import Optimizer
 
 import twinflow
 from twinflow.build import own_device
-from twinflow.build_optimizer import TIMEOUT_S
+from twinflow.build_optimizer import TIMEOUT_S, follow
 from twinflow.config.load import read_source
 from twinflow.conflicts import conflict
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need
-from twinflow.integrations.given import follow, groups_for, rule_for, section_for
+from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.optim.twin import TwinOptimizer
 
@@ -60,6 +60,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     """Trains a LightningModule with offload and ZeRO. `config` is a config for `twinflow.initialize`."""
 
     strategy_name = "twin"
+    restore_checkpoint_after_setup = True  # the engine loads its part of the checkpoint and must exist before
+    lightning_restore_optimizer = False  # the engine loads the optimizer state
     optimizers: Any
     lr_scheduler_configs: Any
     # Processes and collectives are those of DDPStrategy. This class does not inherit from it, because the Trainer would
@@ -67,10 +69,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     root_device, num_nodes, num_processes = _Ddp.root_device, _Ddp.num_nodes, _Ddp.num_processes
     distributed_sampler_kwargs = _Ddp.distributed_sampler_kwargs
     setup_distributed, set_world_ranks = _Ddp.setup_distributed, _Ddp.set_world_ranks
-    _get_process_group_backend, determine_ddp_device_ids = (
-        _Ddp._get_process_group_backend,
-        _Ddp.determine_ddp_device_ids,
-    )
+    _get_process_group_backend = _Ddp._get_process_group_backend
+    determine_ddp_device_ids = _Ddp.determine_ddp_device_ids
     barrier, broadcast, reduce = _Ddp.barrier, _Ddp.broadcast, _Ddp.reduce
 
     def __init__(
@@ -99,10 +99,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def twin(self) -> TwinOptimizer:
         """The optimizer. Raises RuntimeError if `fit` is not running."""
         if self.engine is None or self.engine.optimizer is None:
-            reason = "there is an optimizer only while Trainer.fit() runs"
-            raise wrong_state(
-                "TwinStrategy.twin cannot be read", reason, "Read it in a callback or a hook of the module."
-            )
+            reason, remedy = "it exists only while fit() runs", "Read it in a callback or a hook of the module."
+            raise wrong_state("TwinStrategy.twin cannot be read", reason, remedy)
         return self.engine.optimizer
 
     # Setup, in the order of the calls.
@@ -131,22 +129,26 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if own_device().type != self.root_device.type:
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
         if getattr(self.precision_plugin, "scaler", None) is not None:
+            precision, expected = self.precision_plugin.precision, "a precision without a gradient scaler"
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
-            raise invalid_value(
-                "Trainer(precision=)", self.precision_plugin.precision, "a precision without a gradient scaler", remedy
-            )
-        _refuse_averages(trainer.callbacks)
+            raise invalid_value("Trainer(precision=)", precision, expected, remedy)
+        for averaging in ("WeightAveraging", "StochasticWeightAveraging"):
+            # They read weights while updates are running, and save them in the checkpoint file.
+            kind = getattr(pl.callbacks, averaging, None)
+            if kind is not None and any(isinstance(callback, kind) for callback in trainer.callbacks):
+                raise conflict("Hugging Face and Lightning", "average", callback=averaging)
         config, groups, given = self._configured(trainer), None, None
         if "optimizer" in config:
-            _refuse_second(self.lightning_module)
+            if self.lightning_module.configure_optimizers() is not None:
+                raise conflict("Hugging Face and Lightning", "optimizer")
         else:
             super().setup_optimizers(trainer)
             given = _only(self.optimizers)
             name = rule_for(given)
             if name is not None:
                 config["optimizer"], groups = section_for(given, name), groups_for(given)
-        kept = None if groups is not None else given
-        engine, twin, _, scheduler = self._initialize(optimizer=kept, model_parameters=groups, config=config)
+        own = given if groups is None else None
+        engine, twin, _, scheduler = self._initialize(optimizer=own, model_parameters=groups, config=config)
         assert twin is not None
         engine.leave_plain_backwards()  # the method `backward` of this class scales the loss
         self.engine = engine
@@ -159,9 +161,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def _initialize(self, **kwargs: Any) -> Any:
         """Build an engine for the ranks of Lightning, which sets only some of the environment variables for them."""
-        said = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
-        said |= {"LOCAL_WORLD_SIZE": self.num_processes}
-        missing = {key: str(value) for key, value in said.items() if key not in os.environ}
+        ranks = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
+        ranks |= {"LOCAL_WORLD_SIZE": self.num_processes}
+        missing = {key: str(value) for key, value in ranks.items() if key not in os.environ}
         os.environ.update(missing)
         try:
             return twinflow.initialize(model=self.lightning_module, dist_init_required=False, **kwargs)
@@ -238,16 +240,6 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     # Checkpoints.
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True, because the engine loads its part of the checkpoint and must exist before."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False, because the engine loads the optimizer state."""
-        return False
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An empty dict, because the engine saves the optimizer state without a copy."""
         return {}
@@ -271,8 +263,18 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that this strategy has written, or a file with weights only."""
         path = Path(checkpoint_path)
-        if not path.is_dir():
-            return self._load_file(path, weights_only)
+        is_folder = path.is_dir()
+        if is_folder:
+            self._load_folder(path)
+        # Lightning's part is pickled. Code in it is run only if the user allows it.
+        is_safe = True if weights_only is None else weights_only
+        loaded: dict[str, Any] = super().load_checkpoint(path / _REST if is_folder else path, weights_only=is_safe)
+        if self._is_fitting and not is_folder:
+            remedy = "Load its weights with LightningModule.load_from_checkpoint(), and call fit() without ckpt_path."
+            raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy has written", remedy)
+        return loaded
+
+    def _load_folder(self, path: Path) -> None:
         engine = self.engine
         if engine is None:  # `fit` is not running, for example in `test`
             engine = self._initialize(config={"train_batch_size": self.world_size})[0]
@@ -281,19 +283,6 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             raise invalid_value("ckpt_path", str(path), "a checkpoint that TwinStrategy has written")
         if self.engine is None:
             engine.destroy()
-        # Lightning's part is pickled. Code in it is run only if the user allows it.
-        is_safe = True if weights_only is None else weights_only
-        loaded: dict[str, Any] = super().load_checkpoint(path / _REST, weights_only=is_safe)
-        return loaded
-
-    def _load_file(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        loaded: dict[str, Any] = super().load_checkpoint(
-            path, weights_only=True if weights_only is None else weights_only
-        )
-        if self._is_fitting:
-            remedy = "Load its weights with LightningModule.load_from_checkpoint(), and call fit() without ckpt_path."
-            raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy has written", remedy)
-        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a file. The weights of a folder are loaded already."""
@@ -322,24 +311,9 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return found
 
 
-def _refuse_averages(callbacks: list[Any]) -> None:
-    """Raise ValueError for callbacks that average weights: they read weights while updates are running, and save them
-    in the checkpoint file.
-    """
-    for name in ("WeightAveraging", "StochasticWeightAveraging"):
-        kind = getattr(pl.callbacks, name, None)
-        if kind is not None and any(isinstance(callback, kind) for callback in callbacks):
-            raise conflict("Hugging Face and Lightning", "average", callback=name)
-
-
 def _only(optimizers: list[Any]) -> Optimizer:
     found = [one for one in optimizers if one.param_groups]  # for None, Lightning makes an optimizer without parameters
     if len(found) != 1:
         remedy = "Return one optimizer there, or set one in the config of TwinStrategy."
         raise invalid_value("the number of optimizers from configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]
-
-
-def _refuse_second(module: Any) -> None:
-    if module.configure_optimizers() is not None:
-        raise conflict("Hugging Face and Lightning", "optimizer")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,48 +22,20 @@ from twinflow.optim.twin import TwinOptimizer
 
 
 class PendingNorm(Tensor):
-    """A gradient norm that is not known yet. After the step it behaves like an fp32 scalar tensor."""
+    """The gradient norm of a step. After `step()` it behaves like an fp32 scalar tensor."""
 
-    _read: Callable[[], float]
+    _job: Job | None  # set only until the norm is read or the next step is made, because a job refers to the optimizer
+    _norm: float | None
 
     @staticmethod
-    def __new__(cls, read: Callable[[], float]) -> PendingNorm:
-        """`read` returns the norm, or raises RuntimeError before the step."""
+    def __new__(cls) -> PendingNorm:
         made: PendingNorm = torch.Tensor._make_subclass(cls, torch.zeros(()))
-        made._read = read
+        made._job = None
+        made._norm = None
         return made
 
-    def known(self) -> Tensor:
-        """The norm as a plain tensor."""
-        return torch.tensor(self._read(), dtype=torch.float32)
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        try:
-            return f"PendingNorm({self._read():.4f})"
-        except RuntimeError:
-            return "PendingNorm(not known before step())"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply the operation to the value of the norm."""
-        known = [arg.known() if isinstance(arg, PendingNorm) else arg for arg in args]
-        named = {key: arg.known() if isinstance(arg, PendingNorm) else arg for key, arg in (kwargs or {}).items()}
-        return func(*known, **named)
-
-
-class _Step:
-    """A step whose norm was requested."""
-
-    def __init__(self) -> None:
-        # set only until the norm is read or the next step is made, because a job refers to the optimizer
-        self._job: Job | None = None
-        self._norm: float | None = None
-
-    def made(self, job: Job) -> None:
-        self._job = job
-
-    def norm(self) -> float:
-        """The norm of all gradients. Waits until backward has ended."""
+    def known(self) -> float:
+        """The norm. Waits until backward has ended. Raises RuntimeError before the step."""
         if self._norm is None:
             if self._job is None:
                 raise wrong_state(
@@ -75,6 +47,21 @@ class _Step:
             self._job = None
         return self._norm
 
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        try:
+            return f"PendingNorm({self.known():.4f})"
+        except RuntimeError:
+            return "PendingNorm(not known before step())"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply the operation to the value of the norm."""
+        return func(*map(_value, args), **{key: _value(arg) for key, arg in (kwargs or {}).items()})
+
+
+def _value(argument: Any) -> Any:
+    return torch.tensor(argument.known(), dtype=torch.float32) if isinstance(argument, PendingNorm) else argument
+
 
 class Clipping:
     """Replaces `clip_grad_norm_` of a loop whose optimizer clips gradients itself."""
@@ -82,8 +69,8 @@ class Clipping:
     def __init__(self, optimizer: TwinOptimizer, name: str) -> None:
         self._optimizer = weakref.ref(optimizer)  # the loop may live longer than the optimizer
         self._name = name  # name of the loop's option, for error messages
-        self._waiting: list[_Step] = []  # steps whose norms the next step() computes
-        self._made: list[_Step] = []  # steps whose norms the last step() has computed
+        self._waiting: list[PendingNorm] = []  # norms that the next step() computes
+        self._made: list[PendingNorm] = []  # norms that the last step() has computed
         optimizer.register_step_post_hook(self._after_step)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> PendingNorm:
@@ -97,13 +84,11 @@ class Clipping:
             raise invalid_value("norm_type", norm_type, [2.0], "Gradients are clipped by their Euclidean norm.")
         wanted = None if math.isinf(max_norm) else float(max_norm)  # inf: the loop only reads the norm
         if wanted is not None and wanted != own:
-            remedy = (
-                f"TwinOptimizer clips gradients itself, with max_grad_norm={own}. Use the same value in both places."
-            )
+            remedy = f"TwinOptimizer clips gradients with max_grad_norm={own}. Use the same value in both places."
             raise invalid_value(self._name, max_norm, [own], remedy)
-        step = _Step()
-        self._waiting.append(step)
-        return PendingNorm(step.norm)
+        norm = PendingNorm()
+        self._waiting.append(norm)
+        return norm
 
     def covers(self, params: Iterable[Tensor]) -> bool:
         """Whether the trainable parameters are those of the optimizer. Raises ValueError if only some of them are."""
@@ -121,9 +106,9 @@ class Clipping:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         last = optimizer.runtime.steps.last
-        for step in self._made:
-            step.norm()
+        for norm in self._made:
+            norm.known()
         self._made = self._waiting if last is not None else []
         self._waiting = []
-        for step in self._made:
-            step.made(last)
+        for norm in self._made:
+            norm._job = last

@@ -132,8 +132,9 @@ class TwinOptimizer(Outcomes):
       batches. All ranks must build the same optimizer and call `step()` equally often.
     - `tuning`: a `Tuning` with options that change speed and memory, but no result.
 
-    Raises ValueError for invalid or conflicting arguments and if the state does not fit into memory. `repr(optimizer)`
-    shows rule, states, ratio, placement and memory. `close()` removes the hooks and releases memory and threads.
+    Raises ValueError for invalid or conflicting arguments, and MemoryError if the state does not fit into memory.
+    `repr(optimizer)` shows rule, states, ratio, placement and memory. `close()` removes the hooks and releases memory
+    and threads.
     """
 
     def __init__(

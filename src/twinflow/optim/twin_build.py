@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.device import device_for
+from twinflow.errors import not_enough
 from twinflow.offload.blocks import find_blocks, num_owners, owners
 from twinflow.offload.bucket import Param
 from twinflow.offload.materialize import build
@@ -200,7 +201,7 @@ def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
 def check_room(
     plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str, gradient_bytes: int
 ) -> None:
-    """Raises ValueError if the state or the gradients do not fit into free memory, before anything is allocated."""
+    """Raises MemoryError if the state or the gradients do not fit into free memory, before anything is allocated."""
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
@@ -208,17 +209,13 @@ def check_room(
     if room.device_bytes is not None and total[RESIDENT] > room.device_bytes:
         share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
         least = f"ratio={min(1.0, 1.0 - share + 0.005):.2f} or higher" if ratio != "auto" else "a smaller model"
-        raise ValueError(
-            f"Not enough device memory with ratio={ratio!r}: the optimizer state on the device needs "
-            f"{in_bytes(total[RESIDENT])}, and {in_bytes(room.device_bytes)} are free. Use {least}, or a smaller "
-            'format (states="bf16" or "int8"). Activations need memory too.'
-        )
+        remedy = f'Use {least}, or a smaller format (states="bf16" or "int8"). Activations need memory too.'
+        user = f"the optimizer state on the device with ratio={ratio!r}"
+        raise not_enough("device memory", user, in_bytes(total[RESIDENT]), in_bytes(room.device_bytes), remedy)
     if room.host_bytes and total[HOST] + gradient_bytes > room.host_bytes:
-        raise ValueError(
-            f"Not enough host memory: the optimizer state needs {in_bytes(total[HOST])} and gradients need "
-            f"{in_bytes(gradient_bytes)}, but {in_bytes(room.host_bytes)} are free. Use a smaller format "
-            '(states="bf16" or "int8"), or a lower ratio if the device has room.'
-        )
+        needed = f"{in_bytes(total[HOST])} and gradients need {in_bytes(gradient_bytes)}"
+        remedy = 'Use a smaller format (states="bf16" or "int8"), or a lower ratio if the device has room.'
+        raise not_enough("host memory", "the optimizer state", needed, in_bytes(room.host_bytes), remedy)
 
 
 def in_bytes(nbytes: float) -> str:

@@ -1,0 +1,272 @@
+"""Base class of the engine: its settings, its counters, and getters with the names of DeepSpeed's engine.
+
+The modules that save, load and report an engine use this class. They cannot use `Engine`, which imports them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+
+from twinflow.engine.values import UserValue
+from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.launch.environment import ALONE, RankEnvironment
+from twinflow.launch.watch import Watch
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.grid import Grid
+from twinflow.state_dict import StateDict
+
+# Names of DeepSpeed's engine that twinflow's engine does not have, with the remedy.
+INSTEAD: Final = {
+    "allreduce_gradients": "Remove the call: ranks sum gradients during backward.",
+    "coalesce_grad_reduction": "Remove the call: ranks sum gradients during backward.",
+    "offload_states": "Set zero_optimization.offload_optimizer in the config, which keeps the state on the host.",
+    "reload_states": "Set zero_optimization.offload_optimizer in the config, which keeps the state on the host.",
+    "get_sequence_parallel_group": "twinflow has no sequence parallelism like DeepSpeed's.",
+    "get_wall_clock_timers": "Set wall_clock_breakdown in the config and read the log.",
+    "empty_partition_cache": "Remove the call: gathered weights are released automatically.",
+    "mpu": "Use engine.dp_rank, engine.dp_world_size and engine.get_model_parallel_rank().",
+    "grid": "Use engine.dp_rank, engine.dp_world_size and engine.get_pipeline_parallel_rank().",
+}
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler of torch, of twinflow or of the user."""
+
+    @property
+    def step(self) -> Callable[..., object]: ...
+
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state_dict: StateDict, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine, with all defaults filled in."""
+
+    micro_batch_size: int
+    ranks: RankEnvironment = ALONE
+    grid: Grid | None = None  # layout of ranks with pipeline or tensor parallelism
+    stage: int = 0  # ZeRO stage
+    autocast: torch.dtype | None = None  # dtype of torch.autocast in forwards
+    input_dtype: torch.dtype | None = None  # dtype to which floating-point inputs are cast
+    keep_last: int | None = None  # number of checkpoints that are kept; None: all
+    background_bytes: int | None = None  # host memory for checkpoints in the background; None: save() blocks
+    drop_last: bool = False  # drop the last batch of an epoch if it is not full
+    config: Mapping[str, object] = field(default_factory=dict)  # as the user gave it
+
+
+class EngineBase:
+    """The state of an engine between steps, and getters that do not change how it trains."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: TwinOptimizer | None,
+        scheduler: Scheduler | None,
+        settings: EngineSettings,
+        watch: Watch | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.training_dataloader: Iterable[UserValue] | None = None
+        self.settings = settings
+        self.config = settings.config
+        self.watch = watch  # detects ranks that have stopped
+        grid, ranks = settings.grid, settings.ranks
+        self.global_rank = ranks.rank
+        self.local_rank = ranks.local_rank  # index of this process on its machine
+        self.world_size = ranks.world_size
+        self.dp_world_size = grid.num_data if grid is not None else ranks.world_size  # number of model replicas
+        self.dp_rank = grid.data if grid is not None else ranks.rank  # index of the replica that contains this process
+        self.global_steps = 0  # steps of the optimizer, including skipped ones
+        self.micro_steps = 0
+        self.global_samples = 0
+        self.part = 0  # number of micro-batches of this step so far
+        self._is_pending = False  # `settle` has not yet handled the last step
+        self._was_boundary = False
+        self._is_destroyed = False
+        self._lr_kwargs: StateDict = {}
+
+    def _check_open(self, what: str) -> None:
+        if self._is_destroyed:
+            remedy = "Call it before destroy(), or build a new engine with initialize() and load a checkpoint."
+            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
+
+    def _need_optimizer(self) -> TwinOptimizer:
+        self._check_open("Training")
+        if self.optimizer is None:
+            raise wrong_state(
+                "The engine cannot train",
+                "it has no optimizer",
+                'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
+            )
+        return self.optimizer
+
+    def settle(self) -> None:
+        """Waits for the outcome of the last step and advances the scheduler if the step was applied."""
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        optimizer = self.optimizer
+        if optimizer is None or (optimizer.can_skip and not optimizer.was_applied) or self.lr_scheduler is None:
+            return
+        self.lr_scheduler.step(**self._lr_kwargs)
+        # The error that the update rule would raise later does not name the scheduler.
+        for lr in (float(group["lr"]) for group in optimizer.param_groups if optimizer.rule is not None):
+            if not (math.isfinite(lr) and lr >= 0.0):
+                name, remedy = "The learning rate that the scheduler has set", "Check the parameters of the scheduler."
+                raise invalid_value(name, lr, "a finite number >= 0", remedy)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that no step has used. The next micro-batch is then the first of a step."""
+        self.part = 0
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module's first parameter; the CPU if it has none."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    # Weights.
+
+    def module_state_dict(self) -> dict[str, object]:
+        """The module's state dict. Reading it waits for running updates."""
+        return self.module.state_dict()
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, object],
+        strict: bool = True,
+        custom_load_fn: Callable[[Mapping[str, object], nn.Module], object] | None = None,
+    ) -> None:
+        """Loads weights into the module. `custom_load_fn(state_dict, module)` replaces `module.load_state_dict`."""
+        if custom_load_fn is not None:
+            custom_load_fn(state_dict, self.module)
+        else:
+            self.module.load_state_dict(state_dict, strict=strict)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
+        """The state dict from which Accelerate saves a model. Raises ValueError with ZeRO stage 3 on several ranks."""
+        if not self.zero_gather_16bit_weights_on_model_save():
+            other, reason = f"zero_optimization.stage 3 on {self.world_size} ranks", "each rank has only a part of them"
+            remedy = "Save a checkpoint and convert it with `twinflow export`."
+            raise incompatible("A state dict of all weights", other, reason, remedy)
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+        return {name: value for name, value in self.module_state_dict().items() if name not in left_out}
+
+    # The config.
+
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches in a step."""
+        return self.optimizer.accumulation_steps if self.optimizer is not None else 1
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Number of samples in a micro-batch of one rank."""
+        return self.settings.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Number of samples in a step, over all ranks."""
+        return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The number of samples in a step, of samples in a micro-batch, and of micro-batches in a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage; 0 if nothing is partitioned."""
+        return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether the ZeRO stage is 1 or higher."""
+        return self.settings.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are partitioned between ranks (stage 2 or 3)."""
+        return self.settings.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are partitioned between ranks (stage 3)."""
+        return self.settings.stage >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether this rank has all weights and can save them."""
+        return self.settings.stage < 3 or self.world_size == 1
+
+    def fp16_enabled(self) -> bool:
+        """Whether any parameter is fp16."""
+        return torch.float16 in {param.dtype for param in self.module.parameters()}
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether any parameter is bf16."""
+        return torch.bfloat16 in {param.dtype for param in self.module.parameters()}
+
+    def gradient_clipping(self) -> float:
+        """The gradient norm to which gradients are clipped; 0: no clipping."""
+        return (self.optimizer.max_grad_norm if self.optimizer is not None else None) or 0.0
+
+    @property
+    def basic_optimizer(self) -> TwinOptimizer | None:
+        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
+        return self.optimizer
+
+    def optimizer_name(self) -> str | None:
+        """Name of the update rule; None without an optimizer."""
+        return self.optimizer.rule_name if self.optimizer is not None else None
+
+    # Steps.
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were not applied because a gradient was not finite."""
+        self.settle()
+        return self.optimizer.num_skipped if self.optimizer is not None else 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the model."""
+        self.settle()
+        return self._was_boundary and self.optimizer is not None and self.optimizer.was_applied
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group for the next step."""
+        self.settle()
+        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+
+    def get_mom(self) -> list[float | tuple[float, float] | None]:
+        """The betas or the momentum of each param group."""
+        self.settle()
+        return [group.get("betas", group.get("momentum")) for group in self._need_optimizer().param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step before clipping. The call waits until the norm is known."""
+        return self.optimizer.grad_norm if self.optimizer is not None else None
+
+    def loss_scale(self) -> float:
+        """The factor by which the next loss is multiplied (fp16)."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale()` as an attribute, as DeepSpeed has it."""
+        return self.loss_scale()
+
+    # Ranks.
+
+    def get_data_parallel_rank(self) -> int:
+        """Index of the model replica that contains this process."""
+        return self.dp_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Index of this process among the tensor-parallel ranks."""
+        return self.settings.grid.model.rank if self.settings.grid is not None else 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
