@@ -15,21 +15,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
 from twinflow.conflicts import refuse
 from twinflow.offload.bucket import Bucket, Param, target
 from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import Tuning
 from twinflow.offload.updater import RuleUpdater
+from twinflow.optim.outcomes import Outcomes
 from twinflow.parallel.shard import TensorShard, shard_of
-from twinflow.rules import Rule
 from twinflow.rules.rule import number, numbers
 from twinflow.state_dict import StateDict, int_of, tensor_of, value_of
 from twinflow.zero import Team
@@ -53,50 +51,13 @@ NameOf = Callable[[str], str]  # from a name on this rank to the name that is th
 Read = Callable[[object], Tensor]  # returns the tensor for a placeholder in a saved tree
 
 
-class Compressible(Protocol):
-    """The part of a TwinOptimizer that this module uses."""
-
-    @property
-    def model(self) -> nn.Module | None: ...
-
-    @property
-    def rule(self) -> Rule | None: ...
-
-    @property
-    def rule_name(self) -> str: ...
-
-    @property
-    def states(self) -> str: ...
-
-    @property
-    def ratio(self) -> float | str: ...
-
-    @property
-    def tuning(self) -> Tuning: ...
-
-    @property
-    def team(self) -> Team | None: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def param_groups(self) -> list[StateDict]: ...
-
-    @property
-    def can_compress(self) -> bool: ...
-
-
 class Switch:
     """Decides when communication becomes compressed, and makes the switch.
 
     The memory of the exchanges is allocated at the start, so that the switch cannot run out of memory.
     """
 
-    def __init__(self, optimizer: Compressible, compression: Compression) -> None:
+    def __init__(self, optimizer: Outcomes, compression: Compression) -> None:
         self._optimizer = optimizer
         self._compression = compression
         self._b1 = check_groups(optimizer.param_groups)
@@ -279,7 +240,7 @@ def _read(bucket: Bucket, index: int, key: str) -> Tensor:
     return found
 
 
-def check(optimizer: Compressible, delayed_update: bool) -> None:
+def check(optimizer: Outcomes, delayed_update: bool) -> None:
     """Raises ValueError for options that conflict with compressed communication."""
     found = {
         "rule": optimizer.rule is None or optimizer.rule.name != "adamw",

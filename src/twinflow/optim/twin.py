@@ -62,11 +62,11 @@ from twinflow.optim.twin_checks import (
     check_tuning,
     groups_of,
 )
-from twinflow.optim.twin_state_checks import Source
+from twinflow.optim.twin_state import Source
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
-from twinflow.rules import RULES, Rule
+from twinflow.rules import RULES
 from twinflow.rules.segment import check_format
 from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
@@ -158,14 +158,13 @@ class TwinOptimizer(Outcomes):
         tuning: Tuning | None = None,
         **options: object,
     ) -> None:
-        self._runtime: Runtime | None = None
         check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
         made = materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
         groups = groups_of(made, param_groups)
-        self.rule: Rule | None = None  # one of twinflow's rules
+        self.rule = None
         self._recipe: Recipe | None = None  # or the user's optimizer
         if isinstance(rule, str):
             if rule not in RULES:
@@ -190,9 +189,8 @@ class TwinOptimizer(Outcomes):
         self.placement = placement
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
-        self._loss_scale = loss_scale or static(1.0)
-        self._scales_loss = loss_scale is not None
-        self._is_stateless = False  # SGD without momentum
+        self.scale_rule = loss_scale or static(1.0)
+        self.scales_loss = loss_scale is not None
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
             limits=Limits(max_grad_norm, skip),
@@ -213,9 +211,8 @@ class TwinOptimizer(Outcomes):
             check_compression(self, delayed_update)
             self._switch = Switch(self, zero.compression)
             self.tuning = replace(self.tuning, sums="device")
-        self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
-            self._is_stateless = not any(self.rule.keeps_states(group) for group in self.param_groups)
+            self.is_stateless = not any(self.rule.keeps_states(group) for group in self.param_groups)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
@@ -309,26 +306,11 @@ class TwinOptimizer(Outcomes):
             self.rule,
             self._recipe,
             self.states,
-            self._is_stateless,
+            self.is_stateless,
             keeps_weights,
             self._settings.offload_params,
             self.tuning,
         )
-
-    @property
-    def switch(self) -> Switch | None:
-        """The switch to compressed communication; None without compression."""
-        return self._switch
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether the state is only a master copy: SGD without momentum."""
-        return self._is_stateless
-
-    @property
-    def delays_updates(self) -> bool:
-        """Whether updates are applied one step later."""
-        return self._settings.delayed_update
 
     def _speculative_bytes(self, unmade_bytes: int) -> int:
         """Host memory for speculative stores, the results of updates before the clipping decision: the user's limit, or
@@ -418,7 +400,7 @@ class TwinOptimizer(Outcomes):
         for group in self.param_groups if rule is not None else ():
             assert rule is not None
             rule.check(group)
-            if self._is_stateless and rule.keeps_states(group):
+            if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
                 remedy = f"The optimizer was built without {option} and has no buffer for it. Build a new optimizer."
@@ -516,7 +498,7 @@ class TwinOptimizer(Outcomes):
             )
         self.runtime.wait()
         self._read_decision()
-        return twin_state.collect(self)
+        return twin_state.collect(self, self._switch)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object], source: Source | None = None) -> None:
@@ -535,22 +517,17 @@ class TwinOptimizer(Outcomes):
         self.runtime.wait_for_copies()
         self.runtime.wait_for_readers()
         self.runtime.forget_gradients()
-        twin_state.restore(self, state_dict, source)
+        twin_state.restore(self, self._switch, state_dict, source)
 
     def check_state(self, state_dict: Mapping[str, object], source: Source) -> None:
         """Raises the exceptions of `load_state_dict`, but changes nothing."""
-        twin_state.check(self, state_dict, source)
+        twin_state.check(self, self._switch, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
         """`state_dict()` without a copy of the state: its head, and an iterator over the entries of parameters."""
         self.runtime.wait()
         self._read_decision()
-        return twin_state.head(self), twin_state.stream(self)
-
-    @property
-    def can_compress(self) -> bool:
-        """Whether communication will be compressed after the switch. With one rank there is no communication."""
-        return self._switch is not None and self.team is not None and self.team.world > 1
+        return twin_state.head(self, self._switch), twin_state.stream(self)
 
     @property
     def is_compressed(self) -> bool:
