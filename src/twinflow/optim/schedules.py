@@ -44,11 +44,10 @@ def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimize
     make: Callable[..., LRScheduler] = known[name]
     if name not in SCHEDULES:
         # PyTorch checks few parameters before the first step, so the schedule is tried with another optimizer.
-        options = [
-            {key: group[key] for key in group if key not in ("params", "param_names")}
-            for group in optimizer.param_groups
-        ]
-        groups = [{**group, "params": [torch.zeros(1)]} for group in copy.deepcopy(options)]
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**copy.deepcopy(options), "params": [torch.zeros(1)]})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 from twinflow.errors import invalid_value
 
@@ -115,17 +115,10 @@ class OtherKey:
 
 
 SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always set to None")
+FP32_STATES = OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True)
 DIFFERENTIABLE = OtherKey(
     "differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True
 )
-
-
-class Apply(Protocol):
-    """One step with fp32 tensors. Returns the new weight, first state and second state."""
-
-    def __call__(
-        self, p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper, /
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: there is one record per rule
@@ -140,7 +133,8 @@ class Rule:
     options: tuple[Option, ...]  # in the order of torch's arguments, without `maximize`, which every rule has
     num_scalars: int  # length of the result of `hyper`
     hyper: Callable[[Options, int], Hyper]  # a param group's options and the step (from 1) -> scalars, rounded to fp32
-    apply: Apply
+    # one step with fp32 tensors: weight, two states, gradient and scalars -> new weight and states
+    apply: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Hyper], tuple[Tensor, Tensor | None, Tensor | None]]
     check_together: Callable[[Options], None] | None = None  # raises ValueError for conflicting options
     torch_class: str | None = None  # the equivalent class of torch.optim
     # options of that class that must have the given value here
