@@ -24,7 +24,7 @@ from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
 from twinflow.offload.plan import HOST, RESIDENT, BucketPlan
-from twinflow.optim.state_kind import state_bytes
+from twinflow.optim.twin_build import state_bytes
 from twinflow.rules import RULES
 
 GB = 10**9

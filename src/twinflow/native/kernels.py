@@ -19,8 +19,7 @@ from twinflow.native.library import isa_names as _isa_names
 from twinflow.native.library import set_isa as _set_isa
 from twinflow.native.threads import check_threads
 from twinflow.rules import formats, reference
-from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.segment import Segment, Store, check_segment
+from twinflow.rules.segment import FLOATS, Segment, Store, check_segment, check_tensor
 
 __all__ = [
     "accumulate",

@@ -16,7 +16,7 @@ from twinflow.codes.code import Code
 from twinflow.errors import invalid_value
 from twinflow.native.kernels import DTYPE_CODES, address
 from twinflow.native.library import CPacking, load
-from twinflow.rules.checks import FLOATS, check_tensor
+from twinflow.rules.segment import FLOATS, check_tensor
 
 
 def encode(

@@ -23,13 +23,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow import native
 from twinflow.errors import invalid_value
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS, check_tensor
 from twinflow.rules.formats import bits, is_near, rounding_key, rounds_to
 from twinflow.rules.rule import OptionValue, Values
 from twinflow.rules.segment import (
+    FLOATS,
     Segment,
     Store,
     check_format,
+    check_tensor,
     decode_state,
     encode_state,
     new_states,

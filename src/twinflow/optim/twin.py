@@ -29,39 +29,15 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
 from twinflow.offload.weight_guard import check_free, plain
+from twinflow.optim import twin_build as build
+from twinflow.optim import twin_checks as checks
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
-from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Read, SavedErrors, Switch
 from twinflow.optim.switch import check as check_compression
-from twinflow.optim.twin_build import (
-    Model,
-    check_room,
-    find_room,
-    first_choice,
-    fitted,
-    in_bytes,
-    materialised,
-    own_threads,
-    params_of,
-    set_aside,
-    tensors_of,
-)
-from twinflow.optim.twin_checks import (
-    check_foreign,
-    check_group,
-    check_groups,
-    check_kinds,
-    check_model,
-    check_param_offload,
-    check_params,
-    check_ratio,
-    check_settings,
-    check_tuning,
-    groups_of,
-)
+from twinflow.optim.twin_build import Model, StateKind
 from twinflow.optim.twin_state import Source
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.placement import shares
@@ -158,12 +134,12 @@ class TwinOptimizer(Outcomes):
         tuning: Tuning | None = None,
         **options: object,
     ) -> None:
-        check_kinds(loss_scale, tuning, zero)
+        checks.check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
-        made = materialised(model, offload_params)
+        made = build.materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
-        groups = groups_of(made, param_groups)
+        groups = checks.groups_of(made, param_groups)
         self.rule = None
         self._recipe: Recipe | None = None  # or the user's optimizer
         if isinstance(rule, str):
@@ -173,18 +149,18 @@ class TwinOptimizer(Outcomes):
             self.rule_name = rule
             check_format(self.rule, states)
             defaults = self.rule.with_defaults(options)
-            check_group(self.rule, defaults)
+            checks.check_group(self.rule, defaults)
         else:
-            check_foreign(rule, states, param_groups, zero)
+            checks.check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
-        check_groups(self.rule, self.param_groups)
-        native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
+        checks.check_groups(self.rule, self.param_groups)
+        native.set_threads(host_threads if host_threads is not None else build.own_threads(default_threads(os.environ)))
         self.states = states
         self.tuning = tuning or Tuning()
-        check_tuning(self.tuning, delayed_update)
-        check_ratio(ratio, placement, self.model)
+        checks.check_tuning(self.tuning, delayed_update)
+        checks.check_ratio(ratio, placement, self.model)
         self.ratio = ratio
         self.placement = placement
         self._auto: AutoPlacement | None = None
@@ -202,9 +178,9 @@ class TwinOptimizer(Outcomes):
             offload_params=offload_params,
             tuning=self.tuning,
         )
-        self._settings = check_settings(given, self.model)
-        check_model(self.model, zero)
-        check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
+        self._settings = checks.check_settings(given, self.model)
+        checks.check_model(self.model, zero)
+        checks.check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # switch to compressed communication
         if zero is not None and zero.compression is not None:
@@ -221,31 +197,31 @@ class TwinOptimizer(Outcomes):
         aside = None
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
-        params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
+            aside = build.set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
+        params, specs, order = build.params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
-        check_params(params, self.zero, aside is not None)
+        checks.check_params(params, self.zero, aside is not None)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
             if self.zero.shares_buckets:
-                given = [p.tensor for p in params] if self.model is None else tensors_of(self.model, aside)
+                given = [p.tensor for p in params] if self.model is None else build.tensors_of(self.model, aside)
                 self.team.broadcast(given)
             if self.zero.stage >= 2 and self.zero.shares_buckets and (self.tuning.sums == "auto" or self.zero.parks):
                 # Each rank keeps only its own part of the sum over several backwards.
                 self.tuning = replace(self.tuning, sums="host")
-        device, room = device_for(where, self.trace), find_room(params, self.team)
+        device, room = device_for(where, self.trace), build.find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
         if isinstance(ratio, str):
-            self.tuning, ratio = first_choice(kind, self._settings, self.tuning, specs, room)
+            self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
-        self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
-        check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
+        self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
+        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
@@ -351,9 +327,9 @@ class TwinOptimizer(Outcomes):
             f"states: {self.states}",
             f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
             f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
-            f"memory of the state: {in_bytes(on_host)} on the host, {in_bytes(on_device)} on the device",
-            f"memory of gradient slots on the host: {in_bytes(bytes_of_gradients(self._settings, plans))}",
-            f"memory of speculative stores: {in_bytes(runtime.speculative_stores.num_bytes)}",
+            f"memory of the state: {build.in_bytes(on_host)} on the host, {build.in_bytes(on_device)} on the device",
+            f"memory of gradient slots on the host: {build.in_bytes(bytes_of_gradients(self._settings, plans))}",
+            f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
         if self._settings.offload_params:
             lines.append("weights: on the host")
@@ -459,7 +435,7 @@ class TwinOptimizer(Outcomes):
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Changes the number of backwards in a step. Call it between `step()` and the next backward."""
-        settings = check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
+        settings = checks.check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
         if settings.early:
             reconfigure.change(self.runtime, settings)
         self._settings = settings

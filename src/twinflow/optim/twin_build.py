@@ -1,36 +1,97 @@
-"""Steps of building a TwinOptimizer: parameter records, free memory, and settings that depend on free memory."""
+"""Steps of building a TwinOptimizer: the kind of its state, parameter records, free memory, and settings that depend on
+free memory.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from twinflow.device import device_for
+from twinflow.device import Device, device_for
 from twinflow.offload.blocks import find_blocks, num_owners, owners
-from twinflow.offload.bucket import Param
+from twinflow.offload.bucket import Param, Updater
+from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.materialize import build
 from twinflow.offload.param_offload import take_aside
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.auto import first_ratio
-from twinflow.optim.state_kind import StateKind
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.planner import formats
 from twinflow.planner.costs import FLAT_BYTES
+from twinflow.rules import Rule
 from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
 _MOSTLY = 0.85  # share of the device's memory for state and gradients; activations need the rest
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
 Model = nn.Module | Callable[[], nn.Module] | Iterable[ParamEntry]  # the first argument of TwinOptimizer
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """An optimizer's rule and the format of its state."""
+
+    rule: Rule | None  # one of twinflow's rules
+    recipe: Recipe | None  # or the user's optimizer
+    format: str
+    is_stateless: bool = False  # SGD without momentum
+    keeps_weights: bool = False  # the state has separate buffers for new weights
+    offloads_params: bool = False  # the state has the only copy of the weights, in their dtype
+    tuning: Tuning = field(default_factory=Tuning)
+
+    def nbytes(self, plan: BucketPlan) -> int:
+        """Bytes of a bucket's state in its place."""
+        extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
+        return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights) + extra
+
+    def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
+        """The updater of each place."""
+        if self.recipe is not None:
+            return {
+                HOST: TorchUpdater(self.recipe, device),
+                RESIDENT: TorchUpdater(self.recipe, device, where),
+                STREAMED: StreamedTorchUpdater(self.recipe, device, where),
+            }
+        assert self.rule is not None
+        keeps_states = not self.is_stateless
+        return {
+            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.offloads_params),
+            RESIDENT: DeviceUpdater(
+                self.rule, self.format, where, keeps_states, self.keeps_weights, self.tuning.update_programs
+            ),
+            STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
+        }
+
+
+def state_bytes(
+    rule: Rule | None, format: str, plan: BucketPlan, keeps_states: bool = True, keeps_weights: bool = False
+) -> int:
+    """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
+
+    A user's optimizer (`rule=None`) counts as fp32 with two states.
+    """
+    if rule is None:
+        return int(formats.state_bytes("fp32").host * plan.numel)
+    num_states = sum(name is not None for name in rule.states) if keeps_states else 0
+    keeps_weights = keeps_weights or not plan.can_alias
+    each = formats.state_bytes(format, _NAMES[plan.dtype], keeps_weights, num_states)
+    return int(getattr(each, plan.place) * plan.numel)
 
 
 @dataclass(frozen=True)

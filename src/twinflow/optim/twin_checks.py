@@ -25,7 +25,7 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import FLOATS
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
 

@@ -24,9 +24,9 @@ from twinflow.dist.group import Group, alone, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
-from twinflow.rules.checks import FLOATS
 from twinflow.rules.rule import Hyper, check_betas, number, numbers
 from twinflow.rules.rules import adamw_hyper
+from twinflow.rules.segment import FLOATS
 from twinflow.state_dict import StateDict, check_group_sizes, dict_of, int_of, saved_groups, tensor_of, value_of
 from twinflow.zero.compression import THRESHOLD, Compression, VarianceWatch, default_window
 
