@@ -160,13 +160,9 @@ def open_library(path: Path | None) -> Loaded:
     return Loaded(library, path, None)
 
 
-def isa_names(library: ctypes.CDLL) -> list[str]:
-    """ISA variants that this CPU can run, the fastest first."""
-    names: bytes = library.tf_isa_available()
-    return names.decode().split()
-
-
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
     """Select the ISA variant of all kernels. `option`: the name for the error message."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise invalid_value(option, name, isa_names(library), "This CPU can run these variants.")
+        raise invalid_value(
+            option, name, library.tf_isa_available().decode().split(), "This CPU can run these variants."
+        )
