@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
@@ -24,50 +25,33 @@ API_VERSION = 5
 FILE_NAME = "libtwinflow.so"
 
 
+def fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """The fields of a ctypes structure. Each group has a type and names, as in a declaration of C."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class CSegment(ctypes.Structure):
     """tf_segment of csrc/api.h, field by field."""
 
-    _fields_ = (
-        ("grad", c_void_p),
-        ("weight_in", c_void_p),
-        ("weight", c_void_p),
-        ("master_in", c_void_p),
-        ("master", c_void_p),
-        ("state_in", c_void_p * 2),
-        ("state", c_void_p * 2),
-        ("scale_in", c_void_p * 2),
-        ("scale", c_void_p * 2),
-        ("numel", c_int64),
-        ("first_index", c_int64),
-        ("rule", c_int32),
-        ("format", c_int32),
-        ("grad_type", c_int32),
-        ("weight_type", c_int32),
-        ("split_master", c_int32),
-        ("factor", c_float),
-        ("hyper", c_float * 7),
-        ("key", c_uint32 * 2),
+    _fields_ = fields(
+        (c_void_p, "grad weight_in weight master_in master"),
+        (c_void_p * 2, "state_in state scale_in scale"),
+        (c_int64, "numel first_index"),
+        (c_int32, "rule format grad_type weight_type split_master"),
+        (c_float, "factor"),
+        (c_float * 7, "hyper"),
+        (c_uint32 * 2, "key"),
     )
 
 
 class CPacking(ctypes.Structure):
     """tf_packing of csrc/api.h, field by field."""
 
-    _fields_ = (
-        ("packed", c_void_p),
-        ("values", c_void_p),
-        ("base", c_void_p),
-        ("error", c_void_p),
-        ("exponents", c_void_p),
-        ("num_rows", c_int64),
-        ("numel", c_int64),
-        ("bits", c_int32),
-        ("values_type", c_int32),
-        ("base_type", c_int32),
-        ("is_scaled", c_int32),
-        ("is_added", c_int32),
-        ("factor", c_float),
-        ("base_factor", c_float),
+    _fields_ = fields(
+        (c_void_p, "packed values base error exponents"),
+        (c_int64, "num_rows numel"),
+        (c_int32, "bits values_type base_type is_scaled is_added"),
+        (c_float, "factor base_factor"),
     )
 
 
