@@ -69,11 +69,6 @@ class Outcomes(Optimizer):
         self.num_skipped += decision.skip
         self.scale_rule = after_step(self.scale_rule, decision.skip)
 
-    def _note_no_step(self) -> None:
-        """Records a step without gradients."""
-        self._read_decision()
-        self._was_applied = self._was_skipped = False
-
     @property
     def can_skip(self) -> bool:
         """Whether steps with gradients that are not finite are skipped."""
@@ -116,27 +111,20 @@ class Outcomes(Optimizer):
 
         Of all steps so far: seconds, bytes and skipped steps.
         """
-        norm = self.grad_norm
+        norm, runtime = self.grad_norm, self.runtime
         self._read_decision()
+        job, counters = runtime.steps.last, runtime.executor.counters
+        counts = runtime.executor.counts_of(job) if job is not None else {}
+        decision = job.decision if job is not None else None
         return {
             "grad_norm": norm if norm is not None else float("nan"),
             "skipped_steps": self.num_skipped,
             "loss_scale": self.scale_rule.scale,
-            **_figures(self.runtime),
+            "clip_factor": decision.factor * job.scale if decision is not None and job is not None else 1.0,
+            **{f"gate_{name}": count for name, count in counts.items()},
+            "host_busy_s": counters.busy_s + (runtime.worker.busy_s if runtime.worker is not None else 0.0),
+            "waited_s": runtime.waited_s,
+            "bytes_out": counters.bytes_out,
+            "bytes_back": counters.bytes_back + runtime.fetched_bytes,
+            "shadow_bytes": runtime.speculative_stores.num_bytes,
         }
-
-
-def _figures(runtime: Runtime) -> dict[str, float]:
-    """Of the last step: clipping factor, and updates before the clipping decision. Of all steps: seconds and bytes."""
-    job, counters = runtime.steps.last, runtime.executor.counters
-    counts = runtime.executor.counts_of(job) if job is not None else {}
-    decision = job.decision if job is not None else None
-    return {
-        "clip_factor": decision.factor * job.scale if decision is not None and job is not None else 1.0,
-        **{f"gate_{name}": count for name, count in counts.items()},
-        "host_busy_s": counters.busy_s + (runtime.worker.busy_s if runtime.worker is not None else 0.0),
-        "waited_s": runtime.waited_s,
-        "bytes_out": counters.bytes_out,
-        "bytes_back": counters.bytes_back + runtime.fetched_bytes,
-        "shadow_bytes": runtime.speculative_stores.num_bytes,
-    }

@@ -268,7 +268,10 @@ class TwinOptimizer(Outcomes):
         return runtime
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
-        max_bytes = self._speculative_bytes(runtime.executor.unmade_bytes)
+        """Prepares the stores for updates before the clipping decision, within the user's limit of memory."""
+        max_bytes = self.tuning.shadow_bytes
+        if max_bytes is None:  # half of the memory that stays free when all gradient slots are allocated
+            max_bytes = max(0, own_host_bytes() - runtime.executor.unmade_bytes) // 2
         prepare_speculative_stores(
             runtime.speculative_stores, runtime.executor, runtime.settings, runtime.buckets, max_bytes
         )
@@ -287,14 +290,6 @@ class TwinOptimizer(Outcomes):
             self._settings.offload_params,
             self.tuning,
         )
-
-    def _speculative_bytes(self, unmade_bytes: int) -> int:
-        """Host memory for speculative stores, the results of updates before the clipping decision: the user's limit, or
-        half of the memory that stays free when all gradient slots are allocated.
-        """
-        if self.tuning.shadow_bytes is not None:
-            return self.tuning.shadow_bytes
-        return max(0, own_host_bytes() - unmade_bytes) // 2
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
         names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}
@@ -356,10 +351,10 @@ class TwinOptimizer(Outcomes):
             with torch.enable_grad():
                 loss = closure()
         job = self.runtime.step()
-        if job is None:
-            self._note_no_step()
+        self._read_decision()
+        if job is None:  # there were no gradients
+            self._was_applied = self._was_skipped = False
         else:
-            self._read_decision()
             self._unread = job
             self.num_steps += 1
             if self.model is None:

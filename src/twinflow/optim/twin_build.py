@@ -231,15 +231,10 @@ def first_choice(
     plans = plan_buckets(specs, tuning.bucket_numel)
     all_resident = sum(kind.nbytes(replace(plan, place=RESIDENT)) for plan in plans)
     grad_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    tuning = _with_hold(tuning, all_resident, grad_bytes, room)
+    if tuning.hold == "auto" and all_resident + grad_bytes > _MOSTLY * room.device_bytes:
+        tuning = replace(tuning, hold="host")  # the device has no room for all state and gradients
     needed = sum(kind.nbytes(plan) for plan in plans) + _gradients_on_host(settings, tuning, specs, room)
     return tuning, first_ratio(needed, room.host_bytes)
-
-
-def _with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
-    """With ratio "auto": gradients wait on the host if the device has no room for all state and gradients."""
-    is_short = room.device_bytes is not None and all_resident + grad_bytes > _MOSTLY * room.device_bytes
-    return replace(tuning, hold="host") if tuning.hold == "auto" and is_short else tuning
 
 
 def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:

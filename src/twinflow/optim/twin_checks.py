@@ -181,11 +181,6 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
     return kept
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    assert isinstance(tensor, DTensor)
-    return len(tensor.placements) == 1 and tensor.placements[0].is_shard(0)
-
-
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
     """Checks a user's optimizer as `rule`, and the arguments that must fit it."""
     if not isinstance(rule, Optimizer) and not callable(rule):
@@ -295,8 +290,8 @@ def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bo
                 f"{param.name} is a whole tensor, but must be a DTensor with ZeRO stage 3. Call "
                 "twinflow.zero.partition(model, zero) before building the optimizer."
             )
-        if param.is_sharded and not _has_rows(param.tensor):
-            placements = getattr(param.tensor, "placements", ())
+        placements = param.tensor.placements if isinstance(param.tensor, DTensor) else ()
+        if param.is_sharded and not (len(placements) == 1 and placements[0].is_shard(0)):
             raise invalid_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
         if param.tensor.is_meta:
             remedy = "Pass the module as the first argument. TwinOptimizer then allocates and initialises parameters."

@@ -111,16 +111,17 @@ class Reducer(RankThread):
         with self._changed:
             # Each reduction frees a buffer. If no reduction can run, buckets whose turn has not come hold all buffers,
             # and the calling thread must submit the bucket whose turn it is. Then one more buffer is allocated.
-            while (taken := self._flats.take(bucket.gathered, may_grow=not self._gives_flats())) is None:
+            while True:
+                may_grow = not self._is_busy and self._next() is None
+                taken = self._flats.take(bucket.gathered, may_grow)
+                if taken is not None:
+                    break
                 self._executor.check()
                 self._changed.wait(1.0)
         flat, read_until = taken
         if read_until is not None:
             self._device.compute().wait(read_until, FLAT_FREE)
         return flat
-
-    def _gives_flats(self) -> bool:
-        return self._is_busy or self._next() is not None
 
     def submit(self, task: Task) -> None:
         """Takes the gradients of a whole bucket. They are complete on this rank after `task.ready`."""
