@@ -53,18 +53,15 @@ class HostOptimizer(Optimizer):
     rule: Rule
 
     def __init__(self, params: ParamsT, *values: OptionValue, states: str = "fp32", **options: OptionValue) -> None:
-        defaults = self._with_defaults(values, options)
+        # Options are bound to names as Python binds arguments of a function.
+        given = signature_of(self.rule).bind(None, *values, **options)
+        given.apply_defaults()
+        defaults = {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
         check_format(self.rule, states)
         self.rule.check(defaults)
         self.states = states
         self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last fitted to it
         super().__init__(params, defaults)
-
-    def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> StateDict:
-        """Binds options to names as Python binds arguments of a function."""
-        given = signature_of(self.rule).bind(None, *values, **options)
-        given.apply_defaults()
-        return {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
 
     def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "states": self.states, "_versions": {}}

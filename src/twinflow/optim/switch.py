@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from twinflow.codes.reference import exponents_of, two_to
 from twinflow.conflicts import refuse
 from twinflow.offload.bucket import Bucket, Param, target
 from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.plan import Slice
+from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.outcomes import Outcomes
 from twinflow.parallel.shard import TensorShard, shard_of
@@ -109,10 +111,10 @@ class Switch:
         total = 0.0
         for bucket in (one for one in self._optimizer.runtime.buckets if one.plan.is_counted):
             for i, param in enumerate(bucket.params):
-                found = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
-                if found is not None and bucket.steps[i]:
+                if bucket.steps[i]:
                     b2 = numbers(self._optimizer.param_groups[param.group], "betas")[1]
-                    total += float(found.sum(dtype=torch.float64)) / (1.0 - b2 ** bucket.steps[i])
+                    found = read_state(bucket, i, "exp_avg_sq").sum(dtype=torch.float64)
+                    total += float(found) / (1.0 - b2 ** bucket.steps[i])
         return total
 
     def make(self) -> None:
@@ -155,7 +157,7 @@ class Switch:
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
         for i, piece in enumerate(bucket.slices):
             start = team.rank * size + piece.offset
-            whole[start : start + piece.numel] = _read(bucket, i, "exp_avg")
+            whole[start : start + piece.numel] = read_state(bucket, i, "exp_avg")
         team.calls.all_gather(whole)
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
@@ -165,7 +167,7 @@ class Switch:
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:
             for i, piece in enumerate(bucket.slices):
-                variance = _read(bucket, i, "exp_avg_sq")
+                variance = read_state(bucket, i, "exp_avg_sq")
                 own[0, piece.param] += float(variance.sum(dtype=torch.float64))
                 own[1, piece.param] += int(variance.count_nonzero())
         totals, counts = team.calls.gather_rows(own.view(-1)).sum(0).view(2, -1).tolist()
@@ -174,12 +176,12 @@ class Switch:
     def _exponents(self, bucket: Bucket, i: int, steps: int | None, floors: Sequence[float]) -> Tensor:
         group = self._optimizer.param_groups[bucket.params[i].group]
         if steps is None:
-            return exponents_of(_read(bucket, i, "exp_avg_sq"), 0.0)
-        values = _updater(bucket).read(bucket, i)
+            return exponents_of(read_state(bucket, i, "exp_avg_sq"), 0.0)
+        values = bucket.updater.read(bucket, i)
         variance = raised(tensor_of(values, "exp_avg_sq"), floors[bucket.slices[i].param])
         correction = math.sqrt(1.0 - numbers(group, "betas")[1] ** steps)
         found = exponents_of(variance, number(group, "eps") * correction)
-        _updater(bucket).write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
+        bucket.updater.write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
         return found
 
     # Saving.
@@ -194,11 +196,8 @@ class Switch:
         if team.exchanges is None:
             return {}
         wholes = {param.index: torch.zeros(param.local.numel()) for param in optimizer.runtime.params}
-        for bucket in optimizer.runtime.buckets:
-            error = team.exchanges.of[bucket.plan.index].error
-            for piece in bucket.gathered.slices:
-                flat = error[piece.offset : piece.offset + piece.numel]
-                wholes[piece.param][piece.start : piece.start + piece.numel] = flat
+        for piece, error in self._errors_by_slice(team.exchanges):
+            wholes[piece.param][piece.start : piece.start + piece.numel] = error
         return tree_of(optimizer.runtime.params, wholes, self._canonical, Replica(team.rank, team.world))
 
     def restore(self, watch: Mapping[str, object] | None) -> None:
@@ -217,11 +216,15 @@ class Switch:
             return
         params = optimizer.runtime.params
         wholes = own_errors(saved, params, self._canonical, Replica(team.rank, team.world), read)
-        for bucket in optimizer.runtime.buckets:
-            error = team.exchanges.of[bucket.plan.index].error
+        for piece, error in self._errors_by_slice(team.exchanges):
+            error.copy_(wholes[piece.param][piece.start : piece.start + piece.numel])
+
+    def _errors_by_slice(self, exchanges: Exchanges) -> Iterator[tuple[Slice, Tensor]]:
+        """Views of this rank's errors, one for each slice of a parameter."""
+        for bucket in self._optimizer.runtime.buckets:
+            error = exchanges.of[bucket.plan.index].error
             for piece in bucket.gathered.slices:
-                flat = wholes[piece.param][piece.start : piece.start + piece.numel]
-                error[piece.offset : piece.offset + piece.numel] = flat.to(error.device)
+                yield piece, error[piece.offset : piece.offset + piece.numel]
 
     def _canonical(self, name: str) -> str:
         """The name of a parameter in the first module that uses it."""
@@ -229,13 +232,10 @@ class Switch:
         return aliases.get(name, name)
 
 
-def _updater(bucket: Bucket) -> RuleUpdater | DeviceUpdater:
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater)), "`check` refuses all others"
-    return bucket.updater
-
-
-def _read(bucket: Bucket, index: int, key: str) -> Tensor:
-    found = _updater(bucket).read_one(bucket, index, key)
+def read_state(bucket: Bucket, index: int, key: str) -> Tensor:
+    """The master or one state of a slice, for a rule of twinflow. A bf16 state is not converted to fp32."""
+    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
+    found = bucket.updater.read_one(bucket, index, key)
     assert found is not None
     return found
 

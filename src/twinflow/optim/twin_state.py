@@ -16,12 +16,9 @@ from torch import Tensor
 from twinflow.errors import invalid_value
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.streamed import StreamedUpdater
-from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
 from twinflow.optim.outcomes import Outcomes
-from twinflow.optim.switch import KEYS, Switch
+from twinflow.optim.switch import KEYS, Switch, read_state
 from twinflow.optim.twin_checks import check_groups, is_flag, number_of
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
@@ -163,19 +160,12 @@ def _unit(key: str) -> int:
 def _read(pieces: Sequence[tuple[Bucket, int]], key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """One tensor of an entry, joined from slices."""
     if len(pieces) == 1:
-        return _read_piece(*pieces[0], key).view(shape)
+        return read_state(*pieces[0], key).view(shape)
     whole = torch.empty(shape, dtype=dtype)
     for bucket, i in pieces:
-        found, start = _read_piece(bucket, i, key), bucket.slices[i].start // _unit(key)
+        found, start = read_state(bucket, i, key), bucket.slices[i].start // _unit(key)
         whole.view(-1)[start : start + found.numel()] = found
     return whole
-
-
-def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
-    found = bucket.updater.read_one(bucket, index, key)
-    assert found is not None
-    return found
 
 
 def _as_streams(name: str, value: object) -> object:

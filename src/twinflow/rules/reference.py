@@ -22,20 +22,16 @@ def update(segments: Sequence[Segment]) -> None:
     """Apply one step of its rule to each segment: reads state and gradient, writes new state and weight."""
     for segment in segments:
         for start in range(0, segment.grad.numel(), _SLICE):
-            _update_slice(segment, start, min(_SLICE, segment.grad.numel() - start))
-
-
-def _update_slice(segment: Segment, start: int, numel: int) -> None:
-    store = segment.store.narrow(start, numel)
-    target = store if segment.target is None else segment.target.narrow(start, numel)
-    gradient = segment.grad.narrow(0, start, numel).float() * fp32(segment.factor)
-    states = decode_state(store, 0), decode_state(store, 1)
-    master, first, second = segment.rule.apply(decode_master(store), *states, gradient, segment.hyper)
-    index = segment.first_index + start
-    for which, values in enumerate((first, second)):
-        if values is not None:
-            encode_state(target, which, values, index, segment.key)
-    encode_master(target, master)
+            numel = min(_SLICE, segment.grad.numel() - start)
+            store = segment.store.narrow(start, numel)
+            target = store if segment.target is None else segment.target.narrow(start, numel)
+            gradient = segment.grad.narrow(0, start, numel).float() * fp32(segment.factor)
+            states = decode_state(store, 0), decode_state(store, 1)
+            master, *new_states = segment.rule.apply(decode_master(store), *states, gradient, segment.hyper)
+            for which, values in enumerate(new_states):
+                if values is not None:
+                    encode_state(target, which, values, segment.first_index + start, segment.key)
+            encode_master(target, master)
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:

@@ -121,13 +121,13 @@ class Exchange:
     said: Tensor  # the last codes that this rank has sent, one row for each owner
 
 
+@dataclass(frozen=True, eq=False)
 class Exchanges:
     """Compressed exchanges of all buckets after the switch."""
 
-    def __init__(self, code: Code, b1: float, of: Mapping[int, Exchange]) -> None:
-        self.code = code
-        self.b1 = b1
-        self.of = of  # by index of the bucket
+    code: Code
+    b1: float
+    of: Mapping[int, Exchange]  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
         """Writes this rank's part of the new momentum into `part`, multiplied by `job.scale`, by which the update

@@ -34,7 +34,7 @@ from twinflow.parallel.topology import DATA
 from twinflow.state_dict import ParamEntry
 from twinflow.zero.shared import Zero
 
-Replaced = dict[nn.Parameter, nn.Parameter]  # from a parameter before `partition` to the one after it
+Replaced = dict[Tensor, Tensor]  # from a parameter before `partition` to the one after it
 
 
 def partition(model: nn.Module, zero: Zero) -> Replaced:
@@ -61,7 +61,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if isinstance(module, FSDPModule)], device)
-    replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+    replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
     for old, new in replaced.items():
         keep_marks(old, new)
     return replaced
@@ -83,22 +83,18 @@ def _check(model: nn.Module) -> None:
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
     """Parameters, named parameters or param groups, with the parameters after `partition`."""
-
-    def now(item: ParamEntry) -> ParamEntry:
+    found: list[ParamEntry] = []
+    for item in groups:
         if isinstance(item, Mapping):
             params = item["params"]
             assert isinstance(params, Iterable)
-            return {**item, "params": regroup([params] if isinstance(params, Tensor) else params, replaced)}
-        if isinstance(item, tuple):
+            found.append({**item, "params": regroup([params] if isinstance(params, Tensor) else params, replaced)})
+        elif isinstance(item, tuple):
             name, tensor = item
-            return name, _replacement(tensor, replaced)
-        return _replacement(item, replaced)
-
-    return [now(item) for item in groups]
-
-
-def _replacement(tensor: Tensor, replaced: Replaced) -> Tensor:
-    return replaced.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor
+            found.append((name, replaced.get(tensor, tensor)))
+        else:
+            found.append(replaced.get(item, item))
+    return found
 
 
 def gathered_blocks(model: nn.Module) -> list[Block]:

@@ -375,14 +375,8 @@ class FreezingOptimizer(CompressedOptimizer):
             if is_frozen:
                 self._warn_of_late(bucket, hits)
             self._update_bucket(bucket, hits, factor)
-        if not is_frozen:
-            self._maybe_freeze()
-
-    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
-        raise NotImplementedError
-
-    def _maybe_freeze(self) -> None:
-        """Makes the switch after an uncompressed step if it is due."""
+        if is_frozen:
+            return
         if self.freeze_step is not None:
             is_settled = self.num_steps >= self.freeze_step
         else:
@@ -391,6 +385,9 @@ class FreezingOptimizer(CompressedOptimizer):
             is_settled = self._watch.see(float(totals[0, 0]), max(float(given["lr"]) for given in self.param_groups))
         if is_settled:
             self.freeze()
+
+    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        raise NotImplementedError
 
     def _total(self) -> float:
         """The bias-corrected sum of the second moment."""
