@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from twinflow.errors import wrong_state
-from twinflow.native.library import fields, load
+from twinflow.native.library import Signatures, declare, fields, load
 
 
 class CSettings(Structure):
@@ -89,7 +89,7 @@ class CSpan(Structure):
 
 _EXECUTOR = c_void_p
 _EVENT = c_void_p
-_QUICK: dict[str, tuple[list[object], object]] = {
+_QUICK: Signatures = {
     "tf_event_new": ([], _EVENT),
     "tf_event_signal": ([_EVENT, c_int32], None),
     "tf_event_record": ([c_int32, c_void_p], _EVENT),
@@ -150,7 +150,7 @@ _QUICK: dict[str, tuple[list[object], object]] = {
     "tf_fetch": ([_EXECUTOR, POINTER(CFetchItem), c_int64, _EVENT], c_int64),
     "tf_finish_update": ([_EXECUTOR, c_int64, POINTER(c_void_p)], None),
 }
-_BLOCKING: dict[str, tuple[list[object], object]] = {
+_BLOCKING: Signatures = {
     "tf_event_wait": ([_EVENT], c_int32),
     "tf_executor_close": ([_EXECUTOR], None),
     "tf_executor_free_slots": ([_EXECUTOR], None),
@@ -180,11 +180,9 @@ class ExecutorLibrary:
 
     def __init__(self, path: Path) -> None:
         for library, functions in ((ctypes.PyDLL(str(path)), _QUICK), (ctypes.CDLL(str(path)), _BLOCKING)):
-            for name, (arguments, result) in functions.items():
-                function = getattr(library, name)
-                function.argtypes = arguments
-                function.restype = result
-                setattr(self, name, function)
+            declare(library, functions)
+            for name in functions:
+                setattr(self, name, getattr(library, name))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(name)

@@ -55,7 +55,8 @@ class CPacking(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[list[object], object]] = {
+Signatures = dict[str, tuple[list[object], object]]  # by name: types of the arguments and of the result
+_SIGNATURES: Signatures = {
     "tf_update": ([POINTER(CSegment), c_int64], None),
     "tf_sum_squares": ([POINTER(c_void_p), POINTER(c_int64), POINTER(c_int32), c_int64, POINTER(c_double)], None),
     "tf_accumulate": ([c_void_p, c_void_p, c_int32, c_int64], None),
@@ -129,9 +130,7 @@ def open_library(path: Path | None) -> Loaded:
         )
     try:
         library = ctypes.CDLL(str(path))
-        for name, (arguments, result) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
+        declare(library, _SIGNATURES)
     except (OSError, AttributeError) as error:
         return Loaded(None, path, f"{path.name} does not load: {error}")
     found = library.tf_api_version(), library.tf_segment_size(), library.tf_packing_size()
@@ -142,6 +141,14 @@ def open_library(path: Path | None) -> Loaded:
     if names != sorted(RULES, key=lambda name: RULES[name].code):
         return Loaded(None, path, f"{path.name} has the update rules {', '.join(names)}, not {', '.join(RULES)}")
     return Loaded(library, path, None)
+
+
+def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
+    """Sets the types of functions. Raises AttributeError if the library does not have one of them."""
+    for name, (arguments, result) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = result
 
 
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:

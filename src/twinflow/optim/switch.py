@@ -38,7 +38,6 @@ from twinflow.zero.compression import (
     Exchange,
     Exchanges,
     VarianceWatch,
-    check_groups,
     default_window,
     floor_of,
     raised,
@@ -62,7 +61,9 @@ class Switch:
     def __init__(self, optimizer: Outcomes, compression: Compression) -> None:
         self._optimizer = optimizer
         self._compression = compression
-        self._b1 = check_groups(optimizer.param_groups)
+        betas = {numbers(group, "betas")[0] for group in optimizer.param_groups}
+        refuse("1-bit Adam", {"betas": len(betas) > 1}, betas=", ".join(map(str, sorted(betas))))
+        self._b1 = betas.pop()  # decay of the first moment
         window = compression.freeze_window or default_window(numbers(optimizer.param_groups[0], "betas")[1])
         self._every = max(1, window // LOOKS)
         self._watch = VarianceWatch(max(1, window // self._every), compression.freeze_threshold)

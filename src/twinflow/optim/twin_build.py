@@ -56,9 +56,17 @@ class StateKind:
     tuning: Tuning = field(default_factory=Tuning)
 
     def nbytes(self, plan: BucketPlan) -> int:
-        """Bytes of a bucket's state in its place."""
+        """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
+
+        A user's optimizer counts as fp32 with two states.
+        """
+        if self.rule is None:
+            return int(formats.state_bytes("fp32").host * plan.numel)
+        num_states = 0 if self.is_stateless else sum(name is not None for name in self.rule.states)
+        keeps_weights = self.keeps_weights or not plan.can_alias
+        each = formats.state_bytes(self.format, _NAMES[plan.dtype], keeps_weights, num_states)
         extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
-        return state_bytes(self.rule, self.format, plan, not self.is_stateless, self.keeps_weights) + extra
+        return int(getattr(each, plan.place) * plan.numel) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
         """The updater of each place."""
@@ -79,32 +87,12 @@ class StateKind:
         }
 
 
-def state_bytes(
-    rule: Rule | None, format: str, plan: BucketPlan, keeps_states: bool = True, keeps_weights: bool = False
-) -> int:
-    """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
-
-    A user's optimizer (`rule=None`) counts as fp32 with two states.
-    """
-    if rule is None:
-        return int(formats.state_bytes("fp32").host * plan.numel)
-    num_states = sum(name is not None for name in rule.states) if keeps_states else 0
-    keeps_weights = keeps_weights or not plan.can_alias
-    each = formats.state_bytes(format, _NAMES[plan.dtype], keeps_weights, num_states)
-    return int(getattr(each, plan.place) * plan.numel)
-
-
 @dataclass(frozen=True)
 class Free:
     """Free memory before the optimizer allocates any."""
 
     device_bytes: int | None  # None if the model is on the CPU
     host_bytes: int  # 0 if it is not known
-
-    def less(self, device_bytes: int) -> Free:
-        """The free memory after `device_bytes` more were allocated on the device."""
-        left = None if self.device_bytes is None else max(0, self.device_bytes - device_bytes)
-        return Free(left, self.host_bytes)
 
 
 def find_room(params: Sequence[Param], team: Team | None) -> Free:
@@ -207,7 +195,8 @@ def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
     """The settings, with those fields set that depend on the memory that is free beside state of these sizes."""
-    left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
+    resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
+    left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
     flat_bytes = tuning.flat_bytes  # the user's value, or the smaller of a fixed size and an eighth of free memory
     if flat_bytes is None:

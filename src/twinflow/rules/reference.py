@@ -38,21 +38,18 @@ def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
     """The sum of squares of each tensor in fp64. Each chunk is summed in 16 lanes, in order. Then the second half of
     the lanes is added to the first half until one lane is left.
     """
-    return [_sum_squares(tensor) for tensor in tensors]
-
-
-def _sum_squares(tensor: Tensor) -> float:
-    x = flush(tensor.reshape(-1).float()).double()
-    total = 0.0
-    for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
-        rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
-        # cumsum adds the rows in order. sum() would add them pairwise.
-        lanes = rows.square().cumsum(0)[-1]
-        while lanes.numel() > 1:
-            half = lanes.numel() // 2
-            lanes = lanes[:half] + lanes[half:]
-        total += lanes.item()
-    return total
+    totals = [0.0] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        x = flush(tensor.reshape(-1).float()).double()
+        for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
+            rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
+            # cumsum adds the rows in order. sum() would add them pairwise.
+            lanes = rows.square().cumsum(0)[-1]
+            while lanes.numel() > 1:
+                half = lanes.numel() // 2
+                lanes = lanes[:half] + lanes[half:]
+            totals[i] += lanes.item()
+    return totals
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,13 +34,12 @@ from torch import Tensor
 
 from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
-from twinflow.conflicts import refuse
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
-from twinflow.rules.rule import Options, number, numbers
+from twinflow.rules.rule import number, numbers
 from twinflow.state_dict import float_of, int_of, value_of
 
 THRESHOLD = 0.96
@@ -164,19 +163,15 @@ class Exchanges:
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
-            rate, decay = step_size(options), number(options, "lr") * number(options, "weight_decay")
+            lr, b2, steps = number(options, "lr"), numbers(options, "betas")[1], int(number(options, "second_step"))
+            # the factor of momentum * 2**k in a step; the bias correction of the first moment is 1 after the switch
+            rate, decay = lr * math.sqrt(1.0 - b2**steps), lr * number(options, "weight_decay")
             if rate <= 0.0:
                 continue
             where = slice(piece.offset, piece.offset + piece.numel)
             moved = before[where].mul(1.0 - decay).sub_(after[where])
             moved.mul_(own.exponents[where] != 0)
             own.error[where].add_(moved, alpha=self.b1 / rate)
-
-
-def step_size(options: Options) -> float:
-    """The factor of momentum * 2**k in a step. After the switch, the bias correction of the first moment is 1."""
-    second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
-    return number(options, "lr") * second
 
 
 def floor_of(total: float, count: float) -> float:
@@ -198,10 +193,3 @@ def rounded_variance(exponents: Tensor) -> Tensor:
     """The second moment that belongs to these exponents."""
     inverse = two_to(exponents, -1)
     return torch.where(exponents != 0, inverse * inverse, 0.0)
-
-
-def check_groups(groups: Sequence[Options]) -> float:
-    """The decay of the first moment. Raises ValueError if it differs between groups."""
-    betas = {numbers(group, "betas")[0] for group in groups}
-    refuse("1-bit Adam", {"betas": len(betas) > 1}, betas=", ".join(map(str, sorted(betas))))
-    return betas.pop()
