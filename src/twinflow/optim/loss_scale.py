@@ -69,7 +69,7 @@ def dynamic(
     raise_at_min: bool = True,
 ) -> LossScale:
     """A dynamic scale that starts at 2**`initial_power`. The defaults are those of DeepSpeed's `fp16` section."""
-    _check_whole("initial_power", initial_power, 0, 127)  # the scaled loss is fp32, which ends at 2**128
+    _check_whole("initial_power", initial_power, 0, 127)  # the scaled loss is fp32, which is below 2**128
     return LossScale(
         scale=2.0**initial_power,
         dynamic=True,

@@ -74,10 +74,11 @@ class Switch:
         for bucket in buckets if self._optimizer.can_compress else ():
             where, whole = bucket.members[0].local.device, bucket.gathered.numel
             exponents = torch.zeros(whole, dtype=torch.uint8, device=where)
-            told = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
+            published = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
             row_bytes = code_named(self._compression.code).row_bytes(bucket.plan.numel)
-            said = torch.zeros(whole // bucket.plan.numel, row_bytes, dtype=torch.uint8, device=where)
-            self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told, said)
+            sent_codes = torch.zeros(whole // bucket.plan.numel, row_bytes, dtype=torch.uint8, device=where)
+            error = torch.zeros(whole, device=where)
+            self._reserved[bucket.plan.index] = Exchange(exponents, error, published, sent_codes)
 
     @property
     def _team(self) -> Team:
@@ -149,7 +150,7 @@ class Switch:
             own.exponents.copy_(whole)
             own.error.copy_(self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(()))
             for param, piece in zip(bucket.params, bucket.slices, strict=True):
-                own.told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
+                own.published[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
         team.set_exchanges(Exchanges(code_named(self._compression.code), self._b1, self._reserved))
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:

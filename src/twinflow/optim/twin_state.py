@@ -215,10 +215,12 @@ def restore(
     for param in runtime.params:
         for bucket, i in _pieces(param):
             is_known = param.name in known
-            before = _weights_on_host(bucket, i) if bucket.offloads_params and weights_win else None
+            piece, before = bucket.slices[i], None
+            if bucket.offloads_params and weights_win:  # offloaded weights are part of the state
+                host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
+                before = host[piece.offset : piece.offset + piece.numel].clone()
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
-                piece = bucket.slices[i]
                 values = source.cut(param.name, param.first + piece.start, piece.numel)
                 if param.is_sharded:
                     values = {key: value for key, value in values.items() if not key.endswith("_scale")}
@@ -247,13 +249,6 @@ def restore(
         reconfigure.hold_back(runtime, runtime.steps.num_jobs)
     if switch is not None:
         switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
-
-
-def _weights_on_host(bucket: Bucket, index: int) -> Tensor:
-    """A copy of a slice's offloaded weights, which are part of the state."""
-    piece = bucket.slices[index]
-    host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
-    return host[piece.offset : piece.offset + piece.numel].clone()
 
 
 def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
@@ -415,30 +410,19 @@ def _check_entries(
                 f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0. Pass a state that "
                 "state_dict() has returned."
             )
-        shapes = source.shapes(name)
-        for key in _needed(rule, groups[own[name].group]):
+        shapes, param = source.shapes(name), own[name]
+        needed = ["master"]
+        if rule is not None and rule.keeps_states(groups[param.group]):
+            needed += [state for state in rule.states if state]
+        for key in needed:
             if key not in shapes:
                 raise ValueError(
                     f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape. Pass a "
                     "state that state_dict() has returned."
                 )
+        is_part = param.is_sharded or shard_of(param.tensor) is not None  # its scales may be those of the whole
         for key, shape in shapes.items():
-            wanted = _shape(own[name], key)
-            if key != "step" and wanted is not None and shape != wanted:
+            is_scale = key.endswith("_scale")
+            wanted: tuple[int, ...] = (-(-param.tensor.numel() // BLOCK),) if is_scale else tuple(param.tensor.shape)
+            if key != "step" and shape != wanted and not (is_scale and is_part):
                 raise invalid_value(f"state_dict: shape of {name} {key}", shape, [wanted])
-
-
-def _needed(rule: Rule | None, group: Mapping[str, object]) -> list[str]:
-    """The tensors that an entry must have."""
-    if rule is None or not rule.keeps_states(group):
-        return ["master"]
-    return ["master", *(name for name in rule.states if name is not None)]
-
-
-def _shape(param: Param, key: str) -> tuple[int, ...] | None:
-    """The expected shape of a tensor in an entry; None for scales of a part, which may be those of the whole."""
-    if not key.endswith("_scale"):
-        return tuple(param.tensor.shape)
-    if param.is_sharded or shard_of(param.tensor) is not None:
-        return None
-    return (-(-param.tensor.numel() // BLOCK),)

@@ -116,8 +116,8 @@ class Exchange:
 
     exponents: Tensor  # k + 127 for the whole bucket; 0 for elements that never had a gradient
     error: Tensor  # error of the whole bucket, in units of weight change / learning rate
-    told: Tensor  # weights of this rank's part, as all ranks have them
-    said: Tensor  # the last codes that this rank has sent, one row for each owner
+    published: Tensor  # weights of this rank's part, as all ranks have them
+    sent_codes: Tensor  # the last codes that this rank has sent, one row for each owner
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class Exchanges:
         """
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
-        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
+        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.sent_codes))
         part.mul_(scale)
 
     def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
@@ -142,7 +142,7 @@ class Exchanges:
         own = self.of[bucket.plan.index]
         pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
         wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
-        take_back(self.code, own.error, own.said, own.exponents, wheres)
+        take_back(self.code, own.error, own.sent_codes, own.exponents, wheres)
 
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """Sends weight changes. `flat` has the published weights, with new ones in this rank's part.
@@ -152,10 +152,10 @@ class Exchanges:
         own = self.of[bucket.plan.index]
         here = own_part(group, flat)
         new = here.clone()
-        here.copy_(own.told)
+        here.copy_(own.published)
         before = flat.to(torch.float32, copy=True)
         publish(group, flat, new, Coding(self.code, own.exponents))
-        own.told.copy_(here)
+        own.published.copy_(here)
         self._share_momentum(own, bucket, before, flat, job)
 
     def _share_momentum(self, own: Exchange, bucket: Bucket, before: Tensor, after: Tensor, job: Job) -> None:
