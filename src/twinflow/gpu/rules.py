@@ -13,7 +13,7 @@ import triton.language as tl
 
 from twinflow.gpu.codecs import bits, is_nan, value
 
-TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/numerics.py
+TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/rules.py
 
 
 @triton.jit

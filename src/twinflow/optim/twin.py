@@ -180,7 +180,7 @@ class TwinOptimizer(Outcomes):
         )
         self._settings = checks.check_settings(given, self.model)
         checks.check_model(self.model, zero)
-        checks.check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
+        checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # switch to compressed communication
         if zero is not None and zero.compression is not None:

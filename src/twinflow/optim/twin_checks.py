@@ -228,12 +228,7 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
 
 
 def check_param_offload(
-    settings: Settings,
-    model: nn.Module | None,
-    ratio: float | str,
-    tuning: Tuning,
-    zero: Zero | None,
-    rule: Rule | None,
+    settings: Settings, model: nn.Module | None, ratio: float | str, zero: Zero | None, rule: Rule | None
 ) -> None:
     """Raises ValueError for options that conflict with `offload_params`."""
     if not settings.offload_params:
@@ -244,10 +239,10 @@ def check_param_offload(
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
         "ratio": ratio != 1.0,
-        "streamed": tuning.streamed,
+        "streamed": settings.tuning.streamed,
         "delayed_update": settings.delayed_update,
     }
-    refuse("Weights on the host", found, ratio=ratio, streamed=tuning.streamed, rules=", ".join(RULES))
+    refuse("Weights on the host", found, ratio=ratio, streamed=settings.tuning.streamed, rules=", ".join(RULES))
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twinflow.rules.numerics import fp32
+from twinflow.rules.rules import fp32
 
 FORMATS = ("fp32", "bf16", "int8")
 BLOCK = 128

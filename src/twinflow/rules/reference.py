@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twinflow.rules.numerics import flush, fp32
+from twinflow.rules.rules import flush, fp32
 from twinflow.rules.segment import Segment, decode_master, decode_state, encode_master, encode_state
 
 _SLICE = 1 << 20  # elements per operation, a multiple of 128; it limits the size of temporaries

@@ -1,16 +1,22 @@
 """The update rules. Each rule is declared as a `Rule` record, with two functions.
 
-`hyper` computes the scalars of a step. `apply` makes one step with fp32 tensors and is the reference of the kernels.
+`hyper` computes the scalars of a step and rounds each of them once to fp32. `apply` makes one step with fp32 tensors
+and is the reference of the kernels.
+
+Why flushing is part of the rules: on x86, arithmetic on subnormal numbers is many times slower, and the momentum of
+unused embedding rows decays into that range. With a hardware flush mode alone, results would depend on the machine.
+Therefore each rule defines the flushing: states and weights below 2**-100 (8e-31) in magnitude become +0, on every
+machine and in these references. The note in csrc/rules.h shows why the native kernels may then use the hardware's mode.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinflow.errors import invalid_value
-from twinflow.rules.numerics import TINY, flush, flush_positive, fp32, sqrt
 from twinflow.rules.rule import (
     BETAS,
     DIFFERENTIABLE,
@@ -33,6 +39,29 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
     from torch import Tensor
 
     Updated = tuple[Tensor, Tensor | None, Tensor | None]  # the new weight and the new states
+
+TINY = 2.0**-100
+
+
+def flush(x: Tensor) -> Tensor:
+    """`x` with all values below `TINY` in magnitude replaced by +0. NaN stays."""
+    return x.masked_fill(x.abs() < TINY, 0.0)
+
+
+def flush_positive(x: Tensor) -> Tensor:
+    """`flush` for numbers that are never negative."""
+    return x.masked_fill(x < TINY, 0.0)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded square root, as in hardware. torch's square root is not correctly rounded with MKL."""
+    return x.double().sqrt().float()
+
+
+def fp32(x: float) -> float:
+    """`x` rounded to fp32. Kernels and references compute with these scalars."""
+    return ctypes.c_float(x).value
+
 
 # Adam and AdamW.
 #
