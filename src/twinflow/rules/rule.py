@@ -86,20 +86,7 @@ def numbers(options: Options, name: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-# Options of most rules.
-BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
-EPS = Option("eps", 1e-8, "added to the divisor")
 MAXIMIZE = Option("maximize", False, "maximize the objective instead of minimizing it", Values.FLAG)
-
-
-def learning_rate(default: float, in_config: float | None = None) -> Option:
-    """The option `lr`. `in_config`: DeepSpeed's default, if it differs."""
-    return Option("lr", default, "learning rate", in_config=in_config)
-
-
-def weight_decay(default: float = 0.0) -> Option:
-    """The option `weight_decay`. DeepSpeed's default is 0 for every rule."""
-    return Option("weight_decay", default, "weight decay", in_config=0.0)
 
 
 @dataclass(frozen=True)
@@ -112,13 +99,6 @@ class OtherKey:
     default: bool
     text: str  # reason why it has no effect, or what to use instead
     is_refused: bool = False
-
-
-SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always set to None")
-FP32_STATES = OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True)
-DIFFERENTIABLE = OtherKey(
-    "differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True
-)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: there is one record per rule

@@ -17,23 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twinflow.errors import invalid_value
-from twinflow.rules.rule import (
-    BETAS,
-    DIFFERENTIABLE,
-    EPS,
-    FP32_STATES,
-    SET_GRAD_NONE,
-    Hyper,
-    Option,
-    Options,
-    OtherKey,
-    Rule,
-    Values,
-    learning_rate,
-    number,
-    numbers,
-    weight_decay,
-)
+from twinflow.rules.rule import Hyper, Option, Options, OtherKey, Rule, Values, number, numbers
 
 if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
@@ -41,6 +25,12 @@ if TYPE_CHECKING:  # reading a config imports the rules, and must not import tor
     Updated = tuple[Tensor, Tensor | None, Tensor | None]  # the new weight and the new states
 
 TINY = 2.0**-100
+
+# Options of several rules, and keys of other libraries.
+BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
+EPS = Option("eps", 1e-8, "added to the divisor")
+DECAY = Option("weight_decay", 0.0, "weight decay", in_config=0.0)  # DeepSpeed's default is 0 for every rule
+FP32_STATES = OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True)
 
 
 def flush(x: Tensor) -> Tensor:
@@ -126,7 +116,7 @@ ADAMW = Rule(
     code=0,
     states=("exp_avg", "exp_avg_sq"),
     formats=("fp32", "bf16", "int8"),
-    options=(learning_rate(1e-3), BETAS, EPS, weight_decay(1e-2)),
+    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, replace(DECAY, default=1e-2)),
     num_scalars=7,
     hyper=adamw_hyper,
     apply=adamw_apply,
@@ -140,7 +130,7 @@ ADAM = replace(
     name="adam",
     title="Adam",
     code=1,
-    options=(learning_rate(1e-3), BETAS, EPS, weight_decay()),
+    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, DECAY),
     hyper=adam_hyper,
     apply=adam_apply,
     torch_class="Adam",
@@ -174,9 +164,9 @@ ADAGRAD = Rule(
     states=(None, "sum"),
     formats=("fp32", "bf16"),
     options=(
-        learning_rate(1e-2),
+        Option("lr", 1e-2, "learning rate"),
         Option("lr_decay", 0.0, "decay of the learning rate"),
-        weight_decay(),
+        DECAY,
         Option("initial_accumulator_value", 0.0, "initial value of the sum of squares", Values.START),
         Option("eps", 1e-10, "added to the divisor"),
     ),
@@ -218,14 +208,14 @@ LION = Rule(
     states=("exp_avg", None),
     formats=("fp32", "bf16"),
     options=(
-        learning_rate(1e-4, in_config=1e-3),
+        Option("lr", 1e-4, "learning rate", in_config=1e-3),
         Option("betas", (0.9, 0.99), "decay of the direction and of the momentum", Values.BETAS, (0.9, 0.999)),
-        weight_decay(),
+        DECAY,
     ),
     num_scalars=4,
     hyper=lion_hyper,
     apply=lion_apply,
-    other_keys=(SET_GRAD_NONE, FP32_STATES),
+    other_keys=(OtherKey("set_grad_none", True, "gradients are always set to None"), FP32_STATES),
     train={"lr": 3e-4, "weight_decay": 0.3, "betas": (0.9, 0.99)},
     is_normalized=True,
 )
@@ -277,10 +267,10 @@ SGD = Rule(
     states=("momentum_buffer", None),
     formats=("fp32", "bf16"),
     options=(
-        learning_rate(1e-3),
+        Option("lr", 1e-3, "learning rate"),
         Option("momentum", 0.0, "decay of the momentum"),
         Option("dampening", 0.0, "the momentum takes (1 - dampening) of the gradient", Values.NUMBER),
-        weight_decay(),
+        DECAY,
         Option("nesterov", False, "Nesterov momentum: needs momentum > 0 and dampening 0", Values.FLAG),
     ),
     num_scalars=5,
@@ -288,7 +278,9 @@ SGD = Rule(
     apply=sgd_apply,
     check_together=check_nesterov,
     torch_class="SGD",
-    other_keys=(DIFFERENTIABLE,),
+    other_keys=(
+        OtherKey("differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True),
+    ),
     state_option="momentum",
     train={"lr": 0.1, "momentum": 0.9},
 )
