@@ -235,7 +235,8 @@ def lower_half(master: Tensor, upper: Tensor) -> Tensor:
     return torch.where(is_near(master, upper), difference, 0).to(torch.int16)
 
 
-# Saved states, in any of twinflow's formats or torch.optim's. One that does not fit raises ValueError before a change.
+# Saved states, in a format of twinflow or of torch.optim. A state that does not fit raises ValueError before the
+# optimizer changes.
 
 
 def check_saved_groups(

@@ -135,7 +135,9 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
 
 
 def _check_members(groups: Sequence[ParamEntry], model: nn.Module) -> None:
-    """Raises ValueError if no parameter of the groups belongs to the model. Some others are allowed, e.g. of a loss."""
+    """Raises ValueError if no parameter of the groups belongs to the model. Some may belong to another module, such as
+    a loss.
+    """
     entries = [entry for group in groups for entry in (group["params"] if isinstance(group, dict) else [group])]
     members = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # torch allows pairs with a name
     known = set(model.parameters())

@@ -123,8 +123,8 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each element the factor that scales its block into the range up to `top`, and for each block the inverse
-    scale.
+    """Returns for each element the factor that scales its block into the range up to `top`, and for each block the
+    inverse of this factor, by which decoding multiplies.
 
     Both are NaN for a block with an infinity or a NaN. Its codes are 0, and are decoded to NaN.
     """
