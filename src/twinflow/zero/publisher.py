@@ -179,7 +179,7 @@ class Publisher(RankThread):
         return stream.record()
 
     def _copies(self, bucket: Bucket, group: Group) -> Copies:
-        """Views of a bucket's parameters and of the flat buffer. They are made again if a parameter has other memory."""
+        """Views of a bucket's parameters and of the flat buffer. They are made again if a parameter has moved."""
         addresses = [param.tensor.data_ptr() for param in bucket.members]
         found = self._kept.get(bucket.plan.index)
         if found is not None and found.addresses == addresses:
