@@ -203,11 +203,20 @@ class Reducer(RankThread):
         part = executor.take_flat(bucket.plan, stream, is_own=True)
         stream.wait(task.ready, REDUCE_READY)
         norm = None if executor.sums_on_host else self._norms[bucket.plan.index]
-        exchanges = self._wire.exchanges()
-        work = partial(_sum, self._wire, part, whole)
-        if exchanges is not None:
-            work = partial(exchanges.reduce, self._wire.group, bucket, part, whole, task.job)
-        stream.run(partial(_do_and_measure, work, part, norm), span="reduce", bucket=bucket.plan.index)
+        wire, job, exchanges = self._wire, task.job, self._wire.exchanges()
+
+        def reduce() -> None:
+            if exchanges is not None:
+                exchanges.reduce(wire.group, bucket, part, whole, job)
+            else:
+                if wire.predivide != 1.0:
+                    whole.mul_(1.0 / wire.predivide)
+                sum_parts = wire.group.reduce_scatter if wire.is_partitioned else wire.group.all_reduce
+                sum_parts(part, whole, wire.dtype or whole.dtype)
+            if norm is not None:
+                pack_gradients.measure(norm, part)
+
+        stream.run(reduce, span="reduce", bucket=bucket.plan.index)
         task.ready = stream.record()
         task.flat, task.sources = part, [(0, part)]
         task.present = list(range(len(bucket.slices)))
@@ -275,22 +284,6 @@ class Reducer(RankThread):
 def _last_block_first(bucket: Bucket) -> tuple[int, int]:
     """Sort key: backward starts with the last block, and parameters outside all blocks are complete at the end."""
     return (0 if bucket.plan.block == ROOT else -1 - bucket.plan.block), -bucket.plan.index
-
-
-def _sum(wire: Wire, part: Tensor, whole: Tensor) -> None:
-    if wire.predivide != 1.0:
-        whole.mul_(1.0 / wire.predivide)
-    dtype = wire.dtype or whole.dtype
-    if wire.is_partitioned:
-        wire.group.reduce_scatter(part, whole, dtype)
-    else:
-        wire.group.all_reduce(part, whole, dtype)
-
-
-def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None) -> None:
-    work()
-    if norm is not None:
-        pack_gradients.measure(norm, part)
 
 
 def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
