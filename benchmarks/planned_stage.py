@@ -200,7 +200,7 @@ def buffers_of(engine: PipelineEngine) -> dict[str, float]:
         "sums": sum(_size(one) for one in runtime.collector._sums.values()),
         "waiting": runtime.executor.flats.num_bytes,
         "states": sum(bucket.nbytes for bucket in on_device),
-        "whole": 0 if shared is None else shared._reducer._flats.num_bytes,
+        "whole": 0 if shared is None else shared._flats.num_bytes,
         "published": 0 if shared is None else _size(shared._publisher._raw),
     }
 

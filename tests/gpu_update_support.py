@@ -23,9 +23,8 @@ from torch import Tensor
 from twinflow import native
 from twinflow.gpu import FusedUpdate, Numbers, Piece
 from twinflow.rules import RULES, Rule, reference
-from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import BLOCK, join, rounding_key
-from twinflow.rules.segment import Segment, Store, new_states
+from twinflow.rules.segment import FLOATS, Segment, Store, new_states
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RULE_FORMATS = [(rule.name, format) for rule in RULES.values() for format in rule.formats]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS
-from twinflow.rules.segment import Store, encode_state, new_store
+from twinflow.rules.segment import FLOATS, Store, encode_state, new_store
 
 # One set of options for all rules: each reads its own.
 OPTIONS: dict[str, Any] = {name: value for rule in RULES.values() for name, value in rule.defaults.items()}

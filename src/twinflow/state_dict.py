@@ -1,8 +1,8 @@
 """State dicts and param groups: mappings with values of several types, checked access to the values, and entries of
 state that are read when they are saved.
 
-Values from users and files are checked before use, with errors that contain a remedy (optim/saved.py,
-optim/twin_state_checks.py). The functions here raise TypeError for a value of the wrong type.
+Values from users and files are checked before use, with errors that contain a remedy (optim/host.py,
+optim/twin_state.py). The functions here raise TypeError for a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import SupportsFloat, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
+
+from twinflow.errors import invalid_value
 
 StateDict = dict[str, object]
 ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of the argument `params` of torch.optim
@@ -72,6 +74,18 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     if len(found) != len(groups):
         raise TypeError("All items of param_groups must be dicts, but one is not.")
     return found
+
+
+def check_group_sizes(
+    state_dict: Mapping[str, object], own: Sequence[Mapping[str, object]]
+) -> list[Mapping[str, object]]:
+    """The saved param groups. Raises ValueError if their numbers of parameters differ from those of `own`."""
+    groups = saved_groups(state_dict)
+    sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
+    if sizes != own_sizes:
+        remedy = "Build the optimizer with the same groups as when the state was saved."
+        raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
+    return groups
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:

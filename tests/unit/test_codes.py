@@ -15,7 +15,7 @@ from support import in_pairs
 from torch import Tensor
 
 from twinflow.codes import BLOCK, CODES, Code, code_named, reference
-from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import FLOATS
 
 SIZES = (1, 2, 7, 128, 4095, 4096, 4097, 8193)
 EVERY_CODE = pytest.mark.parametrize("code", CODES.values(), ids=lambda code: code.name)

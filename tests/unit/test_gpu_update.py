@@ -25,7 +25,7 @@ from twinflow.gpu.update import _tile_table
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.plan import RESIDENT
 from twinflow.offload.settings import Tuning
-from twinflow.optim.state_kind import StateKind
+from twinflow.optim.twin_build import StateKind
 from twinflow.rules import RULES, formats, reference
 from twinflow.rules.segment import Segment, new_store
 

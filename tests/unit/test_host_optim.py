@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
-from twinflow.optim.host import HOST_OPTIMIZERS
-from twinflow.optim.master import full_master
+from twinflow.optim.host import HOST_OPTIMIZERS, full_master
 from twinflow.rules import Rule
 from twinflow.rules.segment import Store, decode_state
 

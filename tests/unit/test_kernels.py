@@ -26,10 +26,9 @@ from support import (
 
 from twinflow import native
 from twinflow.rules import RULES, Rule, formats, reference
-from twinflow.rules.checks import FLOATS
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.rule import Hyper
-from twinflow.rules.segment import Segment, Store, new_store
+from twinflow.rules.segment import FLOATS, Segment, Store, new_store
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
 THREADS = sorted({1, 2, 3, os.cpu_count() or 4})

@@ -20,7 +20,7 @@ from twinflow.codes import reference
 from twinflow.codes.code import BLOCK, CODES, Code
 from twinflow.native import packing
 from twinflow.native.library import open_library
-from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import FLOATS
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not installed")
 THREADS = sorted({1, 2, 3, os.cpu_count() or 4})

@@ -9,7 +9,7 @@ import torch
 from support import OPTIONS
 
 from twinflow.rules import RULES
-from twinflow.rules.numerics import flush, sqrt
+from twinflow.rules.rules import flush, sqrt
 
 TORCH = sorted(name for name, rule in RULES.items() if rule.torch_class is not None)
 

@@ -32,7 +32,7 @@ from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, activation_bytes, count_params
 from twinflow.offload.plan import HOST, RESIDENT, BucketPlan
-from twinflow.optim.state_kind import state_bytes
+from twinflow.optim.twin_build import StateKind
 from twinflow.rules import RULES
 
 GB = 10**9
@@ -244,7 +244,7 @@ def test_state_is_counted_as_the_optimizer_allocates_it(rule: str, states: str, 
     run = replace(case_of(asked, engine_config(asked, "fp32")).run, states=states)
     for place, size in ((HOST, run.size.host), (RESIDENT, run.size.resident)):
         bucket = BucketPlan(0, 0, dtype, (), numel, place)
-        assert size * numel == pytest.approx(state_bytes(RULES[rule], states, bucket))
+        assert size * numel == pytest.approx(StateKind(RULES[rule], None, states).nbytes(bucket))
 
 
 @pytest.mark.parametrize(

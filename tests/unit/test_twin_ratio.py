@@ -493,7 +493,7 @@ def test_autograd_sees_that_weights_have_changed() -> None:
 
 
 def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinflow.optim import twin as module
+    from twinflow.optim import twin_build as module
     from twinflow.optim.twin_build import Free
 
     numel = sum(p.numel() for p in gpt().parameters())

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from twinflow.gpu.codecs import bits, is_nan, value
 
-TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/numerics.py
+TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/rules.py
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def lion(g, p, m, hyper):
 
 @triton.jit
 def sgd(g, p, m, hyper):
-    """SGD. The weight is computed in fp64, and so is the momentum, except in the plain form of SGD (rules/sgd.py)."""
+    """SGD. The weight is computed in fp64, and so is the momentum, except in the plain form of SGD (rules/rules.py)."""
     keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
     weight = p.to(tl.float64)
     momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)

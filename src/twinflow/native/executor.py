@@ -15,118 +15,81 @@ from pathlib import Path
 from typing import Any
 
 from twinflow.errors import wrong_state
-from twinflow.native.library import load
+from twinflow.native.library import Signatures, declare, fields, load
 
 
 class CSettings(Structure):
-    _fields_ = (
-        ("device", c_int32),
-        ("holds_on_host", c_int32),
-        ("sums_on_host", c_int32),
-        ("is_external", c_int32),
-        ("slot_bytes", c_int64),
-        ("num_slots", c_int32),
-        ("num_weight_slots", c_int32),
+    _fields_ = fields(
+        (c_int32, "device holds_on_host sums_on_host is_external"),
+        (c_int64, "slot_bytes"),
+        (c_int32, "num_slots num_weight_slots"),
     )
 
 
 class CSlice(Structure):
-    _fields_ = (
-        ("offset", c_int64),
-        ("numel", c_int64),
-        ("first_index", c_int64),
-        ("target", c_void_p),
-        ("group", c_int32),
-        ("param", c_uint32),
+    _fields_ = fields(
+        (c_int64, "offset numel first_index"),
+        (c_void_p, "target"),
+        (c_int32, "group"),
+        (c_uint32, "param"),
     )
 
 
 class CBucket(Structure):
-    _fields_ = (
-        ("numel", c_int64),
-        ("layout", c_int64),
-        ("slices", POINTER(CSlice)),
-        ("steps", POINTER(c_int64)),
-        ("num_slices", c_int32),
-        ("type", c_int32),
-        ("rule", c_int32),
-        ("format", c_int32),
-        ("is_split", c_int32),
-        ("is_shared", c_int32),
-        ("has_weight_slots", c_int32),
+    _fields_ = fields(
+        (c_int64, "numel layout"),
+        (POINTER(CSlice), "slices"),
+        (POINTER(c_int64), "steps"),
+        (c_int32, "num_slices type rule format is_split is_shared has_weight_slots"),
     )
 
 
 class CPointers(Structure):
-    _fields_ = (("weight", c_void_p), ("master", c_void_p), ("state", c_void_p * 2), ("scale", c_void_p * 2))
+    _fields_ = fields((c_void_p, "weight master"), (c_void_p * 2, "state scale"))
 
 
 class CJob(Structure):
-    _fields_ = (
-        ("number", c_int64),
-        ("scale", c_double),
-        ("max_norm", c_double),
-        ("skips", c_int32),
-        ("has_limits", c_int32),
-        ("is_delayed", c_int32),
-        ("is_part", c_int32),
-        ("runs_ahead", c_int32),
+    _fields_ = fields(
+        (c_int64, "number"),
+        (c_double, "scale max_norm"),
+        (c_int32, "skips has_limits is_delayed is_part runs_ahead"),
     )
 
 
 class CHyper(Structure):
-    _fields_ = (("step", c_int64), ("group", c_int32), ("sign", c_float), ("hyper", c_float * 7))
+    _fields_ = fields((c_int64, "step"), (c_int32, "group"), (c_float, "sign"), (c_float * 7, "hyper"))
 
 
 class CSource(Structure):
-    _fields_ = (("from_", c_void_p), ("offset", c_int64), ("numel", c_int64))
+    _fields_ = fields((c_void_p, "from_"), (c_int64, "offset numel"))
 
 
 class CDecision(Structure):
-    _fields_ = (
-        ("norm", c_double),
-        ("factor", c_double),
-        ("skip", c_int32),
-        ("clipped", c_int32),
-        ("num_ahead", c_int32),
-        ("num_dropped", c_int32),
-        ("num_waiting", c_int32),
-    )
+    _fields_ = fields((c_double, "norm factor"), (c_int32, "skip clipped num_ahead num_dropped num_waiting"))
 
 
 class CUpdateTask(Structure):
-    _fields_ = (
-        ("task", c_int64),
-        ("bucket", c_int64),
-        ("factor", c_double),
-        ("grads", c_void_p),
-        ("weight_slot", c_void_p),
-    )
+    _fields_ = fields((c_int64, "task bucket"), (c_double, "factor"), (c_void_p, "grads weight_slot"))
 
 
 class CFetchItem(Structure):
-    _fields_ = (("bucket", c_int64), ("from_", c_void_p), ("into", c_void_p), ("num_bytes", c_int64))
+    _fields_ = fields((c_int64, "bucket"), (c_void_p, "from_ into"), (c_int64, "num_bytes"))
 
 
 class CCounters(Structure):
-    _fields_ = (
-        ("busy_s", c_double),
-        ("bytes_out", c_int64),
-        ("bytes_back", c_int64),
-        ("bytes_fetched", c_int64),
-        ("num_slots", c_int64),
-        ("num_weight_slots", c_int64),
-        ("num_unlocked", c_int64),
+    _fields_ = fields(
+        (c_double, "busy_s"),
+        (c_int64, "bytes_out bytes_back bytes_fetched num_slots num_weight_slots num_unlocked"),
     )
 
 
 class CSpan(Structure):
-    _fields_ = (("kind", c_int32), ("bucket", c_int32), ("start_s", c_double), ("end_s", c_double))
+    _fields_ = fields((c_int32, "kind bucket"), (c_double, "start_s end_s"))
 
 
 _EXECUTOR = c_void_p
 _EVENT = c_void_p
-_QUICK: dict[str, tuple[list[object], object]] = {
+_QUICK: Signatures = {
     "tf_event_new": ([], _EVENT),
     "tf_event_signal": ([_EVENT, c_int32], None),
     "tf_event_record": ([c_int32, c_void_p], _EVENT),
@@ -187,7 +150,7 @@ _QUICK: dict[str, tuple[list[object], object]] = {
     "tf_fetch": ([_EXECUTOR, POINTER(CFetchItem), c_int64, _EVENT], c_int64),
     "tf_finish_update": ([_EXECUTOR, c_int64, POINTER(c_void_p)], None),
 }
-_BLOCKING: dict[str, tuple[list[object], object]] = {
+_BLOCKING: Signatures = {
     "tf_event_wait": ([_EVENT], c_int32),
     "tf_executor_close": ([_EXECUTOR], None),
     "tf_executor_free_slots": ([_EXECUTOR], None),
@@ -217,11 +180,9 @@ class ExecutorLibrary:
 
     def __init__(self, path: Path) -> None:
         for library, functions in ((ctypes.PyDLL(str(path)), _QUICK), (ctypes.CDLL(str(path)), _BLOCKING)):
-            for name, (arguments, result) in functions.items():
-                function = getattr(library, name)
-                function.argtypes = arguments
-                function.restype = result
-                setattr(self, name, function)
+            declare(library, functions)
+            for name in functions:
+                setattr(self, name, getattr(library, name))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(name)

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from twinflow.errors import invalid_value
 from twinflow.native.library import CSegment, load
-from twinflow.native.library import isa_names as _isa_names
 from twinflow.native.library import set_isa as _set_isa
 from twinflow.native.threads import check_threads
 from twinflow.rules import formats, reference
-from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.segment import Segment, Store, check_segment
+from twinflow.rules.segment import FLOATS, Segment, Store, check_segment, check_tensor
 
 __all__ = [
     "accumulate",
@@ -212,7 +210,7 @@ def isa() -> str:
 def isa_names() -> list[str]:
     """ISA variants that this CPU can run, the fastest first."""
     library = load().library
-    return _isa_names(library) if library is not None else []
+    return library.tf_isa_available().decode().split() if library is not None else []
 
 
 def set_isa(name: str) -> None:

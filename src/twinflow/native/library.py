@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
@@ -24,54 +25,38 @@ API_VERSION = 5
 FILE_NAME = "libtwinflow.so"
 
 
+def fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """The fields of a ctypes structure. Each group has a type and names, as in a declaration of C."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class CSegment(ctypes.Structure):
     """tf_segment of csrc/api.h, field by field."""
 
-    _fields_ = (
-        ("grad", c_void_p),
-        ("weight_in", c_void_p),
-        ("weight", c_void_p),
-        ("master_in", c_void_p),
-        ("master", c_void_p),
-        ("state_in", c_void_p * 2),
-        ("state", c_void_p * 2),
-        ("scale_in", c_void_p * 2),
-        ("scale", c_void_p * 2),
-        ("numel", c_int64),
-        ("first_index", c_int64),
-        ("rule", c_int32),
-        ("format", c_int32),
-        ("grad_type", c_int32),
-        ("weight_type", c_int32),
-        ("split_master", c_int32),
-        ("factor", c_float),
-        ("hyper", c_float * 7),
-        ("key", c_uint32 * 2),
+    _fields_ = fields(
+        (c_void_p, "grad weight_in weight master_in master"),
+        (c_void_p * 2, "state_in state scale_in scale"),
+        (c_int64, "numel first_index"),
+        (c_int32, "rule format grad_type weight_type split_master"),
+        (c_float, "factor"),
+        (c_float * 7, "hyper"),
+        (c_uint32 * 2, "key"),
     )
 
 
 class CPacking(ctypes.Structure):
     """tf_packing of csrc/api.h, field by field."""
 
-    _fields_ = (
-        ("packed", c_void_p),
-        ("values", c_void_p),
-        ("base", c_void_p),
-        ("error", c_void_p),
-        ("exponents", c_void_p),
-        ("num_rows", c_int64),
-        ("numel", c_int64),
-        ("bits", c_int32),
-        ("values_type", c_int32),
-        ("base_type", c_int32),
-        ("is_scaled", c_int32),
-        ("is_added", c_int32),
-        ("factor", c_float),
-        ("base_factor", c_float),
+    _fields_ = fields(
+        (c_void_p, "packed values base error exponents"),
+        (c_int64, "num_rows numel"),
+        (c_int32, "bits values_type base_type is_scaled is_added"),
+        (c_float, "factor base_factor"),
     )
 
 
-_SIGNATURES: dict[str, tuple[list[object], object]] = {
+Signatures = dict[str, tuple[list[object], object]]  # by name: types of the arguments and of the result
+_SIGNATURES: Signatures = {
     "tf_update": ([POINTER(CSegment), c_int64], None),
     "tf_sum_squares": ([POINTER(c_void_p), POINTER(c_int64), POINTER(c_int32), c_int64, POINTER(c_double)], None),
     "tf_accumulate": ([c_void_p, c_void_p, c_int32, c_int64], None),
@@ -145,9 +130,7 @@ def open_library(path: Path | None) -> Loaded:
         )
     try:
         library = ctypes.CDLL(str(path))
-        for name, (arguments, result) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, result
+        declare(library, _SIGNATURES)
     except (OSError, AttributeError) as error:
         return Loaded(None, path, f"{path.name} does not load: {error}")
     found = library.tf_api_version(), library.tf_segment_size(), library.tf_packing_size()
@@ -160,13 +143,17 @@ def open_library(path: Path | None) -> Loaded:
     return Loaded(library, path, None)
 
 
-def isa_names(library: ctypes.CDLL) -> list[str]:
-    """ISA variants that this CPU can run, the fastest first."""
-    names: bytes = library.tf_isa_available()
-    return names.decode().split()
+def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
+    """Sets the types of functions. Raises AttributeError if the library does not have one of them."""
+    for name, (arguments, result) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = result
 
 
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
     """Select the ISA variant of all kernels. `option`: the name for the error message."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise invalid_value(option, name, isa_names(library), "This CPU can run these variants.")
+        raise invalid_value(
+            option, name, library.tf_isa_available().decode().split(), "This CPU can run these variants."
+        )

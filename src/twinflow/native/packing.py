@@ -16,7 +16,9 @@ from twinflow.codes.code import Code
 from twinflow.errors import invalid_value
 from twinflow.native.kernels import DTYPE_CODES, address
 from twinflow.native.library import CPacking, load
-from twinflow.rules.checks import FLOATS, check_tensor
+from twinflow.rules.segment import FLOATS, check_tensor
+
+_DTYPES = {"error": (torch.float32,), "base": FLOATS, "exponents": (torch.uint8,)}
 
 
 def encode(
@@ -35,16 +37,7 @@ def encode(
 
     k + 127 is in `exponents`. The rounding error is stored in `error`. codes/reference.py describes all arguments.
     """
-    check_tensor("values", values, FLOATS)
-    numel = _row_numel(packed, values)
-    _check_packed(code, packed, numel)
-    for name, tensor, dtypes in (
-        ("error", error, (torch.float32,)),
-        ("base", base, FLOATS),
-        ("exponents", exponents, (torch.uint8,)),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, dtypes, values.numel())
+    numel = _check(code, packed, "values", values, error=error, base=base, exponents=exponents)
     if numel == 0:
         return
     library = load().library
@@ -69,16 +62,13 @@ def encode(
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
     """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in order."""
-    check_tensor("out", out, FLOATS)
-    _check_packed(code, packed, out.numel())
-    if exponents is not None:
-        check_tensor("exponents", exponents, (torch.uint8,), out.numel())
-    if out.numel() == 0:
+    numel = _check(code, packed, "out", out, is_row=True, exponents=exponents)
+    if numel == 0:
         return
     library = load().library
     if library is None:
         return reference.mean(code, out.view(-1), packed, _flat(exponents))
-    packing = _packing(code, packed, out, out.numel(), exponents, is_scaled=True)
+    packing = _packing(code, packed, out, numel, exponents, is_scaled=True)
     packing.factor = 1.0 / packed.shape[0]
     library.tf_mean(ctypes.byref(packing))
 
@@ -93,11 +83,7 @@ def decode(
     is_added: bool = False,
 ) -> None:
     """Unpack the rows of `packed` one after the other, times 2**-k, to `out`. With `is_added`, add them to `out`."""
-    check_tensor("out", out, FLOATS)
-    numel = _row_numel(packed, out)
-    _check_packed(code, packed, numel)
-    if exponents is not None:
-        check_tensor("exponents", exponents, (torch.uint8,), out.numel())
+    numel = _check(code, packed, "out", out, exponents=exponents)
     if numel == 0:
         return
     library = load().library
@@ -110,22 +96,25 @@ def decode(
     library.tf_decode(ctypes.byref(packing))
 
 
-def _row_numel(packed: Tensor, values: Tensor) -> int:
-    """Number of elements of one row. The rows of `packed` are equal parts of `values`."""
+def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool = False, **others: Tensor | None) -> int:
+    """Checks the tensors of a call and returns the number of elements of one row. The rows of `packed` are equal parts
+    of `values`; with `is_row`, each is as long as `values`.
+    """
+    check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
-    if num_rows == 0 or values.numel() % num_rows:
+    if num_rows == 0 or (values.numel() % num_rows and not is_row):
         allowed = f"a shape of two dimensions whose first one divides {values.numel()}"
         raise invalid_value("packed shape", tuple(packed.shape), allowed)
-    return values.numel() // num_rows
-
-
-def _check_packed(code: Code, packed: Tensor, numel: int) -> None:
+    numel = values.numel() if is_row else values.numel() // num_rows
     check_tensor("packed", packed, (torch.uint8,))
     row_bytes = code.row_bytes(numel)
-    if packed.dim() != 2 or packed.shape[0] == 0 or packed.shape[1] != row_bytes:
-        raise invalid_value(
-            "packed shape", tuple(packed.shape), f"rows of {row_bytes} bytes, for {numel} numbers in {code.name}"
-        )
+    if packed.shape[1] != row_bytes:
+        allowed = f"rows of {row_bytes} bytes, for {numel} numbers in {code.name}"
+        raise invalid_value("packed shape", tuple(packed.shape), allowed)
+    for other, tensor in others.items():
+        if tensor is not None:
+            check_tensor(other, tensor, _DTYPES[other], values.numel())
+    return numel
 
 
 def _packing(

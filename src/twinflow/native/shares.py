@@ -90,24 +90,14 @@ def bind_threads(cores: Collection[int], before: Collection[int]) -> None:
     """
     os.sched_setaffinity(0, cores)  # this thread first, to raise before any other thread is bound
     for _ in range(_MAX_PASSES):  # a thread that is not bound yet may have started another one
-        moved = [number for number in _thread_numbers() if _move(number, cores, before)]
-        if not moved:
+        num_moved = 0
+        for task in Path("/proc/self/task").glob("*"):
+            with suppress(OSError):  # the thread may have ended
+                if os.sched_getaffinity(int(task.name)) == set(before) != set(cores):
+                    os.sched_setaffinity(int(task.name), cores)
+                    num_moved += 1
+        if not num_moved:
             return
-
-
-def _thread_numbers() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
-    except OSError:
-        return []
-
-
-def _move(thread: int, cores: Collection[int], before: Collection[int]) -> bool:
-    with suppress(OSError):  # the thread may have ended
-        if os.sched_getaffinity(thread) == set(before) != set(cores):
-            os.sched_setaffinity(thread, cores)
-            return True
-    return False
 
 
 def share_of_memory(free_bytes: int, num_local: int) -> int:

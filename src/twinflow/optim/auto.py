@@ -198,8 +198,12 @@ class AutoPlacement:
         runtime, self._wanted = self._runtime, tuple(places)
         runtime.wait()
         runtime.wait_for_copies()
-        pairs = zip(runtime.buckets, places, strict=True)
-        moves = [(b, place) for b, place in pairs if b.plan.place != place and (place == HOST or _can_alias(b))]
+        moves = []
+        for bucket, place in zip(runtime.buckets, places, strict=True):
+            # State cannot move to the device if the user has changed the layout of an aliased parameter.
+            can_alias = not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
+            if bucket.plan.place != place and (place == HOST or can_alias):
+                moves.append((bucket, place))
         num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
@@ -304,11 +308,6 @@ class AutoPlacement:
 def host_share(buckets: Sequence[Bucket]) -> float:
     """The share of the elements whose state is on the host."""
     return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
-
-
-def _can_alias(bucket: Bucket) -> bool:
-    """Whether the bucket's state may move to the device. It may not if the user has changed a parameter's layout."""
-    return not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
 
 
 def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:

@@ -6,13 +6,13 @@ parameters and compact states.
 - `step`
 - the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
 - for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
-- for half-precision parameters `master` (fp32), or `master_lower` (int16) if the parameter is the upper half of its
-  master
+- for half-precision parameters `master` (fp32), or `master_lower` (int16) for a bf16 parameter with a compact format,
+  which is the upper half of its master
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Final, TypeVar, overload
 
@@ -21,14 +21,23 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
-from twinflow.optim import saved
-from twinflow.optim.master import fit_master, fits, is_split
+from twinflow.errors import invalid_value
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.formats import rounding_key
+from twinflow.rules.formats import bits, is_near, rounding_key, rounds_to
 from twinflow.rules.rule import OptionValue, Values
-from twinflow.rules.segment import Segment, Store, check_format, new_states
-from twinflow.state_dict import StateDict, list_of, value_of
+from twinflow.rules.segment import (
+    FLOATS,
+    Segment,
+    Store,
+    check_format,
+    check_tensor,
+    decode_state,
+    encode_state,
+    new_states,
+    splits_master,
+    state_numels,
+)
+from twinflow.state_dict import StateDict, check_group_sizes, int_of, list_of, tensor_of, value_of
 
 Loss = TypeVar("Loss")
 
@@ -44,18 +53,15 @@ class HostOptimizer(Optimizer):
     rule: Rule
 
     def __init__(self, params: ParamsT, *values: OptionValue, states: str = "fp32", **options: OptionValue) -> None:
-        defaults = self._with_defaults(values, options)
+        # Options are bound to names as Python binds arguments of a function.
+        given = signature_of(self.rule).bind(None, *values, **options)
+        given.apply_defaults()
+        defaults = {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
         check_format(self.rule, states)
         self.rule.check(defaults)
         self.states = states
         self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last fitted to it
         super().__init__(params, defaults)
-
-    def _with_defaults(self, values: tuple[OptionValue, ...], options: Mapping[str, OptionValue]) -> StateDict:
-        """Binds options to names as Python binds arguments of a function."""
-        given = signature_of(self.rule).bind(None, *values, **options)
-        given.apply_defaults()
-        return {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
 
     def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "states": self.states, "_versions": {}}
@@ -133,7 +139,8 @@ class HostOptimizer(Optimizer):
         state = self.state[param]
         state.setdefault("step", 0)
         changed = self._versions.get(param) != param._version  # the parameter is new or loaded, or the user wrote to it
-        if changed or not fits(param, state, self.states):
+        found = [name for name in ("master", "master_lower") if name in state]
+        if changed or found != [key for key in (master_key(param, self.states),) if key]:
             fit_master(param, state, self.states)
         if not self.rule.keeps_states(group) or any(name in state for name in self.rule.states if name):
             return False
@@ -153,10 +160,9 @@ class HostOptimizer(Optimizer):
         names = self.rule.states if self.rule.keeps_states(group) else (None, None)
         first, second = (state[name].view(-1) if name else None for name in names)
         first_scale, second_scale = (state.get(f"{name}_scale") if name else None for name in names)
-        if param.dtype == torch.float32:
-            return Store(self.states, flat, None, (first, second), (first_scale, second_scale))
-        master = state["master_lower" if is_split(param, self.states) else "master"].view(-1)
-        return Store(self.states, master, flat, (first, second), (first_scale, second_scale))
+        key = master_key(param, self.states)
+        master, weight = (state[key].view(-1), flat) if key else (flat, None)
+        return Store(self.states, master, weight, (first, second), (first_scale, second_scale))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -165,17 +171,153 @@ class HostOptimizer(Optimizer):
 
         The state is checked before the optimizer changes.
         """
-        groups = saved.check_groups(self.rule, self.defaults, self.param_groups, state_dict)
+        groups = check_saved_groups(self.rule, self.defaults, self.param_groups, state_dict)
         entries = value_of(state_dict, "state", dict)
         loaded = {}
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip([i for group in groups for i in list_of(group, "params")], params, strict=True):
             if i in entries:
                 label = f"state_dict: state[{i}]"
-                loaded[param] = saved.read_state(label, self.rule, self.states, param, entries[i])
+                loaded[param] = read_state(label, self.rule, self.states, param, entries[i])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
         self._versions = {}  # the next step fits the masters to the parameters
+
+
+# Master weights of half-precision parameters.
+
+
+def master_key(param: Tensor, states: str) -> str:
+    """The entry of the state that contains the master; "" for an fp32 parameter, which is its own master."""
+    if param.dtype == torch.float32:
+        return ""
+    return "master_lower" if splits_master(states, param.dtype) else "master"
+
+
+def fit_master(param: Tensor, state: StateDict, states: str) -> None:
+    """Fits the master to a parameter that may have been written to, loaded or cast.
+
+    Elements of the master that round to the parameter do not change. Other elements get the parameter's value.
+    """
+    master, value, key = full_master(param, state), param.detach(), master_key(param, states)
+    state.pop("master", None)
+    state.pop("master_lower", None)
+    if key == "master_lower":
+        state[key] = lower_half(value.float() if master is None else master, value)
+    elif key and master is None:
+        master = native.advise_huge(torch.empty(param.shape, dtype=torch.float32))
+        native.cast(master, value)
+        state[key] = master
+    elif key and master is not None:
+        state[key] = torch.where(rounds_to(master, value), master, value.float())
+
+
+def full_master(param: Tensor, state: StateDict) -> Tensor | None:
+    """The master in fp32, from `master` or `master_lower`; None if there is none."""
+    if state.get("master") is not None:
+        return tensor_of(state, "master")
+    if state.get("master_lower") is None or param.dtype != torch.bfloat16:
+        return None
+    upper, lower = param.detach(), tensor_of(state, "master_lower")
+    # A lower half that does not fit the upper one could turn a value such as 0 into NaN.
+    joined = native.join(upper, lower)
+    return torch.where(native.split(joined)[0] == upper, joined, upper.float())
+
+
+def lower_half(master: Tensor, upper: Tensor) -> Tensor:
+    """The difference of the bits of `master` and `upper` (bf16); 0 where `upper` is not a nearest neighbour.
+
+    If `master` is exactly between two bf16 values, rounding to even may have chosen the smaller one as `upper`. The
+    difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its last
+    place, so that the parameter does not change.
+    """
+    difference = (bits(master) - bits(upper.float())).clamp(max=2**15 - 1)
+    return torch.where(is_near(master, upper), difference, 0).to(torch.int16)
+
+
+# Saved states, in a format of twinflow or of torch.optim. A state that does not fit raises ValueError before the
+# optimizer changes.
+
+
+def check_saved_groups(
+    rule: Rule, defaults: Mapping[str, object], own: Sequence[Mapping[str, object]], state_dict: Mapping[str, object]
+) -> list[StateDict]:
+    """The saved groups with defaults filled in. Raises ValueError if they do not fit the optimizer."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise invalid_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
+    groups = [{**defaults, **group} for group in check_group_sizes(state_dict, own)]
+    for i, group in enumerate(groups):
+        rule.check(group)
+        for name, value in rule.torch_modes.items():
+            if bool(group.pop(name, value)) is not value:
+                remedy = f"The state was saved by an optimizer that is not {rule.name}."
+                raise invalid_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
+    return groups
+
+
+def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mapping[str, object]) -> StateDict:
+    """The state of one parameter in the format `states`, converted from a saved entry."""
+    wanted = [name for name in rule.states if name]
+    names = [name for name in wanted if entry.get(name) is not None]
+    if names != wanted and (names or rule.state_option is None):
+        remedy = "The state was saved by another kind of optimizer."
+        raise invalid_value(f"{label}: states", sorted(names), [wanted], remedy)
+    counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD does not count steps
+    state: StateDict = {"step": counted}
+    if names:
+        buffers, scales = new_states(rule, states, param.numel())
+        store = Store(states, param.detach().view(-1), None, buffers, scales)
+        for which, name in enumerate(rule.states):
+            values, scale = buffers[which], scales[which]
+            if name is None or values is None:
+                continue
+            _read_one(f"{label}[{name!r}]", rule, store, which, entry, param.shape)
+            state[name] = values.view(param.shape)
+            if scale is not None:
+                state[f"{name}_scale"] = scale
+    for name, dtype in (("master", torch.float32), ("master_lower", torch.int16)):
+        master = entry.get(name)
+        if master is not None and param.dtype != torch.float32:
+            checked = _check(f"{label}[{name!r}]", master, (dtype,), param.shape)
+            state[name] = checked.detach().cpu().clone().contiguous()
+    return state
+
+
+def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[str, object], shape: torch.Size) -> None:
+    """Reads one state into `store`: copied if the format is the same, otherwise converted."""
+    name, into, own_scale = rule.states[which], store.states[which], store.scales[which]
+    assert name is not None and into is not None
+    values = _check(label, entry[name], (*FLOATS, torch.float64, torch.uint8), shape).detach().cpu().reshape(-1)
+    if values.dtype != torch.uint8:
+        if values.dtype == into.dtype:
+            into.copy_(values)
+        else:
+            encode_state(store, which, values.float())
+        return
+    blocks = state_numels(rule, "int8", values.numel())[1][which]
+    saved_scale = entry.get(f"{name}_scale")
+    scale = _check(f"{label} scales", saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
+    if own_scale is not None:
+        into.copy_(values)
+        own_scale.copy_(scale)
+        return
+    decoded = decode_state(Store("int8", values, None, (values, values), (scale, scale)), which)
+    assert decoded is not None
+    encode_state(store, which, decoded)
+
+
+def _check(label: str, value: object, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise invalid_value(label, value, "a tensor")
+    if value.dtype not in dtypes:
+        raise invalid_value(f"{label} dtype", value.dtype, dtypes)
+    if value.shape != shape:
+        raise invalid_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
+    return value
+
+
+# The class of each rule.
 
 
 def signature_of(rule: Rule) -> Signature:

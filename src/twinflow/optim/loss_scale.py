@@ -12,10 +12,9 @@ and the gradients are divided by it afterwards. The dynamic scale changes exactl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 from twinflow.errors import invalid_value
 
@@ -70,7 +69,7 @@ def dynamic(
     raise_at_min: bool = True,
 ) -> LossScale:
     """A dynamic scale that starts at 2**`initial_power`. The defaults are those of DeepSpeed's `fp16` section."""
-    _check_whole("initial_power", initial_power, 0, 127)  # the scaled loss is fp32, which ends at 2**128
+    _check_whole("initial_power", initial_power, 0, 127)  # the scaled loss is fp32, which is below 2**128
     return LossScale(
         scale=2.0**initial_power,
         dynamic=True,
@@ -90,50 +89,40 @@ def after_step(scale: LossScale, overflow: bool) -> LossScale:
     """
     if not scale.dynamic:
         return scale
-    value, left = _after_overflow(scale) if overflow else _after_good_step(scale)
-    return dataclasses.replace(
-        scale,
-        scale=value,
-        hysteresis_left=left,
-        iteration=scale.iteration + 1,
-        last_overflow=scale.iteration if overflow else scale.last_overflow,
-    )
-
-
-def _after_overflow(scale: LossScale) -> tuple[float, int]:
-    """The next scale and the hysteresis left."""
-    if scale.hysteresis_left > 1:
-        return scale.scale, scale.hysteresis_left - 1
-    if scale.scale == scale.min_scale and scale.raise_at_min:
-        raise FloatingPointError(
-            f"Gradients are not finite at the smallest loss scale, {scale.min_scale:g} (step {scale.iteration + 1}). "
-            "The loss has probably diverged. Lower the learning rate, clip gradients or train in bf16. A lower "
-            "min_loss_scale allows a smaller scale, and raise_at_min=False skips such steps without an error."
-        )
-    return max(scale.scale / scale.factor, scale.min_scale), scale.hysteresis_left
-
-
-def _after_good_step(scale: LossScale) -> tuple[float, int]:
-    """The next scale and the hysteresis left."""
-    good = scale.iteration - scale.last_overflow - 1  # good steps in a row before this one
-    grows = good > 0 and good % scale.window == 0
-    refilled = grows or scale.consecutive_hysteresis
-    grown = scale.scale * scale.factor if grows else scale.scale
-    return grown if math.isfinite(grown) else scale.scale, scale.hysteresis if refilled else scale.hysteresis_left
+    value, left, last_overflow = scale.scale, scale.hysteresis_left, scale.last_overflow
+    if overflow:
+        last_overflow = scale.iteration
+        if left > 1:
+            left -= 1
+        elif value == scale.min_scale and scale.raise_at_min:
+            raise FloatingPointError(
+                f"Gradients are not finite at the smallest loss scale, {value:g} (step {scale.iteration + 1}). The "
+                "loss has probably diverged. Lower the learning rate, clip gradients or train in bf16. A lower "
+                "min_loss_scale allows a smaller scale, and raise_at_min=False skips such steps without an error."
+            )
+        else:
+            value = max(value / scale.factor, scale.min_scale)
+    else:
+        num_good = scale.iteration - last_overflow - 1  # good steps in a row before this one
+        grows = num_good > 0 and num_good % scale.window == 0
+        if grows and math.isfinite(value * scale.factor):
+            value *= scale.factor
+        if grows or scale.consecutive_hysteresis:
+            left = scale.hysteresis
+    iteration = scale.iteration + 1
+    return replace(scale, scale=value, hysteresis_left=left, iteration=iteration, last_overflow=last_overflow)
 
 
 def to_dict(scale: LossScale) -> dict[str, object]:
     """The fields as a dict, for a checkpoint."""
-    return dataclasses.asdict(scale)
+    return asdict(scale)
 
 
 def from_dict(saved: Mapping[str, object]) -> LossScale:
     """The loss scale from a dict of `to_dict`. Raises ValueError if keys are missing or unknown."""
-    names = [field.name for field in dataclasses.fields(LossScale)]
-    if set(saved) != set(names):
-        raise invalid_value(
-            "The list of keys of the loss scale in the checkpoint", sorted(map(str, saved)), [sorted(names)]
-        )
+    names = sorted(field.name for field in fields(LossScale))
+    if sorted(map(str, saved)) != names:
+        raise invalid_value("The list of keys of the loss scale in the checkpoint", sorted(map(str, saved)), [names])
     made: Callable[..., LossScale] = LossScale  # `__post_init__` checks the values
     return made(**saved)
 

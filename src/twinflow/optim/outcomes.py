@@ -1,26 +1,39 @@
-"""Outcomes of an optimizer's steps: whether a step was applied, the loss scale, norms and counters.
+"""The base class of TwinOptimizer: the attributes that the other modules of this package use, and outcomes of steps.
 
-Whether a step was skipped is known only when its backward has ended on the device. The optimizer waits for this only
-when a caller reads an outcome, or when the next loss needs its scale.
+Outcomes are whether a step was applied, the loss scale, norms and counters. Whether a step was skipped is known only
+when its backward has ended on the device. The optimizer waits for this only when a caller reads an outcome, or when the
+next loss needs its scale.
 """
 
 from __future__ import annotations
 
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.offload.job import Job
 from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import Settings
+from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale, after_step
+from twinflow.rules import Rule
+from twinflow.zero import Team, Zero
 
 
 class Outcomes(Optimizer):
     """The part of TwinOptimizer that reports the outcomes of steps."""
 
-    _runtime: Runtime | None
+    model: nn.Module | None
+    rule: Rule | None  # one of twinflow's rules; None: the user's optimizer
+    rule_name: str
+    states: str  # format of the states
+    ratio: float | str
+    tuning: Tuning
+    zero: Zero | None
+    team: Team | None = None  # the ranks that share the work
+    is_stateless = False  # the state is only a master copy: SGD without momentum
+    scale_rule: LossScale  # the loss scale with its rule of change, before the outcome of the last step is read
+    scales_loss: bool  # losses must be multiplied by a loss scale
+    _runtime: Runtime | None = None
     _settings: Settings
-    _loss_scale: LossScale
-    _scales_loss: bool
     _was_applied = False  # the last step was applied
     _was_skipped = False  # the last step was skipped because a gradient was not finite
     _unread: Job | None = None  # the last job, if its decision has not been read
@@ -34,15 +47,16 @@ class Outcomes(Optimizer):
         return self._runtime
 
     @property
-    def scale_rule(self) -> LossScale:
-        """The loss scale with its rule of change, without waiting for the last step."""
-        return self._loss_scale
+    def can_compress(self) -> bool:
+        """Whether communication will be compressed after the switch. With one rank there is no communication."""
+        compresses = self.zero is not None and self.zero.compression is not None
+        return compresses and self.team is not None and self.team.world > 1
 
     def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: LossScale) -> None:
         """Sets counters and loss scale from a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
-        self._loss_scale = loss_scale
+        self.scale_rule = loss_scale
         self._unread = None
 
     def _read_decision(self) -> None:
@@ -53,17 +67,7 @@ class Outcomes(Optimizer):
         decision = self.runtime.executor.wait_for_decision(job)
         self._was_applied, self._was_skipped = not decision.skip, decision.skip
         self.num_skipped += decision.skip
-        self._loss_scale = after_step(self._loss_scale, decision.skip)
-
-    def _note_no_step(self) -> None:
-        """Records a step without gradients."""
-        self._read_decision()
-        self._was_applied = self._was_skipped = False
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether losses must be multiplied by a loss scale."""
-        return self._scales_loss
+        self.scale_rule = after_step(self.scale_rule, decision.skip)
 
     @property
     def can_skip(self) -> bool:
@@ -80,18 +84,18 @@ class Outcomes(Optimizer):
     def overflow(self) -> bool:
         """Whether the last step was skipped because scaled gradients were not finite; False without a loss scale."""
         self._read_decision()
-        return self._scales_loss and self._was_skipped
+        return self.scales_loss and self._was_skipped
 
     @property
     def loss_scale(self) -> float:
         """The factor for the next loss. The property waits for the outcome of the last step."""
         self._read_decision()
-        return self._loss_scale.scale
+        return self.scale_rule.scale
 
     @property
     def current_loss_scale(self) -> float:
         """The loss scale without waiting for the outcome of the last step."""
-        return self._loss_scale.scale
+        return self.scale_rule.scale
 
     @property
     def grad_norm(self) -> float | None:
@@ -107,27 +111,20 @@ class Outcomes(Optimizer):
 
         Of all steps so far: seconds, bytes and skipped steps.
         """
-        norm = self.grad_norm
+        norm, runtime = self.grad_norm, self.runtime
         self._read_decision()
+        job, counters = runtime.steps.last, runtime.executor.counters
+        counts = runtime.executor.counts_of(job) if job is not None else {}
+        decision = job.decision if job is not None else None
         return {
             "grad_norm": norm if norm is not None else float("nan"),
             "skipped_steps": self.num_skipped,
-            "loss_scale": self._loss_scale.scale,
-            **_figures(self.runtime),
+            "loss_scale": self.scale_rule.scale,
+            "clip_factor": decision.factor * job.scale if decision is not None and job is not None else 1.0,
+            **{f"gate_{name}": count for name, count in counts.items()},
+            "host_busy_s": counters.busy_s + (runtime.worker.busy_s if runtime.worker is not None else 0.0),
+            "waited_s": runtime.waited_s,
+            "bytes_out": counters.bytes_out,
+            "bytes_back": counters.bytes_back + runtime.fetched_bytes,
+            "shadow_bytes": runtime.speculative_stores.num_bytes,
         }
-
-
-def _figures(runtime: Runtime) -> dict[str, float]:
-    """Of the last step: clipping factor, and updates before the clipping decision. Of all steps: seconds and bytes."""
-    job, counters = runtime.steps.last, runtime.executor.counters
-    counts = runtime.executor.counts_of(job) if job is not None else {}
-    decision = job.decision if job is not None else None
-    return {
-        "clip_factor": decision.factor * job.scale if decision is not None and job is not None else 1.0,
-        **{f"gate_{name}": count for name, count in counts.items()},
-        "host_busy_s": counters.busy_s + (runtime.worker.busy_s if runtime.worker is not None else 0.0),
-        "waited_s": runtime.waited_s,
-        "bytes_out": counters.bytes_out,
-        "bytes_back": counters.bytes_back + runtime.fetched_bytes,
-        "shadow_bytes": runtime.speculative_stores.num_bytes,
-    }

@@ -1,6 +1,6 @@
 """DeepSpeed's five learning-rate schedules, and `build_scheduler`, which builds these and PyTorch's by name.
 
-Each schedule is a pure function of the step, and a small class that writes its values into an optimizer.
+The values of a schedule depend only on the step and on its parameters.
 
 Steps are counted as in DeepSpeed. A new schedule is at step -1, and has set the learning rate of the first optimizer
 step. The n-th call of `step()` goes to step n - 1. The first two optimizer steps of a warm-up therefore have the lowest
@@ -13,7 +13,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -38,39 +38,25 @@ def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimize
     known = {**_torch_schedules(), **SCHEDULES}
     by_lower = {key.lower(): key for key in known}
     if not isinstance(name, str) or name.lower() not in by_lower:
-        raise invalid_value("scheduler.type", name, known, _nearest(name, known))
-    kind = known[by_lower[name.lower()]]
-    _check_params(kind, params)
-    if kind not in SCHEDULES.values():
-        _try_out(kind, params, optimizer)
-    make: Callable[..., LRScheduler] = kind
+        raise invalid_value("scheduler.type", name, known)
+    name = by_lower[name.lower()]
+    _check_params(known[name], params)
+    make: Callable[..., LRScheduler] = known[name]
+    if name not in SCHEDULES:
+        # PyTorch checks few parameters before the first step, so the schedule is tried with another optimizer.
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**copy.deepcopy(options), "params": [torch.zeros(1)]})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                make(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
+        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            raise ValueError(
+                f"scheduler.type {name} does not work with scheduler.params {dict(params)}: {error}"
+            ) from error
     return make(optimizer=optimizer, **params)
-
-
-def _try_out(kind: type[LRScheduler], params: Mapping[str, object], optimizer: Optimizer) -> None:
-    """Raises ValueError if a step of a PyTorch schedule fails. PyTorch checks few parameters before that step."""
-    groups = [
-        {**group, "params": [torch.zeros(1)]} for group in copy.deepcopy([_options(g) for g in optimizer.param_groups])
-    ]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            make: Callable[..., LRScheduler] = kind
-            make(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ValueError(
-            f"scheduler.type {kind.__name__} does not work with scheduler.params {dict(params)}: {error}"
-        ) from error
-
-
-def _options(group: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def range_test_factor(step: int, step_size: int, step_rate: float, is_staircase: bool = False) -> float:
-    """The factor of LRRangeTest for the lowest rate: about 1, plus `step_rate` for every `step_size` steps."""
-    interval = (step + 1) / step_size
-    return 1 + step_rate * (math.floor(interval) if is_staircase else interval)
 
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
@@ -78,17 +64,6 @@ def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
     if step < 0 or step >= num_steps:
         return 0.0 if step < 0 else 1.0
     return step / num_steps if warmup_type == "linear" else 1.0 / math.log(num_steps) * math.log(step + 1)
-
-
-def linear_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float) -> float:
-    """WarmupDecayLR after the warm-up: linear from 1 at its end to 0 at `num_total_steps`, then 0."""
-    return max(0.0, (num_total_steps - step) / max(1.0, num_total_steps - num_warmup_steps))
-
-
-def cosine_decay_factor(step: int, num_warmup_steps: int, num_total_steps: float, min_ratio: float) -> float:
-    """WarmupCosineLR after the warm-up: half a cosine from 1 to `min_ratio` at step `num_total_steps` - 1."""
-    progress = min(1.0, (step - num_warmup_steps + 1) / max(1, num_total_steps - num_warmup_steps))
-    return max(0.0, min_ratio + (1.0 - min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
 @dataclass(frozen=True)
@@ -198,7 +173,8 @@ class LRRangeTest(StepSchedule):
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rate of each group at the present step."""
-        factor = range_test_factor(self.last_batch_iteration, self.step_size, self.step_rate, self.is_staircase)
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.is_staircase else interval)
         return [lr * factor for lr in self.min_lrs]
 
 
@@ -323,7 +299,8 @@ class WarmupDecayLR(WarmupLR):
     def _factor(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._factor()
-        return linear_decay_factor(self.last_batch_iteration, self.warmup_num_steps, self.total_num_steps)
+        num_decay_steps = max(1.0, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - self.last_batch_iteration) / num_decay_steps)
 
 
 class WarmupCosineLR(StepSchedule):
@@ -361,7 +338,9 @@ class WarmupCosineLR(StepSchedule):
         if step < num_steps:
             low = self.warmup_min_ratio
             return low + warmup_factor(step, num_steps, self.warmup_type) * (1.0 - low)
-        return cosine_decay_factor(step, num_steps, self.total_num_steps, self.cos_min_ratio)
+        low = self.cos_min_ratio
+        progress = min(1.0, (step - num_steps + 1) / max(1, self.total_num_steps - num_steps))
+        return max(0.0, low + (1.0 - low) * ((1 + math.cos(math.pi * progress)) / 2))
 
 
 SCHEDULES: Mapping[str, type[StepSchedule]] = MappingProxyType(
@@ -383,9 +362,11 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
     allowed = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "optimizer"}
     for key, value in params.items():
         if key not in allowed:
+            near = get_close_matches(key, allowed, 1)
             raise ValueError(
                 f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). All "
-                f"parameters of {kind.__name__}: {', '.join(allowed)}. {_nearest(key, allowed)}".rstrip()
+                f"parameters of {kind.__name__}: {', '.join(allowed)}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
             )
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
@@ -393,13 +374,6 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
             f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. All parameters of "
             f"{kind.__name__}: {', '.join(allowed)}."
         )
-
-
-def _nearest(name: object, allowed: Iterable[str]) -> str:
-    """The question "Did you mean ...?" with the most similar allowed name; empty if none is similar."""
-    by_lower = {key.lower(): key for key in allowed}
-    found = get_close_matches(str(name).lower(), by_lower, 1)
-    return f"Did you mean {by_lower[found[0]]!r}?" if found else ""
 
 
 def _momentum_key(group: Mapping[str, object], optimizer: Optimizer) -> str:
@@ -434,7 +408,7 @@ def _check_integer(name: str, value: object, low: int) -> int:
 def _check_warmup_type(value: object) -> str:
     if isinstance(value, str) and value in WARMUP_TYPES:
         return value
-    raise invalid_value("warmup_type", value, WARMUP_TYPES, _nearest(value, WARMUP_TYPES))
+    raise invalid_value("warmup_type", value, WARMUP_TYPES)
 
 
 def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:

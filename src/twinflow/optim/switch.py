@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twinflow.codes import code_named
 from twinflow.codes.reference import exponents_of, two_to
 from twinflow.conflicts import refuse
 from twinflow.offload.bucket import Bucket, Param, target
 from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import Tuning
+from twinflow.offload.plan import Slice
+from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
+from twinflow.optim.outcomes import Outcomes
 from twinflow.parallel.shard import TensorShard, shard_of
-from twinflow.rules import Rule
 from twinflow.rules.rule import number, numbers
 from twinflow.state_dict import StateDict, int_of, tensor_of, value_of
 from twinflow.zero import Team
@@ -38,7 +38,6 @@ from twinflow.zero.compression import (
     Exchange,
     Exchanges,
     VarianceWatch,
-    check_groups,
     default_window,
     floor_of,
     raised,
@@ -53,53 +52,18 @@ NameOf = Callable[[str], str]  # from a name on this rank to the name that is th
 Read = Callable[[object], Tensor]  # returns the tensor for a placeholder in a saved tree
 
 
-class Compressible(Protocol):
-    """The part of a TwinOptimizer that this module uses."""
-
-    @property
-    def model(self) -> nn.Module | None: ...
-
-    @property
-    def rule(self) -> Rule | None: ...
-
-    @property
-    def rule_name(self) -> str: ...
-
-    @property
-    def states(self) -> str: ...
-
-    @property
-    def ratio(self) -> float | str: ...
-
-    @property
-    def tuning(self) -> Tuning: ...
-
-    @property
-    def team(self) -> Team | None: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-    @property
-    def num_steps(self) -> int: ...
-
-    @property
-    def param_groups(self) -> list[StateDict]: ...
-
-    @property
-    def can_compress(self) -> bool: ...
-
-
 class Switch:
     """Decides when communication becomes compressed, and makes the switch.
 
     The memory of the exchanges is allocated at the start, so that the switch cannot run out of memory.
     """
 
-    def __init__(self, optimizer: Compressible, compression: Compression) -> None:
+    def __init__(self, optimizer: Outcomes, compression: Compression) -> None:
         self._optimizer = optimizer
         self._compression = compression
-        self._b1 = check_groups(optimizer.param_groups)
+        betas = {numbers(group, "betas")[0] for group in optimizer.param_groups}
+        refuse("1-bit Adam", {"betas": len(betas) > 1}, betas=", ".join(map(str, sorted(betas))))
+        self._b1 = betas.pop()  # decay of the first moment
         window = compression.freeze_window or default_window(numbers(optimizer.param_groups[0], "betas")[1])
         self._every = max(1, window // LOOKS)
         self._watch = VarianceWatch(max(1, window // self._every), compression.freeze_threshold)
@@ -110,10 +74,11 @@ class Switch:
         for bucket in buckets if self._optimizer.can_compress else ():
             where, whole = bucket.members[0].local.device, bucket.gathered.numel
             exponents = torch.zeros(whole, dtype=torch.uint8, device=where)
-            told = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
+            published = torch.zeros(bucket.plan.numel, dtype=bucket.plan.dtype, device=where)
             row_bytes = code_named(self._compression.code).row_bytes(bucket.plan.numel)
-            said = torch.zeros(whole // bucket.plan.numel, row_bytes, dtype=torch.uint8, device=where)
-            self._reserved[bucket.plan.index] = Exchange(exponents, torch.zeros(whole, device=where), told, said)
+            sent_codes = torch.zeros(whole // bucket.plan.numel, row_bytes, dtype=torch.uint8, device=where)
+            error = torch.zeros(whole, device=where)
+            self._reserved[bucket.plan.index] = Exchange(exponents, error, published, sent_codes)
 
     @property
     def _team(self) -> Team:
@@ -148,10 +113,10 @@ class Switch:
         total = 0.0
         for bucket in (one for one in self._optimizer.runtime.buckets if one.plan.is_counted):
             for i, param in enumerate(bucket.params):
-                found = _updater(bucket).read_one(bucket, i, "exp_avg_sq")
-                if found is not None and bucket.steps[i]:
+                if bucket.steps[i]:
                     b2 = numbers(self._optimizer.param_groups[param.group], "betas")[1]
-                    total += float(found.sum(dtype=torch.float64)) / (1.0 - b2 ** bucket.steps[i])
+                    found = read_state(bucket, i, "exp_avg_sq").sum(dtype=torch.float64)
+                    total += float(found) / (1.0 - b2 ** bucket.steps[i])
         return total
 
     def make(self) -> None:
@@ -185,7 +150,7 @@ class Switch:
             own.exponents.copy_(whole)
             own.error.copy_(self._shared_momentum(bucket, whole) if steps is not None else torch.zeros(()))
             for param, piece in zip(bucket.params, bucket.slices, strict=True):
-                own.told[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
+                own.published[piece.offset : piece.offset + piece.numel] = target(param.tensor, piece).reshape(-1)
         team.set_exchanges(Exchanges(code_named(self._compression.code), self._b1, self._reserved))
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
@@ -194,17 +159,17 @@ class Switch:
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
         for i, piece in enumerate(bucket.slices):
             start = team.rank * size + piece.offset
-            whole[start : start + piece.numel] = _read(bucket, i, "exp_avg")
+            whole[start : start + piece.numel] = read_state(bucket, i, "exp_avg")
         team.calls.all_gather(whole)
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
     def _floors(self) -> list[float]:
-        """The floor of each parameter's second moment, from the values on all ranks that own a part of it."""
+        """The smallest frozen second moment of each parameter (`floor_of`), from all ranks that own a part of it."""
         optimizer, team = self._optimizer, self._team
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:
             for i, piece in enumerate(bucket.slices):
-                variance = _read(bucket, i, "exp_avg_sq")
+                variance = read_state(bucket, i, "exp_avg_sq")
                 own[0, piece.param] += float(variance.sum(dtype=torch.float64))
                 own[1, piece.param] += int(variance.count_nonzero())
         totals, counts = team.calls.gather_rows(own.view(-1)).sum(0).view(2, -1).tolist()
@@ -213,12 +178,12 @@ class Switch:
     def _exponents(self, bucket: Bucket, i: int, steps: int | None, floors: Sequence[float]) -> Tensor:
         group = self._optimizer.param_groups[bucket.params[i].group]
         if steps is None:
-            return exponents_of(_read(bucket, i, "exp_avg_sq"), 0.0)
-        values = _updater(bucket).read(bucket, i)
+            return exponents_of(read_state(bucket, i, "exp_avg_sq"), 0.0)
+        values = bucket.updater.read(bucket, i)
         variance = raised(tensor_of(values, "exp_avg_sq"), floors[bucket.slices[i].param])
         correction = math.sqrt(1.0 - numbers(group, "betas")[1] ** steps)
         found = exponents_of(variance, number(group, "eps") * correction)
-        _updater(bucket).write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
+        bucket.updater.write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
         return found
 
     # Saving.
@@ -233,11 +198,8 @@ class Switch:
         if team.exchanges is None:
             return {}
         wholes = {param.index: torch.zeros(param.local.numel()) for param in optimizer.runtime.params}
-        for bucket in optimizer.runtime.buckets:
-            error = team.exchanges.of[bucket.plan.index].error
-            for piece in bucket.gathered.slices:
-                flat = error[piece.offset : piece.offset + piece.numel]
-                wholes[piece.param][piece.start : piece.start + piece.numel] = flat
+        for piece, error in self._errors_by_slice(team.exchanges):
+            wholes[piece.param][piece.start : piece.start + piece.numel] = error
         return tree_of(optimizer.runtime.params, wholes, self._canonical, Replica(team.rank, team.world))
 
     def restore(self, watch: Mapping[str, object] | None) -> None:
@@ -256,11 +218,15 @@ class Switch:
             return
         params = optimizer.runtime.params
         wholes = own_errors(saved, params, self._canonical, Replica(team.rank, team.world), read)
-        for bucket in optimizer.runtime.buckets:
-            error = team.exchanges.of[bucket.plan.index].error
+        for piece, error in self._errors_by_slice(team.exchanges):
+            error.copy_(wholes[piece.param][piece.start : piece.start + piece.numel])
+
+    def _errors_by_slice(self, exchanges: Exchanges) -> Iterator[tuple[Slice, Tensor]]:
+        """Views of this rank's errors, one for each slice of a parameter."""
+        for bucket in self._optimizer.runtime.buckets:
+            error = exchanges.of[bucket.plan.index].error
             for piece in bucket.gathered.slices:
-                flat = wholes[piece.param][piece.start : piece.start + piece.numel]
-                error[piece.offset : piece.offset + piece.numel] = flat.to(error.device)
+                yield piece, error[piece.offset : piece.offset + piece.numel]
 
     def _canonical(self, name: str) -> str:
         """The name of a parameter in the first module that uses it."""
@@ -268,18 +234,15 @@ class Switch:
         return aliases.get(name, name)
 
 
-def _updater(bucket: Bucket) -> RuleUpdater | DeviceUpdater:
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater)), "`check` refuses all others"
-    return bucket.updater
-
-
-def _read(bucket: Bucket, index: int, key: str) -> Tensor:
-    found = _updater(bucket).read_one(bucket, index, key)
+def read_state(bucket: Bucket, index: int, key: str) -> Tensor:
+    """The master or one state of a slice, for a rule of twinflow. A bf16 state is not converted to fp32."""
+    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
+    found = bucket.updater.read_one(bucket, index, key)
     assert found is not None
     return found
 
 
-def check(optimizer: Compressible, delayed_update: bool) -> None:
+def check(optimizer: Outcomes, delayed_update: bool) -> None:
     """Raises ValueError for options that conflict with compressed communication."""
     found = {
         "rule": optimizer.rule is None or optimizer.rule.name != "adamw",

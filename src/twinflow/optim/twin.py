@@ -29,44 +29,20 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
 from twinflow.offload.weight_guard import check_free, plain
+from twinflow.optim import twin_build as build
+from twinflow.optim import twin_checks as checks
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
-from twinflow.optim.state_kind import StateKind
 from twinflow.optim.switch import Read, SavedErrors, Switch
 from twinflow.optim.switch import check as check_compression
-from twinflow.optim.twin_build import (
-    Model,
-    check_room,
-    find_room,
-    first_choice,
-    fitted,
-    in_bytes,
-    materialised,
-    own_threads,
-    params_of,
-    set_aside,
-    tensors_of,
-)
-from twinflow.optim.twin_checks import (
-    check_foreign,
-    check_group,
-    check_groups,
-    check_kinds,
-    check_model,
-    check_param_offload,
-    check_params,
-    check_ratio,
-    check_settings,
-    check_tuning,
-    groups_of,
-)
-from twinflow.optim.twin_state_checks import Source
+from twinflow.optim.twin_build import Model, StateKind
+from twinflow.optim.twin_state import Source
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
-from twinflow.rules import RULES, Rule
+from twinflow.rules import RULES
 from twinflow.rules.segment import check_format
 from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
@@ -159,14 +135,13 @@ class TwinOptimizer(Outcomes):
         tuning: Tuning | None = None,
         **options: object,
     ) -> None:
-        self._runtime: Runtime | None = None
-        check_kinds(loss_scale, tuning, zero)
+        checks.check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
-        made = materialised(model, offload_params)
+        made = build.materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
-        groups = groups_of(made, param_groups)
-        self.rule: Rule | None = None  # one of twinflow's rules
+        groups = checks.groups_of(made, param_groups)
+        self.rule = None
         self._recipe: Recipe | None = None  # or the user's optimizer
         if isinstance(rule, str):
             if rule not in RULES:
@@ -175,25 +150,24 @@ class TwinOptimizer(Outcomes):
             self.rule_name = rule
             check_format(self.rule, states)
             defaults = self.rule.with_defaults(options)
-            check_group(self.rule, defaults)
+            checks.check_group(self.rule, defaults)
         else:
-            check_foreign(rule, states, param_groups, zero)
+            checks.check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
-        check_groups(self.rule, self.param_groups)
-        native.set_threads(host_threads if host_threads is not None else own_threads(default_threads(os.environ)))
+        checks.check_groups(self.rule, self.param_groups)
+        native.set_threads(host_threads if host_threads is not None else build.own_threads(default_threads(os.environ)))
         self.states = states
         self.tuning = tuning or Tuning()
-        check_tuning(self.tuning, delayed_update)
-        check_ratio(ratio, placement, self.model)
+        checks.check_tuning(self.tuning, delayed_update)
+        checks.check_ratio(ratio, placement, self.model)
         self.ratio = ratio
         self.placement = placement
         self._auto: AutoPlacement | None = None
         self.trace = Trace()
-        self._loss_scale = loss_scale or static(1.0)
-        self._scales_loss = loss_scale is not None
-        self._is_stateless = False  # SGD without momentum
+        self.scale_rule = loss_scale or static(1.0)
+        self.scales_loss = loss_scale is not None
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
             limits=Limits(max_grad_norm, skip),
@@ -205,18 +179,17 @@ class TwinOptimizer(Outcomes):
             offload_params=offload_params,
             tuning=self.tuning,
         )
-        self._settings = check_settings(given, self.model)
-        check_model(self.model, zero)
-        check_param_offload(self._settings, self.model, ratio, self.tuning, zero, self.rule)
+        self._settings = checks.check_settings(given, self.model)
+        checks.check_model(self.model, zero)
+        checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # switch to compressed communication
         if zero is not None and zero.compression is not None:
             check_compression(self, delayed_update)
             self._switch = Switch(self, zero.compression)
             self.tuning = replace(self.tuning, sums="device")
-        self.team: Team | None = None  # the ranks that share the work
         if self.rule is not None:
-            self._is_stateless = not any(self.rule.keeps_states(group) for group in self.param_groups)
+            self.is_stateless = not any(self.rule.keeps_states(group) for group in self.param_groups)
         self._runtime = self._build()
 
     def _build(self) -> Runtime:
@@ -225,31 +198,31 @@ class TwinOptimizer(Outcomes):
         aside = None
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            aside = set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
-        params, specs, order = params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
+            aside = build.set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
+        params, specs, order = build.params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
-        check_params(params, self.zero, aside is not None)
+        checks.check_params(params, self.zero, aside is not None)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
             if self.zero.shares_buckets:
-                given = [p.tensor for p in params] if self.model is None else tensors_of(self.model, aside)
+                given = [p.tensor for p in params] if self.model is None else build.tensors_of(self.model, aside)
                 self.team.broadcast(given)
             if self.zero.stage >= 2 and self.zero.shares_buckets and (self.tuning.sums == "auto" or self.zero.parks):
                 # Each rank keeps only its own part of the sum over several backwards.
                 self.tuning = replace(self.tuning, sums="host")
-        device, room = device_for(where, self.trace), find_room(params, self.team)
+        device, room = device_for(where, self.trace), build.find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
         if isinstance(ratio, str):
-            self.tuning, ratio = first_choice(kind, self._settings, self.tuning, specs, room)
+            self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
-        self._settings = fitted(self._settings, self.tuning, plans, sizes, room)
-        check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
+        self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
+        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
@@ -296,7 +269,10 @@ class TwinOptimizer(Outcomes):
         return runtime
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
-        max_bytes = self._speculative_bytes(runtime.executor.unmade_bytes)
+        """Prepares the stores for updates before the clipping decision, within the user's limit of memory."""
+        max_bytes = self.tuning.shadow_bytes
+        if max_bytes is None:  # half of the memory that stays free when all gradient slots are allocated
+            max_bytes = max(0, own_host_bytes() - runtime.executor.unmade_bytes) // 2
         prepare_speculative_stores(
             runtime.speculative_stores, runtime.executor, runtime.settings, runtime.buckets, max_bytes
         )
@@ -310,34 +286,11 @@ class TwinOptimizer(Outcomes):
             self.rule,
             self._recipe,
             self.states,
-            self._is_stateless,
+            self.is_stateless,
             keeps_weights,
             self._settings.offload_params,
             self.tuning,
         )
-
-    @property
-    def switch(self) -> Switch | None:
-        """The switch to compressed communication; None without compression."""
-        return self._switch
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether the state is only a master copy: SGD without momentum."""
-        return self._is_stateless
-
-    @property
-    def delays_updates(self) -> bool:
-        """Whether updates are applied one step later."""
-        return self._settings.delayed_update
-
-    def _speculative_bytes(self, unmade_bytes: int) -> int:
-        """Host memory for speculative stores, the results of updates before the clipping decision: the user's limit, or
-        half of the memory that stays free when all gradient slots are allocated.
-        """
-        if self.tuning.shadow_bytes is not None:
-            return self.tuning.shadow_bytes
-        return max(0, own_host_bytes() - unmade_bytes) // 2
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
         names = {p: name for name, p in self.model.named_parameters()} if self.model is not None else {}
@@ -370,9 +323,9 @@ class TwinOptimizer(Outcomes):
             f"states: {self.states}",
             f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
             f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
-            f"memory of the state: {in_bytes(on_host)} on the host, {in_bytes(on_device)} on the device",
-            f"memory of gradient slots on the host: {in_bytes(bytes_of_gradients(self._settings, plans))}",
-            f"memory of speculative stores: {in_bytes(runtime.speculative_stores.num_bytes)}",
+            f"memory of the state: {build.in_bytes(on_host)} on the host, {build.in_bytes(on_device)} on the device",
+            f"memory of gradient slots on the host: {build.in_bytes(bytes_of_gradients(self._settings, plans))}",
+            f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
         if self._settings.offload_params:
             lines.append("weights: on the host")
@@ -399,10 +352,10 @@ class TwinOptimizer(Outcomes):
             with torch.enable_grad():
                 loss = closure()
         job = self.runtime.step()
-        if job is None:
-            self._note_no_step()
+        self._read_decision()
+        if job is None:  # there were no gradients
+            self._was_applied = self._was_skipped = False
         else:
-            self._read_decision()
             self._unread = job
             self.num_steps += 1
             if self.model is None:
@@ -419,7 +372,7 @@ class TwinOptimizer(Outcomes):
         for group in self.param_groups if rule is not None else ():
             assert rule is not None
             rule.check(group)
-            if self._is_stateless and rule.keeps_states(group):
+            if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
                 remedy = f"The optimizer was built without {option} and has no buffer for it. Build a new optimizer."
@@ -478,7 +431,7 @@ class TwinOptimizer(Outcomes):
 
     def set_accumulation_steps(self, accumulation_steps: int) -> None:
         """Changes the number of backwards in a step. Call it between `step()` and the next backward."""
-        settings = check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
+        settings = checks.check_settings(replace(self._settings, accumulation_steps=accumulation_steps), self.model)
         if settings.early:
             reconfigure.change(self.runtime, settings)
         self._settings = settings
@@ -517,7 +470,7 @@ class TwinOptimizer(Outcomes):
             )
         self.runtime.wait()
         self._read_decision()
-        return twin_state.collect(self)
+        return twin_state.collect(self, self._switch)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, object], source: Source | None = None) -> None:
@@ -536,22 +489,17 @@ class TwinOptimizer(Outcomes):
         self.runtime.wait_for_copies()
         self.runtime.wait_for_readers()
         self.runtime.forget_gradients()
-        twin_state.restore(self, state_dict, source)
+        twin_state.restore(self, self._switch, state_dict, source)
 
     def check_state(self, state_dict: Mapping[str, object], source: Source) -> None:
         """Raises the exceptions of `load_state_dict`, but changes nothing."""
-        twin_state.check(self, state_dict, source)
+        twin_state.check(self, self._switch, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
         """`state_dict()` without a copy of the state: its head, and an iterator over the entries of parameters."""
         self.runtime.wait()
         self._read_decision()
-        return twin_state.head(self), twin_state.stream(self)
-
-    @property
-    def can_compress(self) -> bool:
-        """Whether communication will be compressed after the switch. With one rank there is no communication."""
-        return self._switch is not None and self.team is not None and self.team.world > 1
+        return twin_state.head(self, self._switch), twin_state.stream(self)
 
     @property
     def is_compressed(self) -> bool:

@@ -1,37 +1,91 @@
-"""Steps of building a TwinOptimizer: parameter records, free memory, and settings that depend on free memory."""
+"""Steps of building a TwinOptimizer: the kind of its state, parameter records, free memory, and settings that depend on
+free memory.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from twinflow.device import device_for
+from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
 from twinflow.offload.blocks import find_blocks, num_owners, owners
-from twinflow.offload.bucket import Param
+from twinflow.offload.bucket import Param, Updater
+from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.materialize import build
 from twinflow.offload.param_offload import take_aside
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.streamed import StreamedUpdater
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.auto import first_ratio
-from twinflow.optim.state_kind import StateKind
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.planner import formats
 from twinflow.planner.costs import FLAT_BYTES
+from twinflow.rules import Rule
 from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 
 _MOSTLY = 0.85  # share of the device's memory for state and gradients; activations need the rest
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Named = tuple[str, nn.Parameter, int]  # name, parameter, index of its group
 Model = nn.Module | Callable[[], nn.Module] | Iterable[ParamEntry]  # the first argument of TwinOptimizer
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """An optimizer's rule and the format of its state."""
+
+    rule: Rule | None  # one of twinflow's rules
+    recipe: Recipe | None  # or the user's optimizer
+    format: str
+    is_stateless: bool = False  # SGD without momentum
+    keeps_weights: bool = False  # the state has separate buffers for new weights
+    offloads_params: bool = False  # the state has the only copy of the weights, in their dtype
+    tuning: Tuning = field(default_factory=Tuning)
+
+    def nbytes(self, plan: BucketPlan) -> int:
+        """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
+
+        A user's optimizer counts as fp32 with two states.
+        """
+        if self.rule is None:
+            return int(formats.state_bytes("fp32").host * plan.numel)
+        num_states = 0 if self.is_stateless else sum(name is not None for name in self.rule.states)
+        keeps_weights = self.keeps_weights or not plan.can_alias
+        each = formats.state_bytes(self.format, _NAMES[plan.dtype], keeps_weights, num_states)
+        extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
+        return int(getattr(each, plan.place) * plan.numel) + extra
+
+    def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
+        """The updater of each place."""
+        if self.recipe is not None:
+            return {
+                HOST: TorchUpdater(self.recipe, device),
+                RESIDENT: TorchUpdater(self.recipe, device, where),
+                STREAMED: StreamedTorchUpdater(self.recipe, device, where),
+            }
+        assert self.rule is not None
+        keeps_states = not self.is_stateless
+        return {
+            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.offloads_params),
+            RESIDENT: DeviceUpdater(
+                self.rule, self.format, where, keeps_states, self.keeps_weights, self.tuning.update_programs
+            ),
+            STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
+        }
 
 
 @dataclass(frozen=True)
@@ -40,11 +94,6 @@ class Free:
 
     device_bytes: int | None  # None if the model is on the CPU
     host_bytes: int  # 0 if it is not known
-
-    def less(self, device_bytes: int) -> Free:
-        """The free memory after `device_bytes` more were allocated on the device."""
-        left = None if self.device_bytes is None else max(0, self.device_bytes - device_bytes)
-        return Free(left, self.host_bytes)
 
 
 def find_room(params: Sequence[Param], team: Team | None) -> Free:
@@ -147,7 +196,8 @@ def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
     """The settings, with those fields set that depend on the memory that is free beside state of these sizes."""
-    left = room.less(sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT))
+    resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
+    left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
     flat_bytes = tuning.flat_bytes  # the user's value, or the smaller of a fixed size and an eighth of free memory
     if flat_bytes is None:
@@ -171,15 +221,10 @@ def first_choice(
     plans = plan_buckets(specs, tuning.bucket_numel)
     all_resident = sum(kind.nbytes(replace(plan, place=RESIDENT)) for plan in plans)
     grad_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    tuning = _with_hold(tuning, all_resident, grad_bytes, room)
+    if tuning.hold == "auto" and all_resident + grad_bytes > _MOSTLY * room.device_bytes:
+        tuning = replace(tuning, hold="host")  # the device has no room for all state and gradients
     needed = sum(kind.nbytes(plan) for plan in plans) + _gradients_on_host(settings, tuning, specs, room)
     return tuning, first_ratio(needed, room.host_bytes)
-
-
-def _with_hold(tuning: Tuning, all_resident: int, grad_bytes: int, room: Free) -> Tuning:
-    """With ratio "auto": gradients wait on the host if the device has no room for all state and gradients."""
-    is_short = room.device_bytes is not None and all_resident + grad_bytes > _MOSTLY * room.device_bytes
-    return replace(tuning, hold="host") if tuning.hold == "auto" and is_short else tuning
 
 
 def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:

@@ -25,7 +25,7 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
-from twinflow.rules.checks import FLOATS
+from twinflow.rules.segment import FLOATS
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
 
@@ -135,7 +135,9 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
 
 
 def _check_members(groups: Sequence[ParamEntry], model: nn.Module) -> None:
-    """Raises ValueError if no parameter of the groups belongs to the model. Some others are allowed, e.g. of a loss."""
+    """Raises ValueError if no parameter of the groups belongs to the model. Some may belong to another module, such as
+    a loss.
+    """
     entries = [entry for group in groups for entry in (group["params"] if isinstance(group, dict) else [group])]
     members = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]  # torch allows pairs with a name
     known = set(model.parameters())
@@ -179,11 +181,6 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
         if found or keeps_empty:
             kept.append({**group, "params": found})
     return kept
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    assert isinstance(tensor, DTensor)
-    return len(tensor.placements) == 1 and tensor.placements[0].is_shard(0)
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
@@ -233,12 +230,7 @@ def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> 
 
 
 def check_param_offload(
-    settings: Settings,
-    model: nn.Module | None,
-    ratio: float | str,
-    tuning: Tuning,
-    zero: Zero | None,
-    rule: Rule | None,
+    settings: Settings, model: nn.Module | None, ratio: float | str, zero: Zero | None, rule: Rule | None
 ) -> None:
     """Raises ValueError for options that conflict with `offload_params`."""
     if not settings.offload_params:
@@ -249,10 +241,10 @@ def check_param_offload(
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
         "ratio": ratio != 1.0,
-        "streamed": tuning.streamed,
+        "streamed": settings.tuning.streamed,
         "delayed_update": settings.delayed_update,
     }
-    refuse("Weights on the host", found, ratio=ratio, streamed=tuning.streamed, rules=", ".join(RULES))
+    refuse("Weights on the host", found, ratio=ratio, streamed=settings.tuning.streamed, rules=", ".join(RULES))
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
@@ -295,8 +287,8 @@ def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bo
                 f"{param.name} is a whole tensor, but must be a DTensor with ZeRO stage 3. Call "
                 "twinflow.zero.partition(model, zero) before building the optimizer."
             )
-        if param.is_sharded and not _has_rows(param.tensor):
-            placements = getattr(param.tensor, "placements", ())
+        placements = param.tensor.placements if isinstance(param.tensor, DTensor) else ()
+        if param.is_sharded and not (len(placements) == 1 and placements[0].is_shard(0)):
             raise invalid_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
         if param.tensor.is_meta:
             remedy = "Pass the module as the first argument. TwinOptimizer then allocates and initialises parameters."

@@ -6,7 +6,7 @@ the same format gives the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,48 +16,41 @@ from torch import Tensor
 from twinflow.errors import invalid_value
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.streamed import StreamedUpdater
-from twinflow.offload.updater import RuleUpdater
-from twinflow.optim import loss_scale, switch
-from twinflow.optim.twin_checks import check_groups
-from twinflow.optim.twin_state_checks import (
-    Source,
-    check_entries,
-    check_head,
-    check_members,
-    check_plain,
-    check_watch,
-    is_whole,
-)
+from twinflow.optim import loss_scale
+from twinflow.optim.outcomes import Outcomes
+from twinflow.optim.switch import KEYS, Switch, read_state
+from twinflow.optim.twin_checks import check_groups, is_flag, number_of
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 from twinflow.state_dict import Entry, PartOf, StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
+from twinflow.zero.compression import VarianceWatch
 
 KIND = "twinflow.TwinOptimizer"
 VERSION = 1
+_COUNTS = ("num_steps", "num_skipped", "num_jobs")
+_UNCHANGED = "Pass a state that state_dict() has returned, without changes."
+_EXPECTED = "what state_dict() returns"
 
 
-class Saved(switch.Compressible, Protocol):
-    """The part of a TwinOptimizer that this module reads and sets."""
+class Source(Protocol):
+    """Saved entries of parameters, read one at a time. A tensor rank gets the entries of its parts."""
 
-    @property
-    def scale_rule(self) -> loss_scale.LossScale: ...
+    def names(self) -> Iterable[str]:
+        """The parameters that have an entry."""
+        ...
 
-    @property
-    def num_skipped(self) -> int: ...
+    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the tensors in one entry, without reading them."""
+        ...
 
-    @property
-    def switch(self) -> switch.Switch | None: ...
+    def step(self, name: str) -> int:
+        """The number of updates of one parameter."""
+        ...
 
-    @property
-    def is_stateless(self) -> bool: ...
-
-    @property
-    def delays_updates(self) -> bool: ...
-
-    def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: loss_scale.LossScale) -> None: ...
+    def cut(self, name: str, start: int, numel: int) -> Mapping[str, object]:
+        """The state of `numel` elements of one parameter as flat tensors. Other values are returned whole."""
+        ...
 
 
 class _DictSource:
@@ -74,7 +67,7 @@ class _DictSource:
 
     def step(self, name: str) -> int:
         entry = self._state[name]
-        if not is_whole(entry["step"]):
+        if not _is_whole(entry["step"]):
             raise ValueError(entry["step"])
         return int_of(entry, "step")
 
@@ -82,22 +75,16 @@ class _DictSource:
         return _cut(self._state[name], start, numel)
 
 
-def entries_of(saved: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """The entries of a state dict by parameter name. `check_plain` must have checked the dict."""
-    state = mapping_of(saved, "state")
-    return {name: mapping_of(state, name) for name in state}
-
-
-def collect(optimizer: Saved) -> StateDict:
+def collect(optimizer: Outcomes, switch: Switch | None) -> StateDict:
     """The state of an optimizer without running updates.
 
     Tensors may be views of the state, which the next step changes.
     """
     state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
-    return {**head(optimizer), "state": {name: entry for name, entry in state.items() if entry}}
+    return {**head(optimizer, switch), "state": {name: entry for name, entry in state.items() if entry}}
 
 
-def head(optimizer: Saved) -> StateDict:
+def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
     """The state without the entries of parameters."""
     runtime = optimizer.runtime
     names = iter(param.name for param in runtime.params)
@@ -116,11 +103,11 @@ def head(optimizer: Saved) -> StateDict:
         "has_unsent": runtime.steps.has_unsent,
         "loss_scale": loss_scale.to_dict(optimizer.scale_rule),
         "param_groups": groups,
-        **({"switch": optimizer.switch.state()} if optimizer.switch is not None else {}),
+        **({"switch": switch.state()} if switch is not None else {}),
     }
 
 
-def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
+def stream(optimizer: Outcomes) -> Iterator[tuple[str, StateDict]]:
     """The entries of updated parameters as in `collect`, with an `Entry` instead of each tensor.
 
     If ranks share a parameter, there is an entry for each part that this rank has.
@@ -133,10 +120,10 @@ def stream(optimizer: Saved) -> Iterator[tuple[str, StateDict]]:
             entry = _read_param(optimizer, param)
             yield param.name, {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
         elif param.is_sharded or any(bucket.is_shared for bucket, _ in pieces):
-            for bucket, index in pieces:
-                yield param.name, _streamed_part(optimizer.rule, param, bucket, index)
+            for piece in pieces:
+                yield param.name, _streamed(optimizer.rule, param, [piece], is_part=True)
         else:
-            yield param.name, _streamed(optimizer.rule, param)
+            yield param.name, _streamed(optimizer.rule, param, pieces, is_part=False)
 
 
 def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -152,49 +139,33 @@ def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dt
     return specs
 
 
-def _streamed(rule: Rule, param: Param) -> StateDict:
-    bucket, index = _pieces(param)[0]
-    streams = {
-        key: Entry(f"{param.name}/{key}", dtype, dims, partial(_read_one, param, key, dtype, dims))
-        for key, (dtype, dims) in _specs(rule, param, bucket).items()
-    }
-    return {"step": bucket.steps[index], **streams}
-
-
-def _streamed_part(rule: Rule, param: Param, bucket: Bucket, index: int) -> StateDict:
-    """The entry of one slice of a parameter."""
-    piece, streams = bucket.slices[index], {}
+def _streamed(rule: Rule, param: Param, pieces: Sequence[tuple[Bucket, int]], is_part: bool) -> StateDict:
+    """The entry of a parameter, or of one slice of it (`is_part`)."""
+    (bucket, index), streams = pieces[0], {}
+    piece = bucket.slices[index]
     for key, (dtype, dims) in _specs(rule, param, bucket).items():
-        unit = BLOCK if key.endswith("_scale") else 1
-        numel, read = -(-piece.numel // unit), partial(_read_flat, bucket, index, key)
-        start = (param.first + piece.start) // unit
-        streams[key] = Entry(f"{param.name}/{key}", dtype, (numel,), read, PartOf(dims, start))
+        part, shape = None, dims
+        if is_part:
+            unit = _unit(key)
+            part, shape = PartOf(dims, (param.first + piece.start) // unit), (-(-piece.numel // unit),)
+        streams[key] = Entry(f"{param.name}/{key}", dtype, shape, partial(_read, pieces, key, dtype, shape), part)
     return {"step": bucket.steps[index], **streams}
 
 
-def _read_flat(bucket: Bucket, index: int, key: str) -> Tensor:
-    return _read_piece(bucket, index, key).reshape(-1)
+def _unit(key: str) -> int:
+    """Number of the parameter's elements for each element of the tensor `key` of an entry."""
+    return BLOCK if key.endswith("_scale") else 1
 
 
-def _read_one(param: Param, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """One tensor of a parameter's entry, joined from its slices."""
-    pieces = _pieces(param)
+def _read(pieces: Sequence[tuple[Bucket, int]], key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """One tensor of an entry, joined from slices."""
     if len(pieces) == 1:
-        return _read_piece(*pieces[0], key).view(shape)
+        return read_state(*pieces[0], key).view(shape)
     whole = torch.empty(shape, dtype=dtype)
-    unit = BLOCK if key.endswith("_scale") else 1
     for bucket, i in pieces:
-        found = _read_piece(bucket, i, key)
-        start = bucket.slices[i].start // unit
+        found, start = read_state(bucket, i, key), bucket.slices[i].start // _unit(key)
         whole.view(-1)[start : start + found.numel()] = found
     return whole
-
-
-def _read_piece(bucket: Bucket, index: int, key: str) -> Tensor:
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
-    found = bucket.updater.read_one(bucket, index, key)
-    assert found is not None
-    return found
 
 
 def _as_streams(name: str, value: object) -> object:
@@ -205,9 +176,9 @@ def _as_streams(name: str, value: object) -> object:
     return value
 
 
-def _read_param(optimizer: Saved, param: Param) -> StateDict:
+def _read_param(optimizer: Outcomes, param: Param) -> StateDict:
     """Step, master and states of one parameter in its shape; empty if it was never updated."""
-    pieces = list(_pieces(param))
+    pieces = _pieces(param)
     if not pieces or pieces[0][0].steps[pieces[0][1]] == 0:
         return {}
     parts = [bucket.updater.read(bucket, i) for bucket, i in pieces]
@@ -228,14 +199,15 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
     return sorted(found, key=lambda at: at[0].slices[at[1]].start)
 
 
-def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None = None) -> None:
+def restore(
+    optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object], source: Source | None = None
+) -> None:
     """Checks `saved` completely and then loads it. Entries are read from `source`, or from `saved` without it."""
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:
-        check_plain(saved.get("state"), optimizer.rule)
-        source = _DictSource(entries_of(saved))
-    check(optimizer, saved, source)
+        source = _DictSource(_plain_entries(saved.get("state"), optimizer.rule))
+    check(optimizer, switch, saved, source)
     known = set(source.names())
     # With an unsent update or compressed communication, masters differ from the weights by more than rounding.
     is_exchanged = optimizer.can_compress and saved_groups(saved)[0].get("is_exchanged")
@@ -243,10 +215,12 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
     for param in runtime.params:
         for bucket, i in _pieces(param):
             is_known = param.name in known
-            before = _weights_on_host(bucket, i) if bucket.offloads_params and weights_win else None
+            piece, before = bucket.slices[i], None
+            if bucket.offloads_params and weights_win:  # offloaded weights are part of the state
+                host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
+                before = host[piece.offset : piece.offset + piece.numel].clone()
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
-                piece = bucket.slices[i]
                 values = source.cut(param.name, param.first + piece.start, piece.numel)
                 if param.is_sharded:
                     values = {key: value for key, value in values.items() if not key.endswith("_scale")}
@@ -256,35 +230,25 @@ def restore(optimizer: Saved, saved: Mapping[str, object], source: Source | None
             if before is not None:
                 bucket.updater.write_master(bucket, i, before, keep=True)
     for group, new in zip(optimizer.param_groups, saved_groups(saved), strict=True):
-        dropped = ("params",) if optimizer.can_compress else ("params", *switch.KEYS)
-        for key in switch.KEYS:
+        dropped = ("params",) if optimizer.can_compress else ("params", *KEYS)
+        for key in KEYS:
             group.pop(key, None)
         group.update({key: value for key, value in new.items() if key not in dropped})
     scale = loss_scale.from_dict(mapping_of(saved, "loss_scale"))
     optimizer.restore_outcomes(int_of(saved, "num_steps"), int_of(saved, "num_skipped"), scale)
     reconfigure.forget_jobs(runtime, int_of(saved, "num_jobs"))
-    if optimizer.param_groups[0].get("is_exchanged"):
-        # Masters do not round to the weights, because ranks have communicated only a part of the difference.
+    if saved["has_unsent"] or optimizer.param_groups[0].get("is_exchanged"):
+        # Masters do not round to the weights: they are one update ahead, or ranks have communicated only a part of the
+        # difference. Parameters without an update get their master from the weights.
         runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
         for param in runtime.params:
             param.note_write()
-    elif saved["has_unsent"]:
-        # Masters are one update ahead of the weights. Parameters without an update get their master from the weights.
-        runtime.adopt([param for param in runtime.params if param.name not in known], keep=False)
-        for param in runtime.params:
-            param.note_write()
-        reconfigure.hold_back(runtime, runtime.steps.num_jobs)
     else:
         runtime.adopt(runtime.params, keep=True)  # masters that do not round to the model's weights are replaced
-    if optimizer.switch is not None:
-        optimizer.switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
-
-
-def _weights_on_host(bucket: Bucket, index: int) -> Tensor:
-    """A copy of a slice's offloaded weights, which are part of the state."""
-    piece = bucket.slices[index]
-    host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
-    return host[piece.offset : piece.offset + piece.numel].clone()
+    if saved["has_unsent"]:
+        reconfigure.hold_back(runtime, runtime.steps.num_jobs)
+    if switch is not None:
+        switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
 
 
 def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
@@ -300,27 +264,27 @@ def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:
     return cut
 
 
-def check(optimizer: Saved, saved: Mapping[str, object], source: Source) -> None:
+def check(optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object], source: Source) -> None:
     """Raises ValueError if `saved` does not fit the optimizer."""
     _check_kind(saved)
-    check_head(saved, optimizer.rule_name)
+    _check_head(saved, optimizer.rule_name)
     params, own = optimizer.runtime.params, optimizer.param_groups
     names = iter(param.name for param in params)
-    check_members([[next(names) for _ in params_of(group)] for group in own], saved["param_groups"])
+    _check_members([[next(names) for _ in params_of(group)] for group in own], saved["param_groups"])
     groups = [{**group, **new} for group, new in zip(own, saved_groups(saved), strict=True)]  # as they will be
     check_groups(optimizer.rule, groups, "state_dict: ")
-    check_entries(params, source, optimizer.rule, groups)
+    _check_entries(params, source, optimizer.rule, groups)
     rule = optimizer.rule
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
         raise ValueError(
             f"state_dict: {rule.state_option} is above 0, but must be 0, because this optimizer was built without "
             f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option}."
         )
-    if saved["has_unsent"] and not optimizer.delays_updates:
+    if saved["has_unsent"] and not optimizer.runtime.settings.delayed_update:
         remedy = "This state was saved in the middle of a delayed update. Build the optimizer with delayed_update=True."
         raise invalid_value("delayed_update", False, [True], remedy)
-    if optimizer.switch is not None and saved.get("switch") is not None:
-        check_watch(saved["switch"])
+    if switch is not None and saved.get("switch") is not None:
+        _check_watch(saved["switch"])
 
 
 def _check_kind(saved: object) -> None:
@@ -336,3 +300,129 @@ def _check_kind(saved: object) -> None:
             "and use TwinOptimizer(model, rule=optimizer), which continues from its state."
         )
     raise invalid_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)
+
+
+def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
+    """Checks the state without its entries and groups."""
+    for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
+        if key not in saved:
+            raise ValueError(f"state_dict: {key} is missing. Pass a state that state_dict() has returned.")
+    if saved["rule"] != rule_name:
+        remedy = "Build the optimizer with the rule of the saved state."
+        raise invalid_value("state_dict: rule", saved["rule"], [rule_name], remedy)
+    for key in _COUNTS:
+        if not (_is_whole(saved[key]) and number_of(saved[key]) >= 0):
+            raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0", _UNCHANGED)
+    if not is_flag(saved["has_unsent"]):
+        raise invalid_value("state_dict: has_unsent", saved["has_unsent"], [True, False], _UNCHANGED)
+    if not isinstance(saved["loss_scale"], Mapping):
+        raise invalid_value("state_dict: loss_scale", saved["loss_scale"], "a dict of numbers", _UNCHANGED)
+    loss_scale.from_dict(saved["loss_scale"])
+
+
+def _is_whole(value: object) -> bool:
+    """Whether `value` is a whole number. 3.0 is one, because torch counts steps in floats."""
+    return number_of(value).is_integer()
+
+
+def _check_watch(saved: object) -> None:
+    """Checks the state of 1-bit Adam's watch over the second moment."""
+    if not isinstance(saved, Mapping):
+        raise invalid_value("state_dict: switch", _kind(saved), _EXPECTED)
+    try:
+        VarianceWatch(1, 1.0).load_state_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid_value("state_dict: switch", f"without {error}", _EXPECTED) from None
+
+
+def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
+    """Raises ValueError unless the saved groups have the same parameters. The message names the differences."""
+    allowed = "a list of dicts, each with the names of its 'params'"
+    if not isinstance(groups, (list, tuple)):
+        raise invalid_value("state_dict: param_groups", groups, allowed)
+    for i, group in enumerate(groups):
+        names = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise invalid_value(f"state_dict: param_groups[{i}]['params']", names, "a list of names")
+    then = [list(group["params"]) for group in groups]
+    if then == [list(names) for names in own]:
+        return
+    before, now = _group_of(then), _group_of(own)
+    differences = {
+        "only in the model": [name for name in now if name not in before],
+        "only in the state": [name for name in before if name not in now],
+        "in another group": [name for name in now if before.get(name, now[name]) != now[name]],
+    }
+    said = "; ".join(f"{what}: {_some(names)}" for what, names in differences.items() if names)
+    said = said or f"in {len(then)} groups and not {len(own)}, or in another order"
+    raise ValueError(
+        f"state_dict: the parameters of param_groups differ ({said}), but must have the same names in the same groups. "
+        "Train the same parameters in the same groups as when the state was saved. To train other ones, do not load "
+        "the optimizer state: engine.load_checkpoint(..., load_optimizer_states=False), or no load_state_dict()."
+    )
+
+
+def _group_of(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    return {name: i for i, names in enumerate(groups) for name in names}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _plain_entries(state: object, rule: Rule | None) -> dict[str, Mapping[str, object]]:
+    """The entries of a state dict by parameter name, after a check of their types and of those of their values."""
+    if not isinstance(state, Mapping):
+        raise invalid_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
+    tensors = {"master", *(rule.states if rule is not None else ())}
+    for name, entry in state.items():
+        if not isinstance(entry, Mapping):
+            raise invalid_value(f"state_dict: state of {name}", _kind(entry), "a dict")
+        for key, value in entry.items():
+            is_tensor = isinstance(value, Tensor) and value.is_floating_point()
+            if (key in tensors or str(key).endswith("_scale")) and not is_tensor:
+                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a tensor of floating-point numbers")
+            if rule is None and key in ("state", "group") and not isinstance(value, dict):
+                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a dict")
+    return dict(state)
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+
+
+def _check_entries(
+    params: Sequence[Param], source: Source, rule: Rule | None, groups: Sequence[Mapping[str, object]]
+) -> None:
+    """Checks that each entry belongs to a parameter, is complete, and has tensors of the right shapes."""
+    own = {param.name: param for param in params}
+    for name in source.names():
+        if name not in own:
+            expected = "the name of a trainable parameter of this model"
+            remedy = "Load the state into the model for which it was saved, with the same parameters frozen."
+            raise invalid_value("state_dict: name of an entry", name, expected, remedy)
+        try:
+            step = source.step(name)
+        except (KeyError, TypeError, ValueError):
+            step = -1
+        if step < 0:
+            raise ValueError(
+                f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0. Pass a state that "
+                "state_dict() has returned."
+            )
+        shapes, param = source.shapes(name), own[name]
+        needed = ["master"]
+        if rule is not None and rule.keeps_states(groups[param.group]):
+            needed += [state for state in rule.states if state]
+        for key in needed:
+            if key not in shapes:
+                raise ValueError(
+                    f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape. Pass a "
+                    "state that state_dict() has returned."
+                )
+        is_part = param.is_sharded or shard_of(param.tensor) is not None  # its scales may be those of the whole
+        for key, shape in shapes.items():
+            is_scale = key.endswith("_scale")
+            wanted: tuple[int, ...] = (-(-param.tensor.numel() // BLOCK),) if is_scale else tuple(param.tensor.shape)
+            if key != "step" and shape != wanted and not (is_scale and is_part):
+                raise invalid_value(f"state_dict: shape of {name} {key}", shape, [wanted])

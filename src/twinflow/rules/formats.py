@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twinflow.rules.numerics import fp32
+from twinflow.rules.rules import fp32
 
 FORMATS = ("fp32", "bf16", "int8")
 BLOCK = 128
@@ -32,14 +32,14 @@ _MASK = 0xFFFFFFFF
 Key = tuple[int, int]
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
     """The fp32 bit patterns of `x` as int64 in [0, 2**32)."""
     return x.contiguous().view(torch.int32).to(torch.int64) & _MASK
 
 
-def _value(bits: Tensor) -> Tensor:
+def _value(patterns: Tensor) -> Tensor:
     """The fp32 numbers with these bit patterns (int64 in [0, 2**32))."""
-    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+    return torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32).view(torch.float32)
 
 
 def _as_bf16(upper: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ def _as_bf16(upper: Tensor) -> Tensor:
 
 def to_bf16(x: Tensor) -> Tensor:
     """Round to nearest, ties to even. NaN becomes 0x7FC0, because torch's NaN differs between machines."""
-    u = _bits(x)
+    u = bits(x)
     return _as_bf16(torch.where(x.isnan(), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16))
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Upper (bf16) and lower (int16) halves of fp32 numbers. The split is exact, except for the payload of a NaN."""
-    u = _bits(x)
+    u = bits(x)
     nan = (u & 0x7FFFFFFF) > 0x7F800000
     upper = torch.where(nan, (u >> 16) | 0x40, (u + 0x8000) >> 16)
     lower = torch.where(nan, 0, u & 0xFFFF)
@@ -69,8 +69,13 @@ def rounds_to(master: Tensor, rounded: Tensor) -> Tensor:
     same = master.to(rounded.dtype) == rounded
     if rounded.dtype != torch.bfloat16:
         return same
-    near = (_bits(master) - _bits(rounded.float())).abs() <= 2**15
-    return same | (near & master.isfinite() & rounded.isfinite())
+    return same | is_near(master, rounded)
+
+
+def is_near(master: Tensor, rounded: Tensor) -> Tensor:
+    """A mask of the elements where bf16 `rounded` is a nearest neighbour of fp32 `master`, and both are finite."""
+    near = (bits(master) - bits(rounded.float())).abs() <= 2**15
+    return near & master.isfinite() & rounded.isfinite()
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
@@ -107,7 +112,7 @@ def random_bits(first_index: int, numel: int, key: Key, device: torch.device | N
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
     """Round numbers >= 0 up or down at random, so that the mean is kept. Finite numbers never become infinite."""
-    u = _bits(x)
+    u = bits(x)
     rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
 
@@ -118,13 +123,13 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
-    """For each element the factor that scales its block into the range up to `top`, and for each block the inverse
-    scale.
+    """Returns for each element the factor that scales its block into the range up to `top`, and for each block the
+    inverse of this factor, by which decoding multiplies.
 
     Both are NaN for a block with an infinity or a NaN. Its codes are 0, and are decoded to NaN.
     """
     largest = _value(
-        _bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1)
+        bits(_blocks(x)).bitwise_and(0x7FFFFFFF).amax(1)
     )  # The bit patterns are compared. That of a NaN is the largest.
     largest = torch.where(largest.isfinite(), largest, float("nan"))
     # division of two tensors, because torch computes scalar / tensor by a reciprocal, which rounds twice
@@ -152,7 +157,7 @@ def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
     inverse, scales = _scales(x, VARIANCE_MAX)
     scaled = x * inverse
     small = scaled < 2.0**-14
-    u = _bits(torch.where(small, scaled + 2.0**-14, scaled))
+    u = bits(torch.where(small, scaled + 2.0**-14, scaled))
     rounded = (u + (random_bits(first_index, x.numel(), key, x.device) << 4)) >> 20
     code = rounded - torch.where(small, 113 << 3, 112 << 3)
     code = torch.maximum(code, (x > 0).to(torch.int64)).clamp(max=247)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twinflow.rules.numerics import flush, fp32
+from twinflow.rules.rules import flush, fp32
 from twinflow.rules.segment import Segment, decode_master, decode_state, encode_master, encode_state
 
 _SLICE = 1 << 20  # elements per operation, a multiple of 128; it limits the size of temporaries
@@ -22,41 +22,34 @@ def update(segments: Sequence[Segment]) -> None:
     """Apply one step of its rule to each segment: reads state and gradient, writes new state and weight."""
     for segment in segments:
         for start in range(0, segment.grad.numel(), _SLICE):
-            _update_slice(segment, start, min(_SLICE, segment.grad.numel() - start))
-
-
-def _update_slice(segment: Segment, start: int, numel: int) -> None:
-    store = segment.store.narrow(start, numel)
-    target = store if segment.target is None else segment.target.narrow(start, numel)
-    gradient = segment.grad.narrow(0, start, numel).float() * fp32(segment.factor)
-    states = decode_state(store, 0), decode_state(store, 1)
-    master, first, second = segment.rule.apply(decode_master(store), *states, gradient, segment.hyper)
-    index = segment.first_index + start
-    for which, values in enumerate((first, second)):
-        if values is not None:
-            encode_state(target, which, values, index, segment.key)
-    encode_master(target, master)
+            numel = min(_SLICE, segment.grad.numel() - start)
+            store = segment.store.narrow(start, numel)
+            target = store if segment.target is None else segment.target.narrow(start, numel)
+            gradient = segment.grad.narrow(0, start, numel).float() * fp32(segment.factor)
+            states = decode_state(store, 0), decode_state(store, 1)
+            master, *new_states = segment.rule.apply(decode_master(store), *states, gradient, segment.hyper)
+            for which, values in enumerate(new_states):
+                if values is not None:
+                    encode_state(target, which, values, segment.first_index + start, segment.key)
+            encode_master(target, master)
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
     """The sum of squares of each tensor in fp64. Each chunk is summed in 16 lanes, in order. Then the second half of
     the lanes is added to the first half until one lane is left.
     """
-    return [_sum_squares(tensor) for tensor in tensors]
-
-
-def _sum_squares(tensor: Tensor) -> float:
-    x = flush(tensor.reshape(-1).float()).double()
-    total = 0.0
-    for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
-        rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
-        # cumsum adds the rows in order. sum() would add them pairwise.
-        lanes = rows.square().cumsum(0)[-1]
-        while lanes.numel() > 1:
-            half = lanes.numel() // 2
-            lanes = lanes[:half] + lanes[half:]
-        total += lanes.item()
-    return total
+    totals = [0.0] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        x = flush(tensor.reshape(-1).float()).double()
+        for chunk in torch.split(x, SUM_CHUNK) if x.numel() else ():
+            rows = torch.nn.functional.pad(chunk, (0, -chunk.numel() % _LANES)).view(-1, _LANES)
+            # cumsum adds the rows in order. sum() would add them pairwise.
+            lanes = rows.square().cumsum(0)[-1]
+            while lanes.numel() > 1:
+                half = lanes.numel() // 2
+                lanes = lanes[:half] + lanes[half:]
+            totals[i] += lanes.item()
+    return totals
 
 
 @torch.no_grad()

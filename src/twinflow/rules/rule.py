@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 from twinflow.errors import invalid_value
 
@@ -86,20 +86,7 @@ def numbers(options: Options, name: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-# Options of most rules.
-BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
-EPS = Option("eps", 1e-8, "added to the divisor")
 MAXIMIZE = Option("maximize", False, "maximize the objective instead of minimizing it", Values.FLAG)
-
-
-def learning_rate(default: float, in_config: float | None = None) -> Option:
-    """The option `lr`. `in_config`: DeepSpeed's default, if it differs."""
-    return Option("lr", default, "learning rate", in_config=in_config)
-
-
-def weight_decay(default: float = 0.0) -> Option:
-    """The option `weight_decay`. DeepSpeed's default is 0 for every rule."""
-    return Option("weight_decay", default, "weight decay", in_config=0.0)
 
 
 @dataclass(frozen=True)
@@ -114,20 +101,6 @@ class OtherKey:
     is_refused: bool = False
 
 
-SET_GRAD_NONE = OtherKey("set_grad_none", True, "gradients are always set to None")
-DIFFERENTIABLE = OtherKey(
-    "differentiable", False, "leave it false: an update cannot be differentiated", is_refused=True
-)
-
-
-class Apply(Protocol):
-    """One step with fp32 tensors. Returns the new weight, first state and second state."""
-
-    def __call__(
-        self, p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper, /
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
-
-
 @dataclass(frozen=True, eq=False)  # compared by identity: there is one record per rule
 class Rule:
     """One update rule. `apply` is the reference. The kernels (csrc/rules.h, gpu/rules.py) give the same bits."""
@@ -140,7 +113,8 @@ class Rule:
     options: tuple[Option, ...]  # in the order of torch's arguments, without `maximize`, which every rule has
     num_scalars: int  # length of the result of `hyper`
     hyper: Callable[[Options, int], Hyper]  # a param group's options and the step (from 1) -> scalars, rounded to fp32
-    apply: Apply
+    # one step with fp32 tensors: weight, two states, gradient and scalars -> new weight and states
+    apply: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Hyper], tuple[Tensor, Tensor | None, Tensor | None]]
     check_together: Callable[[Options], None] | None = None  # raises ValueError for conflicting options
     torch_class: str | None = None  # the equivalent class of torch.optim
     # options of that class that must have the given value here

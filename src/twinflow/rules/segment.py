@@ -12,22 +12,11 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import invalid_value
-from twinflow.rules.checks import FLOATS, check_tensor
-from twinflow.rules.formats import (
-    BLOCK,
-    FORMATS,
-    Key,
-    decode_e4m3,
-    decode_e5m3,
-    encode_e4m3,
-    encode_e5m3,
-    join,
-    to_bf16,
-    to_bf16_stochastic,
-)
-from twinflow.rules.formats import split as split_master
+from twinflow.rules import formats
+from twinflow.rules.formats import BLOCK, FORMATS, Key
 from twinflow.rules.rule import Hyper, Rule
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -138,7 +127,7 @@ def new_store(
     if weight is None or dtype != torch.bfloat16:
         remedy = "Pass a bf16 weight, which stores the upper halves of the split master."
         raise invalid_value("weight dtype", dtype, [torch.bfloat16], remedy)
-    upper, lower = split_master(values)
+    upper, lower = formats.split(values)
     weight.copy_(upper)
     return replace(store, master=lower)
 
@@ -149,6 +138,22 @@ def check_format(rule: Rule, format: str) -> None:
         raise invalid_value("states", format, FORMATS)
     if format not in rule.formats:
         raise invalid_value("states", format, rule.formats, f"The rule {rule.name!r} supports these formats.")
+
+
+def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
+    """Raise ValueError unless the tensor is dense, contiguous, on the CPU, of one of `dtypes` and of length `numel`."""
+    if tensor.layout != torch.strided:
+        raise invalid_value(f"{label} layout", tensor.layout, [torch.strided], "Convert it with .to_dense().")
+    if tensor.device.type != "cpu":
+        raise invalid_value(f"{label} device", str(tensor.device), "cpu", "Move the tensor with .cpu().")
+    if tensor.dtype not in dtypes:
+        raise invalid_value(f"{label} dtype", tensor.dtype, dtypes)
+    if numel is not None and tensor.numel() != numel:
+        raise invalid_value(f"{label} length", tensor.numel(), [numel])
+    if not tensor.is_contiguous():
+        raise invalid_value(
+            f"{label} strides", tensor.stride(), "those of a contiguous tensor", "Call .contiguous() first."
+        )
 
 
 def check_segment(segment: Segment) -> None:
@@ -218,7 +223,7 @@ def decode_state(store: Store, which: int) -> Tensor | None:
     if state is None or store.format != "int8":
         return state.float() if state is not None else None
     assert scale is not None
-    return decode_e4m3(state, scale) if which == 0 else decode_e5m3(state, scale)
+    return formats.decode_e4m3(state, scale) if which == 0 else formats.decode_e5m3(state, scale)
 
 
 def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
@@ -228,11 +233,11 @@ def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0,
         return
     if store.format == "int8":
         assert scale is not None
-        codes, scales = encode_e4m3(values) if which == 0 else encode_e5m3(values, first_index, key)
+        codes, scales = formats.encode_e4m3(values) if which == 0 else formats.encode_e5m3(values, first_index, key)
         state.copy_(codes)
         scale.copy_(scales)
     elif store.format == "bf16":
-        state.copy_(to_bf16(values) if which == 0 else to_bf16_stochastic(values, first_index, key))
+        state.copy_(formats.to_bf16(values) if which == 0 else formats.to_bf16_stochastic(values, first_index, key))
     else:
         state.copy_(values)
 
@@ -259,17 +264,17 @@ def decode_master(store: Store) -> Tensor:
     if not store.is_split:
         return store.master
     assert store.weight is not None
-    return join(store.weight, store.master)
+    return formats.join(store.weight, store.master)
 
 
 def encode_master(store: Store, values: Tensor) -> None:
     """Write fp32 `values` as the master, and the rounded values as the weight."""
     if store.is_split:
         assert store.weight is not None
-        upper, lower = split_master(values)
+        upper, lower = formats.split(values)
         store.weight.copy_(upper)
         store.master.copy_(lower)
         return
     store.master.copy_(values)
     if store.weight is not None:
-        store.weight.copy_(to_bf16(values) if store.weight.dtype == torch.bfloat16 else values)
+        store.weight.copy_(formats.to_bf16(values) if store.weight.dtype == torch.bfloat16 else values)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,13 +34,12 @@ from torch import Tensor
 
 from twinflow.codes import Code, code_named
 from twinflow.codes.reference import two_to
-from twinflow.conflicts import refuse
 from twinflow.dist.compressed import Coding, Errors, compressed_reduce_scatter, own_part, publish, take_back
 from twinflow.dist.group import Group
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
-from twinflow.rules.rule import Options, number, numbers
+from twinflow.rules.rule import number, numbers
 from twinflow.state_dict import float_of, int_of, value_of
 
 THRESHOLD = 0.96
@@ -117,17 +116,17 @@ class Exchange:
 
     exponents: Tensor  # k + 127 for the whole bucket; 0 for elements that never had a gradient
     error: Tensor  # error of the whole bucket, in units of weight change / learning rate
-    told: Tensor  # weights of this rank's part, as all ranks have them
-    said: Tensor  # the last codes that this rank has sent, one row for each owner
+    published: Tensor  # weights of this rank's part, as all ranks have them
+    sent_codes: Tensor  # the last codes that this rank has sent, one row for each owner
 
 
+@dataclass(frozen=True, eq=False)
 class Exchanges:
     """Compressed exchanges of all buckets after the switch."""
 
-    def __init__(self, code: Code, b1: float, of: Mapping[int, Exchange]) -> None:
-        self.code = code
-        self.b1 = b1
-        self.of = of  # by index of the bucket
+    code: Code
+    b1: float
+    of: Mapping[int, Exchange]  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
         """Writes this rank's part of the new momentum into `part`, multiplied by `job.scale`, by which the update
@@ -135,7 +134,7 @@ class Exchanges:
         """
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
-        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.said))
+        compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.sent_codes))
         part.mul_(scale)
 
     def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
@@ -143,7 +142,7 @@ class Exchanges:
         own = self.of[bucket.plan.index]
         pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
         wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
-        take_back(self.code, own.error, own.said, own.exponents, wheres)
+        take_back(self.code, own.error, own.sent_codes, own.exponents, wheres)
 
     def publish(self, group: Group, bucket: Bucket, flat: Tensor, job: Job) -> None:
         """Sends weight changes. `flat` has the published weights, with new ones in this rank's part.
@@ -153,10 +152,10 @@ class Exchanges:
         own = self.of[bucket.plan.index]
         here = own_part(group, flat)
         new = here.clone()
-        here.copy_(own.told)
+        here.copy_(own.published)
         before = flat.to(torch.float32, copy=True)
         publish(group, flat, new, Coding(self.code, own.exponents))
-        own.told.copy_(here)
+        own.published.copy_(here)
         self._share_momentum(own, bucket, before, flat, job)
 
     def _share_momentum(self, own: Exchange, bucket: Bucket, before: Tensor, after: Tensor, job: Job) -> None:
@@ -164,19 +163,15 @@ class Exchanges:
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
-            rate, decay = step_size(options), number(options, "lr") * number(options, "weight_decay")
+            lr, b2, steps = number(options, "lr"), numbers(options, "betas")[1], int(number(options, "second_step"))
+            # the factor of momentum * 2**k in a step; the bias correction of the first moment is 1 after the switch
+            rate, decay = lr * math.sqrt(1.0 - b2**steps), lr * number(options, "weight_decay")
             if rate <= 0.0:
                 continue
             where = slice(piece.offset, piece.offset + piece.numel)
             moved = before[where].mul(1.0 - decay).sub_(after[where])
             moved.mul_(own.exponents[where] != 0)
             own.error[where].add_(moved, alpha=self.b1 / rate)
-
-
-def step_size(options: Options) -> float:
-    """The factor of momentum * 2**k in a step. After the switch, the bias correction of the first moment is 1."""
-    second = math.sqrt(1.0 - numbers(options, "betas")[1] ** int(number(options, "second_step")))
-    return number(options, "lr") * second
 
 
 def floor_of(total: float, count: float) -> float:
@@ -198,10 +193,3 @@ def rounded_variance(exponents: Tensor) -> Tensor:
     """The second moment that belongs to these exponents."""
     inverse = two_to(exponents, -1)
     return torch.where(exponents != 0, inverse * inverse, 0.0)
-
-
-def check_groups(groups: Sequence[Options]) -> float:
-    """The decay of the first moment. Raises ValueError if it differs between groups."""
-    betas = {numbers(group, "betas")[0] for group in groups}
-    refuse("1-bit Adam", {"betas": len(betas) > 1}, betas=", ".join(map(str, sorted(betas))))
-    return betas.pop()

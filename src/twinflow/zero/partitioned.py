@@ -14,25 +14,27 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from twinflow.conflicts import conflict
-from twinflow.dist.group import backend_for, new_group
+from twinflow.dist.group import Group, backend_for, new_group
+from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
 from twinflow.state_dict import ParamEntry
-from twinflow.zero.over_gloo import use_host
 from twinflow.zero.shared import Zero
 
-Replaced = dict[nn.Parameter, nn.Parameter]  # from a parameter before `partition` to the one after it
+Replaced = dict[Tensor, Tensor]  # from a parameter before `partition` to the one after it
 
 
 def partition(model: nn.Module, zero: Zero) -> Replaced:
@@ -58,8 +60,8 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     if backend_for(device) == "gloo":
-        use_host([module for module in model.modules() if isinstance(module, FSDPModule)], device)
-    replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
+        use_own_collectives([module for module in model.modules() if isinstance(module, FSDPModule)], device)
+    replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
     for old, new in replaced.items():
         keep_marks(old, new)
     return replaced
@@ -81,22 +83,18 @@ def _check(model: nn.Module) -> None:
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
     """Parameters, named parameters or param groups, with the parameters after `partition`."""
-
-    def now(item: ParamEntry) -> ParamEntry:
+    found: list[ParamEntry] = []
+    for item in groups:
         if isinstance(item, Mapping):
             params = item["params"]
             assert isinstance(params, Iterable)
-            return {**item, "params": regroup([params] if isinstance(params, Tensor) else params, replaced)}
-        if isinstance(item, tuple):
+            found.append({**item, "params": regroup([params] if isinstance(params, Tensor) else params, replaced)})
+        elif isinstance(item, tuple):
             name, tensor = item
-            return name, _replacement(tensor, replaced)
-        return _replacement(item, replaced)
-
-    return [now(item) for item in groups]
-
-
-def _replacement(tensor: Tensor, replaced: Replaced) -> Tensor:
-    return replaced.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor
+            found.append((name, replaced.get(tensor, tensor)))
+        else:
+            found.append(replaced.get(item, item))
+    return found
 
 
 def gathered_blocks(model: nn.Module) -> list[Block]:
@@ -135,3 +133,81 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
     context: object = model._get_fsdp_state()._comm_ctx  # torch has no public name for it
     streams = [getattr(context, name, None) for name in ("all_gather_copy_in_stream", "all_gather_stream")]
     return [stream for stream in streams if isinstance(stream, torch.cuda.Stream)]
+
+
+# Collectives of `fully_shard` over gloo. gloo's reduce-scatter sends as much as an all-reduce and does not support GPU
+# memory. twinflow's reduce-scatter (dist/group.py) exchanges parts on the host and sums them in fp32, rank by rank.
+
+
+class _OnHost:
+    """The part of torch's protocol for collectives of `fully_shard` that both classes share."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates a buffer, as `fully_shard` requires."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _group(self, handle: dist.ProcessGroup) -> Group:
+        return Group(handle, dist.get_process_group_ranks(handle), is_on_host=True)
+
+
+class HostAllGather(_OnHost):
+    """Gathers the rows of all ranks."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Runs the collective synchronously; `async_op` is ignored."""
+        found = self._group(group)
+        whole = output_tensor.view(-1)
+        size = input_tensor.numel()
+        own = whole[found.rank * size : (found.rank + 1) * size]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor.view(-1))
+        found.all_gather(whole)
+
+
+class HostReduceScatter(_OnHost):
+    """Gives this rank its rows of the sum."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Runs the collective synchronously; `async_op` is ignored."""
+        found = self._group(group)
+        found.reduce_scatter(output_tensor.view(-1), input_tensor.view(-1), input_tensor.dtype)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(found.world)
+        else:
+            assert op == dist.ReduceOp.SUM, op
+
+
+@runtime_checkable
+class _TakesCollectives(Protocol):
+    """A module after `fully_shard`, in torch versions later than 2.8."""
+
+    def set_custom_all_gather(self, comm: HostAllGather) -> None: ...
+
+    def set_custom_reduce_scatter(self, comm: HostReduceScatter) -> None: ...
+
+
+def use_own_collectives(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Sets the collectives of modules after `fully_shard`. With torch 2.8 on a CPU, gloo's own collectives are used.
+
+    Raises RuntimeError with torch 2.8 on a GPU.
+    """
+    for module in modules:
+        if not isinstance(module, _TakesCollectives):
+            if device.type == "cpu":
+                return
+            raise wrong_state(
+                "ZeRO stage 3 on GPUs cannot run over gloo",
+                f"fully_shard of torch {torch.__version__} has no set_custom_reduce_scatter",
+                "Use the NCCL backend, zero_optimization.stage 2, or a torch version later than 2.8.",
+            )
+        module.set_custom_all_gather(HostAllGather())
+        module.set_custom_reduce_scatter(HostReduceScatter())

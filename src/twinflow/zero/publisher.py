@@ -32,6 +32,37 @@ from twinflow.zero.compression import Exchanges
 _LOOK_S = 0.2  # how long the thread waits for weights before it checks whether they are still expected
 
 
+class RankThread:
+    """A thread that calls collectives until the executor is closed or has failed.
+
+    An exception in the thread is raised by the next call of the optimizer. A subclass starts `_thread` at the end of
+    its constructor.
+    """
+
+    def __init__(self, executor: Executor, name: str) -> None:
+        self._executor = executor
+        self._changed = executor.changed
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+
+    def join(self) -> None:
+        """Waits for the end of the thread. The executor must be closed."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        try:
+            while not self._executor.is_closing and self._executor.error is None:
+                self._turn()
+        except BaseException as error:
+            if not self._executor.is_closing:
+                self._executor.fail(error)
+
+    def _turn(self) -> None:
+        """Does the next piece of work, or waits up to a second for it."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
 class Edition:
     """One step: the buckets that it changes, and the buckets that stay the same."""
@@ -53,7 +84,7 @@ class Copies:
     others_flat: list[Tensor]
 
 
-class Publisher:
+class Publisher(RankThread):
     """Gathers the parts that other ranks have updated. Without a group, every rank has updated everything."""
 
     def __init__(
@@ -63,12 +94,11 @@ class Publisher:
         buckets: Sequence[Bucket],
         group: Group | None,
         where: torch.device,
-        exchanges: Callable[[], Exchanges | None] = lambda: None,
+        exchanges: Callable[[], Exchanges | None],
     ) -> None:
+        super().__init__(executor, "twinflow-publisher")
         self._exchanges = exchanges  # returns the compressed exchanges, or None before the switch
         self._device = device
-        self._executor = executor
-        self._changed = executor.changed
         self._group = group
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
@@ -76,7 +106,6 @@ class Publisher:
         nbytes = max((b.gathered.numel * b.plan.dtype.itemsize for b in buckets if not b.offloads_params), default=0)
         # One buffer for all buckets, because the stream publishes one bucket at a time.
         self._raw = torch.empty(nbytes if group is not None else 0, dtype=torch.uint8, device=where)
-        self._thread = threading.Thread(target=self._loop, name="twinflow-publisher", daemon=True)
         self._thread.start()
 
     def expect(self, job: Job, changed: Sequence[int]) -> None:
@@ -91,21 +120,7 @@ class Publisher:
         with self._changed:
             self._editions.clear()
 
-    def join(self) -> None:
-        """Waits for the end of the thread. The executor must be closed."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
     # The thread.
-
-    @torch.no_grad()
-    def _loop(self) -> None:
-        try:
-            while not self._executor.is_closing and self._executor.error is None:
-                self._turn()
-        except BaseException as error:
-            if not self._executor.is_closing:
-                self._executor.fail(error)
 
     def _turn(self) -> None:
         executor = self._executor
@@ -149,18 +164,14 @@ class Publisher:
         def exchange() -> None:
             if bucket.landing is not None:
                 self._executor.land(bucket)
-            if copies.own:
-                torch._foreach_copy_(copies.own_flat, copies.own)
+            _copy_all(copies.own, copies.own_flat)
             if exchanges is None:
                 group.all_gather(copies.flat)
             else:
-                if copies.others:
-                    torch._foreach_copy_(copies.others_flat, copies.others)
+                _copy_all(copies.others, copies.others_flat)
                 exchanges.publish(group, bucket, copies.flat, job)
-                if copies.own:
-                    torch._foreach_copy_(copies.own, copies.own_flat)
-            if copies.others:
-                torch._foreach_copy_(copies.others, copies.others_flat)
+                _copy_all(copies.own_flat, copies.own)
+            _copy_all(copies.others_flat, copies.others)
             for param in bucket.members:
                 param.note_write()
 
@@ -168,14 +179,11 @@ class Publisher:
         return stream.record()
 
     def _copies(self, bucket: Bucket, group: Group) -> Copies:
-        """The views of a bucket. They are made again if parameters have other addresses."""
+        """Views of a bucket's parameters and of the flat buffer. They are made again if a parameter has moved."""
         addresses = [param.tensor.data_ptr() for param in bucket.members]
         found = self._kept.get(bucket.plan.index)
-        if found is None or found.addresses != addresses:
-            found = self._kept[bucket.plan.index] = self._new_copies(bucket, group, addresses)
-        return found
-
-    def _new_copies(self, bucket: Bucket, group: Group, addresses: list[int]) -> Copies:
+        if found is not None and found.addresses == addresses:
+            return found
         whole = bucket.gathered
         flat = self._raw[: whole.numel * whole.dtype.itemsize].view(whole.dtype)
         params = {param.index: param.tensor for param in bucket.members}
@@ -190,7 +198,13 @@ class Publisher:
                 is_own = low <= start < high
                 (copies.own if is_own else copies.others).append(there)
                 (copies.own_flat if is_own else copies.others_flat).append(here)
+        self._kept[bucket.plan.index] = copies
         return copies
+
+
+def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    if sources:  # torch does not accept empty lists
+        torch._foreach_copy_(targets, sources)
 
 
 def _cuts(start: int, stop: int, low: int, high: int) -> list[tuple[int, int]]:

@@ -10,12 +10,14 @@ backward that sends gradients. A rank sends zeros for parameters without a gradi
 
 When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
 parameter that has a gradient on any rank is updated on all ranks, as in one process.
+
+With ZeRO stage 3, torch's `fully_shard` sums and partitions the gradients, and ranks agree only on the norm. The thread
+"twinflow-norm-reducer" does this. All ranks close their jobs in the same order, which orders its collectives.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twinflow.device import Device
+from twinflow.device import Device, Event
 from twinflow.dist.group import Group
 from twinflow.offload import pack_gradients
 from twinflow.offload.bucket import Bucket
@@ -36,6 +38,7 @@ from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import ROOT
 from twinflow.offload.sync import FLAT_FREE, REDUCE_READY
 from twinflow.zero.compression import Exchanges
+from twinflow.zero.publisher import Publisher, RankThread
 
 
 @dataclass(eq=False)
@@ -58,12 +61,16 @@ class Wire:
     dtype: torch.dtype | None  # dtype of the communication; None: that of the gradients
     is_partitioned: bool  # each rank gets its part of the sum; otherwise each gets all of it
     predivide: float  # gradients are divided by it before the sum
-    exchanges: Callable[[], Exchanges | None] = lambda: None  # returns the compressed exchanges after the switch
-    replica: Group | None = None  # group on the host: ranks with other parts of the model
+    exchanges: Callable[[], Exchanges | None]  # returns the compressed exchanges after the switch
+    replica: Group | None  # group on the host: ranks with other parts of the model
+    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
 
 
-class Reducer:
-    """Takes complete buckets and gives this rank's part of their sum to the executor."""
+class Reducer(RankThread):
+    """Takes complete buckets and gives this rank's part of their sum to the executor.
+
+    It is the runtime's `Sharing`, and passes on to the publisher what concerns new weights.
+    """
 
     def __init__(
         self,
@@ -74,16 +81,16 @@ class Reducer:
         wire: Wire,
         flats: FlatPool,
         where: torch.device,
-        on_agreed: Callable[[Job, list[int]], None],
+        publisher: Publisher,
     ) -> None:
+        super().__init__(executor, "twinflow-reducer")
+        self.divisor = wire.divisor
         self._device = device
-        self._executor = executor
-        self._changed = executor.changed
         self._device_work = device_work
         self._buckets = buckets
         self._wire = wire
         self._flats = flats
-        self._on_agreed = on_agreed  # called with the changed buckets, in the forward's order, when a step is closed
+        self._publisher = publisher
         self._rounds: deque[Round] = deque()
         self._is_busy = False
         self._order = [b.plan.index for b in sorted(buckets, key=_last_block_first)]
@@ -91,13 +98,11 @@ class Reducer:
         self._is_ordered = False  # the orders are those of rank 0's first step
         self._norms = torch.zeros(len(buckets), dtype=torch.float64, device=where)
         self._host_norms = device.pinned(len(buckets), torch.float64)
-        self._thread = threading.Thread(target=self._loop, name="twinflow-reducer", daemon=True)
         self._thread.start()
 
-    def join(self) -> None:
-        """Waits for the end of the thread. The executor must be closed."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    @property
+    def threads(self) -> Sequence[RankThread]:
+        return (self, self._publisher)
 
     # Called by the runtime.
 
@@ -106,16 +111,17 @@ class Reducer:
         with self._changed:
             # Each reduction frees a buffer. If no reduction can run, buckets whose turn has not come hold all buffers,
             # and the calling thread must submit the bucket whose turn it is. Then one more buffer is allocated.
-            while (taken := self._flats.take(bucket.gathered, may_grow=not self._gives_flats())) is None:
+            while True:
+                may_grow = not self._is_busy and self._next() is None
+                taken = self._flats.take(bucket.gathered, may_grow)
+                if taken is not None:
+                    break
                 self._executor.check()
                 self._changed.wait(1.0)
         flat, read_until = taken
         if read_until is not None:
             self._device.compute().wait(read_until, FLAT_FREE)
         return flat
-
-    def _gives_flats(self) -> bool:
-        return self._is_busy or self._next() is not None
 
     def submit(self, task: Task) -> None:
         """Takes the gradients of a whole bucket. They are complete on this rank after `task.ready`."""
@@ -138,6 +144,14 @@ class Reducer:
                 self._executor.check()
                 self._changed.wait(1.0)
 
+    def forget(self) -> None:
+        """Drops weights that are not published yet."""
+        self._publisher.forget()
+
+    def hold_back(self, job: Job) -> None:
+        """Announces that all buckets have a delayed update, whose weights the next step publishes."""
+        self._publisher.expect(job, [bucket.plan.index for bucket in self._buckets])
+
     def _round(self, job: Job) -> Round:
         found = next((one for one in self._rounds if one.job is job), None)
         if found is None:
@@ -146,15 +160,6 @@ class Reducer:
         return found
 
     # The thread.
-
-    @torch.no_grad()
-    def _loop(self) -> None:
-        try:
-            while not self._executor.is_closing and self._executor.error is None:
-                self._turn()
-        except BaseException as error:
-            if not self._executor.is_closing:
-                self._executor.fail(error)
 
     def _turn(self) -> None:
         with self._changed:
@@ -198,11 +203,20 @@ class Reducer:
         part = executor.take_flat(bucket.plan, stream, is_own=True)
         stream.wait(task.ready, REDUCE_READY)
         norm = None if executor.sums_on_host else self._norms[bucket.plan.index]
-        exchanges = self._wire.exchanges()
-        work = partial(_sum, self._wire, part, whole)
-        if exchanges is not None:
-            work = partial(exchanges.reduce, self._wire.group, bucket, part, whole, task.job)
-        stream.run(partial(_do_and_measure, work, part, norm), span="reduce", bucket=bucket.plan.index)
+        wire, job, exchanges = self._wire, task.job, self._wire.exchanges()
+
+        def reduce() -> None:
+            if exchanges is not None:
+                exchanges.reduce(wire.group, bucket, part, whole, job)
+            else:
+                if wire.predivide != 1.0:
+                    whole.mul_(1.0 / wire.predivide)
+                sum_parts = wire.group.reduce_scatter if wire.is_partitioned else wire.group.all_reduce
+                sum_parts(part, whole, wire.dtype or whole.dtype)
+            if norm is not None:
+                pack_gradients.measure(norm, part)
+
+        stream.run(reduce, span="reduce", bucket=bucket.plan.index)
         task.ready = stream.record()
         task.flat, task.sources = part, [(0, part)]
         task.present = list(range(len(bucket.slices)))
@@ -227,7 +241,7 @@ class Reducer:
         sums = of_all_axes(rows[:, 0] if self._wire.is_partitioned else rows[:1, 0], self._wire.replica)
         members = {b.plan.index: b.members for b in self._buckets}
         self._take_back(job, present, sums)
-        self._on_agreed(job, [b for b in self._forward if any(p.index in present for p in members[b])])
+        self._publisher.expect(job, [b for b in self._forward if any(p.index in present for p in members[b])])
         self._executor.agree(job, present, len(hits))
         self._device_work.agree(job, present)
         self._executor.decide(job, decide(sums.tolist(), job.scale, job.limits))
@@ -272,22 +286,6 @@ def _last_block_first(bucket: Bucket) -> tuple[int, int]:
     return (0 if bucket.plan.block == ROOT else -1 - bucket.plan.block), -bucket.plan.index
 
 
-def _sum(wire: Wire, part: Tensor, whole: Tensor) -> None:
-    if wire.predivide != 1.0:
-        whole.mul_(1.0 / wire.predivide)
-    dtype = wire.dtype or whole.dtype
-    if wire.is_partitioned:
-        wire.group.reduce_scatter(part, whole, dtype)
-    else:
-        wire.group.all_reduce(part, whole, dtype)
-
-
-def _do_and_measure(work: Callable[[], None], part: Tensor, norm: Tensor | None) -> None:
-    work()
-    if norm is not None:
-        pack_gradients.measure(norm, part)
-
-
 def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
     """Sums of squares over the data axis, or over all parts of the model if there are pipeline or tensor ranks.
 
@@ -303,3 +301,48 @@ def sum_of_squares(norms: Sequence[float]) -> float:
     """The sum of squares, added as in `decide`; not finite if a norm is not finite."""
     squares = [norm * norm for norm in norms]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
+
+
+class NormReducer(RankThread):
+    """Decides on clipping and skipping when the norms of all ranks are known, with ZeRO stage 3."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        device_work: DeviceWork,
+        buckets: Sequence[Bucket],
+        group: Group,
+        replica: Group | None,
+        divisor: float,
+    ) -> None:
+        super().__init__(executor, "twinflow-norm-reducer")
+        self.divisor = divisor  # gradients are divided by it: `fully_shard` computes the mean
+        self._device_work = device_work
+        self._buckets = buckets
+        self._group = group
+        self._replica = replica
+        self._closed: deque[tuple[Job, Tensor, Event]] = deque()
+        self._thread.start()
+
+    @property
+    def threads(self) -> Sequence[RankThread]:
+        return (self,)
+
+    def close(self, job: Job, norms: Tensor, event: Event) -> None:
+        """Queues a job whose tasks are all submitted. `norms` has this rank's norms after `event`."""
+        with self._changed:
+            self._closed.append((job, norms, event))
+            self._changed.notify_all()
+
+    def _turn(self) -> None:
+        with self._changed:
+            if not self._closed:
+                self._changed.wait(1.0)
+                return
+            job, norms, event = self._closed.popleft()
+        event.synchronize()
+        own = [norm for norm, bucket in zip(norms.tolist(), self._buckets, strict=True) if bucket.plan.is_counted]
+        sums = self._group.gather_rows(torch.tensor([sum_of_squares(own)], dtype=torch.float64))[:, 0]
+        decision = decide(of_all_axes(sums, self._replica).tolist(), job.scale, job.limits)
+        self._executor.decide(job, decision)
+        self._device_work.close_job(job, None, None)

@@ -26,7 +26,6 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor
 from twinflow.offload.flats import FlatPool
-from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan, ParamSpec
 from twinflow.offload.settings import Settings
 from twinflow.offload.shards import part_of, widen
@@ -34,9 +33,8 @@ from twinflow.offload.sharing import OwnBuckets, Shards, SharedBuckets
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.topology import DATA
 from twinflow.zero.compression import Compression, Exchanges
-from twinflow.zero.norm_reducer import NormReducer
 from twinflow.zero.publisher import Publisher
-from twinflow.zero.reducer import Reducer, Wire
+from twinflow.zero.reducer import NormReducer, Reducer, Wire
 
 STAGES = (0, 1, 2, 3)
 _LONG = timedelta(hours=2)
@@ -103,7 +101,7 @@ class Team:
         self.saves: Group = new_group("gloo", timeout=long)  # ranks of all axes, for checkpoints in the background
         self.world = self.calls.world
         self.rank = self.calls.rank
-        self._exchanges: Exchanges | None = None
+        self.exchanges: Exchanges | None = None  # compressed exchanges; None before the switch to them
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -125,14 +123,9 @@ class Team:
         """Whether this rank has only a part of the state."""
         return self.zero.stage >= 1 and self.world > 1
 
-    @property
-    def exchanges(self) -> Exchanges | None:
-        """The compressed exchanges; None before the switch to compressed communication."""
-        return self._exchanges
-
     def set_exchanges(self, exchanges: Exchanges | None) -> None:
         """Starts compressed communication, or ends it (None)."""
-        self._exchanges = exchanges
+        self.exchanges = exchanges
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copies rank 0's values to all ranks."""
@@ -183,45 +176,20 @@ class Team:
         buckets: Sequence[Bucket],
         settings: Settings,
         where: torch.device,
-    ) -> _SharedWork:
-        is_partitioned = self.num_parts > 1 or self.world == 1
+    ) -> Reducer:
         zero = self.zero
         wire = Wire(
-            self._reduce, self._agree, zero.dtype, is_partitioned, zero.predivide, lambda: self.exchanges, self._replica
+            self._reduce,
+            self._agree,
+            zero.dtype,
+            is_partitioned=self.num_parts > 1 or self.world == 1,
+            predivide=zero.predivide,
+            exchanges=lambda: self.exchanges,
+            replica=self._replica,
+            divisor=(self.world if zero.op == "mean" else 1) / zero.predivide,
         )
         self._give_up_with(executor)
-        divisor = (self.world if zero.op == "mean" else 1) / zero.predivide
-        flats = FlatPool(where, settings.flat_bytes)
         group = self._publish if self.num_parts > 1 else None
-        publisher = Publisher(device, executor, buckets, group, where, lambda: self.exchanges)
-        reducer = Reducer(device, executor, device_work, buckets, wire, flats, where, publisher.expect)
-        return _SharedWork(reducer, publisher, [bucket.plan.index for bucket in buckets], divisor)
-
-
-class _SharedWork:
-    """The runtime's interface to reducer and publisher."""
-
-    def __init__(self, reducer: Reducer, publisher: Publisher, indices: list[int], divisor: float) -> None:
-        self.divisor = divisor
-        self.threads = (reducer, publisher)
-        self._reducer = reducer
-        self._publisher = publisher
-        self._indices = indices  # indices of all buckets
-
-    def take_flat(self, bucket: Bucket) -> Tensor:
-        return self._reducer.take_flat(bucket)
-
-    def submit(self, task: Task) -> None:
-        self._reducer.submit(task)
-
-    def close(self, job: Job, hits: Sequence[bool]) -> None:
-        self._reducer.close(job, hits)
-
-    def wait_for_sums(self) -> None:
-        self._reducer.wait_for_sums()
-
-    def forget(self) -> None:
-        self._publisher.forget()
-
-    def hold_back(self, job: Job) -> None:
-        self._publisher.expect(job, self._indices)
+        publisher = Publisher(device, executor, buckets, group, where, wire.exchanges)
+        flats = FlatPool(where, settings.flat_bytes)
+        return Reducer(device, executor, device_work, buckets, wire, flats, where, publisher)

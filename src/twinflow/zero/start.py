@@ -55,16 +55,11 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | No
         check_same(group_store(), ranks.rank, ranks.world_size, {**facts, **own})
     else:
         check_same(group_store(), ranks.rank, ranks.world_size, facts)
-        _check_replicas(grid, own)
+        along = grid.ranks_along(DATA)
+        store = PrefixStore(f"twinflow/replicas/{along[0]}", group_store())
+        if len(along) > 1:
+            check_same(store, along.index(grid.rank), len(along), own)
     share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
-
-
-def _check_replicas(grid: Grid, facts: dict[str, str]) -> None:
-    """Compares `facts` between the ranks of the data axis, which have the same part of the model."""
-    along = grid.ranks_along(DATA)
-    store = PrefixStore(f"twinflow/replicas/{along[0]}", group_store())
-    if len(along) > 1:
-        check_same(store, along.index(grid.rank), len(along), facts)
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:

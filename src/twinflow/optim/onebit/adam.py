@@ -20,12 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.optim.optimizer import ParamsT
-from typing_extensions import Unpack
 
-from twinflow.optim.onebit.base import FreezingOptimizer, Shared
+from twinflow.optim.onebit.base import FreezingOptimizer
 from twinflow.optim.onebit.bucket import FlatBucket
-from twinflow.zero.compression import THRESHOLD, Compression, floor_of, raised
+from twinflow.zero.compression import floor_of, raised
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -35,23 +33,6 @@ class OneBitAdam(FreezingOptimizer):
     learning rate does not rise. The second moment is stable if its sums before and after `freeze_window` steps differ
     little: the smaller sum is at least `freeze_threshold` times the larger one. `shared`: see `Shared` in base.py.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze_step: int | None = None,
-        freeze_threshold: float = THRESHOLD,
-        freeze_window: int | None = None,
-        code: str = "1bit",
-        **shared: Unpack[Shared],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
 
     def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
         self._adam_step(bucket, hits, factor, self.is_compressed)

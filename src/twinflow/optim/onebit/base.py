@@ -24,11 +24,11 @@ from twinflow.dist.group import Group, alone, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
-from twinflow.rules.adam import adamw_hyper
-from twinflow.rules.checks import FLOATS
 from twinflow.rules.rule import Hyper, check_betas, number, numbers
-from twinflow.state_dict import StateDict, dict_of, int_of, list_of, saved_groups, tensor_of, value_of
-from twinflow.zero.compression import Compression, VarianceWatch, default_window
+from twinflow.rules.rules import adamw_hyper
+from twinflow.rules.segment import FLOATS
+from twinflow.state_dict import StateDict, check_group_sizes, dict_of, int_of, saved_groups, tensor_of, value_of
+from twinflow.zero.compression import THRESHOLD, Compression, VarianceWatch, default_window
 
 LOGGER = logging.getLogger("twinflow")
 BUCKET_NUMEL = 1 << 24
@@ -39,11 +39,20 @@ _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents",
 class Shared(TypedDict, total=False):
     """Options of all these optimizers."""
 
+    code: str  # code of compressed values: a name of twinflow.codes
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
     has_feedback: bool  # error feedback; False drops the errors, for experiments
     wire_dtype: torch.dtype | None  # dtype of uncompressed communication; None: that of the gradients
     bucket_numel: int  # elements of one exchange
     group: Group | None  # the ranks; None: all ranks
+
+
+class Freezing(Shared, total=False):
+    """Options of the optimizers that freeze the second moment once. `Compression` describes them."""
+
+    freeze_step: int | None
+    freeze_threshold: float
+    freeze_window: int | None
 
 
 class CompressedOptimizer(Optimizer):
@@ -52,15 +61,19 @@ class CompressedOptimizer(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, object],
-        code: str,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
+        code: str = "1bit",
         max_grad_norm: float | None = None,
         has_feedback: bool = True,
         wire_dtype: torch.dtype | None = None,
         bucket_numel: int = BUCKET_NUMEL,
         group: Group | None = None,
     ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         ADAMW.check(defaults)
         if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
             raise invalid_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
@@ -166,11 +179,7 @@ class CompressedOptimizer(Optimizer):
         """An AdamW step from mean gradients, or with a frozen second moment from an exchange of momenta."""
         if is_frozen:
             self._exchange_momenta(bucket, factor)
-            hypers = self._hypers(bucket, hits, is_frozen)
-            # exp_avg is the new momentum already, so the factor of the gradient is 0.
-            bucket.update([hyper and (0.0, *hyper[1:]) for hyper in hypers])
-        else:
-            bucket.update(self._hypers(bucket, hits, is_frozen), factor)
+        bucket.update(self._hypers(bucket, hits, is_frozen), 1.0 if is_frozen else factor)
 
     def _hypers(self, bucket: FlatBucket, hits: Sequence[bool], is_frozen: bool) -> list[Hyper | None]:
         """The hyperparameters of each parameter that has a gradient, otherwise None. Counts the steps of parameters."""
@@ -179,7 +188,9 @@ class CompressedOptimizer(Optimizer):
             bucket.steps[i] += hit
             bucket.second_steps[i] += hit and not is_frozen
             options = {**self._options(bucket), "second_step": max(1, bucket.second_steps[i]), "is_frozen": is_frozen}
-            found.append(adamw_hyper(options, bucket.steps[i]) if hit else None)
+            hyper = adamw_hyper(options, bucket.steps[i]) if hit else None
+            # With a frozen second moment exp_avg is the new momentum already, so the factor of the gradient is 0.
+            found.append((0.0, *hyper[1:]) if hyper and is_frozen else hyper)
         return found
 
     def _exchange_momenta(self, bucket: FlatBucket, factor: float) -> None:
@@ -214,10 +225,11 @@ class CompressedOptimizer(Optimizer):
 
     def _head(self) -> dict[str, object]:
         """Plain values that a subclass saves beside tensors."""
-        return {}
+        raise NotImplementedError
 
     def _load_head(self, head: Mapping[str, object]) -> None:
         """Loads values of `_head`."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
         """This rank's state with its compression errors. Only the same rank, with as many ranks, can load it."""
@@ -283,11 +295,7 @@ class CompressedOptimizer(Optimizer):
             remedy = "Compression errors belong to one rank. To load on other ranks, save with portable_state_dict()."
             own = (self.group.world, self.group.rank)
             raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
-        sizes = [len(list_of(given, "params")) for given in saved_groups(state_dict)]
-        own_sizes = [len(given["params"]) for given in self.param_groups]
-        if sizes != own_sizes:
-            remedy = "Build the optimizer with the same groups as when the state was saved."
-            raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
+        check_group_sizes(state_dict, self.param_groups)
         for i, param in enumerate(self._params()):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
@@ -336,14 +344,24 @@ class FreezingOptimizer(CompressedOptimizer):
     """
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, object], compression: Compression, **shared: Unpack[Shared]
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze_step: int | None = None,
+        freeze_threshold: float = THRESHOLD,
+        freeze_window: int | None = None,
+        **shared: Unpack[Shared],
     ) -> None:
-        check_betas(defaults["betas"])
-        window = compression.freeze_window or default_window(numbers(defaults, "betas")[1])
-        self._watch = VarianceWatch(window, compression.freeze_threshold)
-        self.freeze_step = compression.freeze_step
+        check_betas(betas)
+        Compression("1bit", freeze_step, freeze_threshold, freeze_window)  # checks the options
+        self._watch = VarianceWatch(freeze_window or default_window(betas[1]), freeze_threshold)
+        self.freeze_step = freeze_step
         self.frozen_step: int | None = None  # the last uncompressed step; None before the switch
-        super().__init__(params, defaults, compression.code, **shared)
+        super().__init__(params, lr, betas, eps, weight_decay, **shared)
 
     @property
     def is_compressed(self) -> bool:
@@ -357,14 +375,8 @@ class FreezingOptimizer(CompressedOptimizer):
             if is_frozen:
                 self._warn_of_late(bucket, hits)
             self._update_bucket(bucket, hits, factor)
-        if not is_frozen:
-            self._maybe_freeze()
-
-    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
-        raise NotImplementedError
-
-    def _maybe_freeze(self) -> None:
-        """Makes the switch after an uncompressed step if it is due."""
+        if is_frozen:
+            return
         if self.freeze_step is not None:
             is_settled = self.num_steps >= self.freeze_step
         else:
@@ -373,6 +385,9 @@ class FreezingOptimizer(CompressedOptimizer):
             is_settled = self._watch.see(float(totals[0, 0]), max(float(given["lr"]) for given in self.param_groups))
         if is_settled:
             self.freeze()
+
+    def _update_bucket(self, bucket: FlatBucket, hits: Sequence[bool], factor: float) -> None:
+        raise NotImplementedError
 
     def _total(self) -> float:
         """The bias-corrected sum of the second moment."""

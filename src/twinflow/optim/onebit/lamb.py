@@ -18,11 +18,10 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from twinflow.errors import invalid_value
-from twinflow.optim.onebit.base import FreezingOptimizer, Shared
+from twinflow.optim.onebit.base import Freezing, FreezingOptimizer
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.rule import numbers
 from twinflow.state_dict import float_of, value_of
-from twinflow.zero.compression import THRESHOLD, Compression
 
 _FRESH = "exp_avg_sq_fresh"
 
@@ -42,17 +41,13 @@ class OneBitLamb(FreezingOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        freeze_step: int | None = None,
-        freeze_threshold: float = THRESHOLD,
-        freeze_window: int | None = None,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         coeff_beta: float = 0.9,
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        code: str = "1bit",
-        **shared: Unpack[Shared],
+        **freezing: Unpack[Freezing],
     ) -> None:
         for names, low, high in (
             ("(min_coeff, max_coeff)", min_coeff, max_coeff),
@@ -64,8 +59,7 @@ class OneBitLamb(FreezingOptimizer):
             raise invalid_value("coeff_beta", coeff_beta, "a number in [0, 1)")
         if not 0.0 < factor_threshold < 1.0:
             raise invalid_value("factor_threshold", factor_threshold, "a number above 0 and below 1")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, Compression(code, freeze_step, freeze_threshold, freeze_window), **shared)
+        super().__init__(params, lr, betas, eps, weight_decay, **freezing)
         self.coeffs = (min_coeff, max_coeff)
         self.factors = (factor_min, factor_max)
         self.coeff_beta = coeff_beta

@@ -70,7 +70,6 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
-        code: str = "1bit",
         **shared: Unpack[Shared],
     ) -> None:
         counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
@@ -78,8 +77,7 @@ class ZeroOneAdam(CompressedOptimizer):
         for name, count in counts.items():
             if count < 1:
                 raise invalid_value(name, count, "a whole number >= 1")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, code, **shared)
+        super().__init__(params, lr, betas, eps, weight_decay, **shared)
         self.var_freeze_step = var_freeze_step
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
@@ -131,7 +129,7 @@ class ZeroOneAdam(CompressedOptimizer):
             if is_due:
                 self._take_over(i, bucket)
             else:
-                bucket.update([hyper and (0.0, *hyper[1:]) for hyper in hypers])
+                bucket.update(hypers)
         if is_due:
             self._since = 0
         self._local = self._local.counted(self.local_step_scaler, self.local_step_clipper)
@@ -172,10 +170,8 @@ class ZeroOneAdam(CompressedOptimizer):
         return {"variance": asdict(self._variance), "local": asdict(self._local)}
 
     def _load_head(self, head: Mapping[str, object]) -> None:
-        self._variance, self._local = (
-            Rhythm(**value_of(head, "variance", dict)),
-            Rhythm(**value_of(head, "local", dict)),
-        )
+        self._variance = Rhythm(**value_of(head, "variance", dict))
+        self._local = Rhythm(**value_of(head, "local", dict))
         self._since = 0
         self._moved.clear()
         self._added.clear()
