@@ -68,18 +68,17 @@ def import_deepspeed(
     states. One parameter is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
-    check_tag(files.tag)
-    if (Path(root) / files.tag).exists() and not replace:
-        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or use --force to replace it.")
+    path = Path(root) / check_tag(files.folder.name)
+    if path.exists() and not replace:
+        raise ValueError(f"{path} exists. Choose another folder, or use --force to replace it.")
     try:
         saved = read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
-        message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
-        raise ValueError(message) from error
-    path = save(Path(root), files.tag, contents, meta, on_progress=on_progress)
+        raise ValueError(f"{files.folder} cannot be imported: {error}") from error
+    save(path.parent, path.name, contents, meta, on_progress=on_progress)
     num_params = len(meta.get("optimizer_state", {}))
     ranks = max(len(files.optim), len(files.model))
     chosen = meta["optimizer"]["rule"] if "optimizer" in meta else None

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinflow.checkpoint.disk import MAX_NAME_BYTES, RESTORE, check_name, file_status
+from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import parse_side
 from twinflow.state_dict import PartOf
@@ -100,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("its content does not match its checksum")
         return _parse(body)
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} was changed or damaged ({error}). {RESTORE}") from error
+        raise damaged(f"{path} was changed or damaged ({error})") from error
 
 
 def parse_files(files: dict[str, Any], version: int = FORMAT_VERSION) -> dict[str, tuple[PartRecord, ...]]:
@@ -158,7 +158,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         status = file_status(path)
         if status.st_size != size:
             word = "cut off" if status.st_size < size else "changed"
-            raise ValueError(f"{path} is {word}: it has {status.st_size} bytes, but was saved with {size}. {RESTORE}")
+            raise damaged(f"{path} is {word}: it has {status.st_size} bytes, but was saved with {size}")
 
 
 def read_complete(folder: Path) -> Manifest:
