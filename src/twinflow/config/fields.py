@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -62,12 +62,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-def honoured(
-    default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
-) -> Any:
+def honoured(default: Any, text: str, *, hints: Mapping[str, str] | None = None, for_host: bool = False) -> Any:
     """Declares a key that has the effect `text`. The default `...` means that the key must be given."""
-    rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
-    return Field(default, description=text, json_schema_extra=rule)
+    return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, hints=hints, for_host=for_host))
+
+
+def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
+    """Declares a key that has the effect `text` and that DeepSpeed does not have."""
+    return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, ours=True, for_host=for_host))
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
@@ -153,19 +155,19 @@ def _sequence(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+_SHORT: Final = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
 def _dtype(value: object) -> object:
     """The short name of a dtype. Other values are unchanged, and the type rejects them."""
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
-    for short, names in (("fp32", ("float32", "float")), ("bf16", ("bfloat16",)), ("fp16", ("float16", "half"))):
-        if name in (short, *names):
-            return short
-    return value
+    return _SHORT.get(name, name if name in _SHORT.values() else value)
 
 
 def _torch_dtype(value: object) -> object:
     """The torch name of a half-precision dtype. Other values are unchanged."""
     short = _dtype(value)
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(short, value) if isinstance(short, str) else value
+    return "bfloat16" if short == "bf16" else "float16" if short == "fp16" else value
 
 
 def _capital(value: object) -> object:
@@ -261,23 +263,20 @@ def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
         return ", or ".join(in_words(part) for part in parts)
     if origin is Literal:
         return ", ".join(repr(part) for part in parts)
-    section = section_of(annotation)
-    if section is not None:
-        return f"an object with any of the keys {', '.join(section.model_fields)}"
     plain = {bool: "true, false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
     return plain.get(annotation, "an object")
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """A sentence with the name that was probably meant. Empty if no name is near."""
-    near = get_close_matches(name, names, 1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the names, in upper or lower case, that were probably meant. Empty if no name is near."""
+    by_lower = {other.lower(): other for other in names}
+    near = [repr(by_lower[found]) for found in get_close_matches(name.lower(), by_lower)]
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
-def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
+def unknown(place: str, key: str, value: object, names: Iterable[str], remedy: str = "") -> str:
     """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
-    every = f"The keys are: {', '.join(sorted(names))}." if place else "Remove it. docs/config.md lists all keys."
-    remedy = remedy or nearest(key, names) or every
+    remedy = remedy or f"{nearest(key, names) or 'Remove it.'} docs/config.md lists all keys."
     name = f"{place}.{key}" if place else key
     return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
 

@@ -28,6 +28,7 @@ from twinflow.config.fields import (
     Single,
     Whole,
     honoured,
+    nearest,
     refused,
     unused,
 )
@@ -197,9 +198,7 @@ REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
         "1-bit LAMB needs norms of whole parameters, and ranks own parts of them", "OneBitLamb"
     ),
     "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
-    "muadam": "Build the optimizer with the mup library and pass it to initialize()",
-    "muadamw": "Build the optimizer with the mup library and pass it to initialize()",
-    "musgd": "Build the optimizer with the mup library and pass it to initialize()",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "Build it with the mup library and pass it to initialize()"),
 }
 # Classes of deepspeed.ops, such as FusedAdam and DeepSpeedCPULion, and what to use in a config instead.
 _OPS: Final = re.compile("(?:fused|deepspeedcpu|cpu)(adamw?|adagrad|lion|lamb)")
@@ -268,9 +267,5 @@ def _torch_kind(
 ) -> type[Any]:
     if name in found:
         return found[name]
-    from difflib import get_close_matches
-
-    names = {other.lower(): other for other in (*found, *more) if other not in _NEVER_SUGGESTED}
-    near = get_close_matches(name.lower(), names, 1)
-    remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
+    remedy = nearest(name, (other for other in (*found, *more) if other not in _NEVER_SUGGESTED))
     raise invalid_value(key, name, f"one of {', '.join(allowed)}", remedy)
