@@ -154,10 +154,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The fp32 master of a parameter after all pending updates. None for a frozen parameter."""
-    if _is_frozen(param):
-        return None
-    optimizer, known = need_owner(param)
-    return _read(optimizer, known, MASTER)
+    return None if _is_frozen(param) else _read(*need_owner(param), MASTER)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -233,9 +230,8 @@ def _is_frozen(param: Tensor) -> bool:
 def _settle(optimizer: TwinOptimizer, param: Param) -> None:
     """Waits until no thread works on the state. A weight that the user changed is copied to its master."""
     if optimizer.runtime.steps.job is not None:
-        raise wrong_state(
-            "The state of a parameter cannot be read or written", "backward() ran without step()", "Call step() first."
-        )
+        what = "The state of a parameter cannot be read or written"
+        raise wrong_state(what, "backward() ran without step()", "Call step() first.")
     optimizer.runtime.wait()
     optimizer.runtime.wait_for_copies()
     optimizer.runtime.wait_for_readers()
@@ -293,8 +289,8 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 
 def _check_shape(param: Param, value: Tensor) -> None:
     if value.shape != param.tensor.shape:
-        name = f"The shape of the value for {param.name}"
-        raise invalid_value(name, tuple(value.shape), [tuple(param.tensor.shape)])
+        wanted = [tuple(param.tensor.shape)]
+        raise invalid_value(f"The shape of the value for {param.name}", tuple(value.shape), wanted)
 
 
 def _check_key(optimizer: TwinOptimizer, key: str) -> None:
@@ -410,9 +406,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the stage 2 estimates for a model."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        _count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    total, _ = _count(model)
+    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -420,12 +415,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Prints the stage 2 estimates for a number of parameters."""
     given = (total_params, num_gpus_per_node, num_nodes)
-    rows = {
-        f"offload_optimizer={name}": estimate_zero2_model_states_mem_needs(
-            *given, name == "cpu", additional_buffer_factor
-        )
-        for name in ("cpu", "none")
-    }
+    rows = {}
+    for name in ("cpu", "none"):
+        found = estimate_zero2_model_states_mem_needs(*given, name == "cpu", additional_buffer_factor)
+        rows[f"offload_optimizer={name}"] = found
     _show(*given, rows)
 
 
@@ -433,10 +426,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the stage 3 estimates for a model."""
-    largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        _count(model), largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    counts = _count(model)
+    estimate_zero3_model_states_mem_needs_all_cold(*counts, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -447,24 +438,19 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the stage 3 estimates for a number of parameters."""
+    ranks = (num_gpus_per_node, num_nodes)
     rows = {}
     for params, states in (("cpu", "cpu"), ("none", "cpu"), ("none", "none")):
-        host, gpu, _ = estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            cpu_offload=states == "cpu",
-            cpu_offload_params=params == "cpu",
-            additional_buffer_factor=additional_buffer_factor,
-        )
-        rows[f"offload_param={params}, offload_optimizer={states}"] = (host, gpu)
-    _show(total_params, num_gpus_per_node, num_nodes, rows)
+        options = (states == "cpu", params == "cpu", True, additional_buffer_factor)
+        found = estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *ranks, *options)
+        rows[f"offload_param={params}, offload_optimizer={states}"] = found[:2]
+    _show(total_params, *ranks, rows)
 
 
-def _count(model: nn.Module) -> int:
-    """Counts parameters. A shared parameter counts once."""
-    return sum(param.numel() for param in set(model.parameters()))
+def _count(model: nn.Module) -> tuple[int, int]:
+    """The numbers of parameters of a model and of its largest layer. A shared parameter counts once."""
+    largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
+    return sum(param.numel() for param in set(model.parameters())), largest
 
 
 def _show(total: int, num_gpus: int, num_nodes: int, rows: Mapping[str, tuple[int, int]]) -> None:
