@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from twinflow.engine.values import to_device
 from twinflow.monitor.metrics import host_memory_bytes
 from twinflow.parallel import partition
 
@@ -186,13 +186,7 @@ def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") 
     """Copies of the tensors in nested dicts, lists and tuples. torch.save writes only the elements of a copy, but the
     whole storage of a view.
     """
-    if isinstance(item, Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, Mapping):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), item)
 
 
 def set_random_seed(seed: int) -> None:
@@ -204,15 +198,11 @@ def set_random_seed(seed: int) -> None:
 
 def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = None) -> Any:
     """Moves tensors in nested dicts, lists and tuples to a device: all, or those for which `criterion_func` is true."""
-    if isinstance(item, Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if criterion_func is None:
-        return to_device(item, torch.device(device))
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return tree_map_only(Tensor, move, item)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
