@@ -80,7 +80,6 @@ class Saved:
     """The contents of a checkpoint. `states` contains the step (key "step") and the states of each updated
     parameter."""
 
-    files: Files
     stage: int
     model: Mapping[str, Any]  # contents of the first model file
     optimizer: Mapping[str, Any]  # optimizer state dict of the first rank
@@ -147,11 +146,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
         found[rank] = path
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
-        example = next(iter(found.values())).name
-        ranks = ", ".join(map(str, missing))
-        raise ValueError(
-            f"{folder}: Files such as {example} are missing for rank {ranks}. Copy the files of all ranks."
-        )
+        files = f"Files such as {next(iter(found.values())).name} are missing for rank {', '.join(map(str, missing))}"
+        raise ValueError(f"{folder}: {files}. Copy the files of all ranks.")
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -179,7 +175,7 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
     aliases = {name: first for name, first in aliases.items() if name not in masters}
     first = states[0] if states else head.get("optimizer") or {}
     weights = _weights(models, masters, aliases, stage)
-    return Saved(files, stage, head, first, weights, aliases, groups, masters, found)
+    return Saved(stage, head, first, weights, aliases, groups, masters, found)
 
 
 def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
@@ -220,7 +216,7 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
 
 def _flat_groups(files: Files, states: Sequence[Mapping[str, Any]], key: str) -> list[list[Tensor]]:
     """The flat fp32 masters of each rank and group."""
-    found = [state.get(key) for state in states]
+    found: list[Any] = [state.get(key) for state in states]
     for path, values in zip(files.optim, found, strict=True):
         if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
             raise ValueError(f"{path}: {key} is not a list of tensors. {_MISMATCH}")

@@ -300,9 +300,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensors]]:
     splits = parse_splits(str(folder / META), meta.get("shards", {}))
     unknown = sorted(set(splits) - set(stored))
     if unknown:
-        raise damaged(
-            f"{folder / META} describes shards of the file {unknown[0]!r}, which the checkpoint does not have"
-        )
+        raise damaged(f"{folder / META} describes shards of the file {unknown[0]!r}, which is missing")
     return meta, {file: _join_shards(folder, file, one, splits.get(file, {})) for file, one in stored.items()}
 
 

@@ -9,7 +9,7 @@ another layout of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -106,21 +106,6 @@ class Selection:
     sizes: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    @property
-    def row_numel(self) -> int:
-        return self.size * self.inner
-
-    def runs(self, row: int, first: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """For elements [first, stop) of an outer row: source, start in the source, start in the result, number of
-        elements.
-        """
-        for move in self.moves:
-            at = move.target * self.inner
-            low, high = max(first, at), min(stop, at + move.size * self.inner)
-            if low < high:
-                begin = (row * self.sizes[move.source] + move.start) * self.inner
-                yield move.source, begin + low - at, low - first, high - low
-
 
 def select(shape: Sequence[int], dim: int, sources: Sequence[Ranges], wanted: Ranges) -> Selection:
     """The selection of the `wanted` indices along `dim` from a whole tensor of `shape` that the `sources` have
@@ -137,9 +122,9 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
     read for each range would cost more than also reading the elements between the ranges. A caller that reads the whole
     selection from start to end reads each source from start to end.
     """
-    at, row_numel = start, selection.row_numel
-    stop = start + into.numel()
-    most = BLOCK_NUMEL // max(1, max(selection.sizes) * selection.inner)
+    at, stop = start, start + into.numel()
+    inner, row_numel = selection.inner, selection.size * selection.inner
+    most = BLOCK_NUMEL // max(1, max(selection.sizes) * inner)
     while at < stop:
         row, first = divmod(at, row_numel)
         num_rows = 0 if first else min((stop - at) // row_numel, most)
@@ -148,9 +133,12 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
             _gather_rows(selection, fills, row, into[at - start : end - start].view(num_rows, selection.size, -1))
         else:
             end = min(stop, (row + 1) * row_numel)
-            here = into[at - start : end - start]
-            for source, begin, target, numel in selection.runs(row, first, first + end - at):
-                fills[source](begin, here[target : target + numel])
+            for move in selection.moves:
+                target = row * row_numel + move.target * inner
+                low, high = max(at, target), min(end, target + move.size * inner)
+                if low < high:
+                    begin = (row * selection.sizes[move.source] + move.start) * inner + low - target
+                    fills[move.source](begin, into[low - start : high - start])
         at = end
 
 

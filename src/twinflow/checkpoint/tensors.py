@@ -256,10 +256,9 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
     """Writes one tensor and returns its crc32. No reference to its values is left after the call."""
     tensor = entry.read()
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
-        raise ValueError(
-            f"The entry of tensor {entry.name!r} has {entry.dtype} {list(entry.shape)}, but read() returned "
-            f"{tensor.dtype} {list(tensor.shape)}. Give the entry the dtype and shape of the tensor."
-        )
+        given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
+        remedy = "Give the entry the dtype and shape of the tensor."
+        raise invalid_value(f"The result of read() of the entry {entry.name!r}", given, [wanted], remedy)
     for chunk in _chunks(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()):
         checksum.add(chunk)
         file.write(chunk)
@@ -318,9 +317,7 @@ def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> 
             file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} is missing, but existed when the checkpoint was opened. Open the checkpoint again."
-        ) from error
+        raise damaged(f"{path} is missing, but existed when the checkpoint was opened") from error
 
 
 def _cut_off(path: Path, info: TensorInfo) -> ValueError:
@@ -358,26 +355,15 @@ def check_cover(what: str, spans: Sequence[Span]) -> None:
             one, other = (f"{s.dtype} {list(s.shape)} in {s.where}" for s in (first, span))
             raise ValueError(f"{what} is {one}, but {other}. All parts must belong to one tensor.")
     numel = math.prod(first.shape)
+    parts = sorted((span for span in spans if span.numel), key=lambda span: span.start)
     end, last = 0, first
-    for span in sorted(spans, key=lambda span: (span.start, span.numel)):
-        if not span.numel:
-            continue
+    for span in (*parts, Span(first.dtype, first.shape, numel, 0, "the end")):
         if span.start > end:
-            raise _gap(what, end, span.start, numel)
-        if span.start < end:
-            stop = min(end, span.start + span.numel) - 1
-            raise ValueError(
-                f"{what}: Elements {span.start} to {stop} are in {last.where} and again in {span.where}. "
-                "Each element must be in one part."
-            )
+            missing = f"Elements {end} to {span.start - 1} of {numel} are in no part"
+            raise ValueError(f"{what}: {missing}. Each element must be in one part.")
+        if span.numel and span.start < end:
+            twice = f"Elements {span.start} to {min(end, span.start + span.numel) - 1} are in {last.where}"
+            raise ValueError(f"{what}: {twice} and again in {span.where}. Each element must be in one part.")
+        if not span.numel and end > numel:
+            raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
         end, last = span.start + span.numel, span
-    if end > numel:
-        raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
-    if end < numel:
-        raise _gap(what, end, numel, numel)
-
-
-def _gap(what: str, start: int, stop: int, numel: int) -> ValueError:
-    return ValueError(
-        f"{what}: Elements {start} to {stop - 1} of {numel} are in no part. Each element must be in one part."
-    )

@@ -94,42 +94,34 @@ class Init(nullcontext[None]):
                 raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(
+    params: Tensor | nn.Module | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """A context in which parameters are whole and all pending updates are in them.
 
     With `modifier_rank`, the values of that rank are sent to all ranks at the end. Raises ValueError for weights that
     are partitioned (stage 3) or are in host memory.
     """
-
-    def __init__(
-        self,
-        params: Tensor | nn.Module | Iterable[Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        listed = params.parameters() if isinstance(params, nn.Module) else params
-        self._params = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
-        self._modifier = modifier_rank
-
-    def __enter__(self) -> None:
-        for param in self._params:
-            found = find_owner(param)
-            if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
-                kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
-                raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
-            if found is not None and found[0].runtime.steps.job is None:
-                found[0].wait()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None or self._modifier is None:
-            return
-        for param in self._params:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(param.data, self._modifier)
-            # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
-            # weight with its master. If the weight is not the rounded master, it is copied to the master.
-            torch.autograd.graph.increment_version(param)
+    listed = params.parameters() if isinstance(params, nn.Module) else params
+    listed = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
+    for param in listed:
+        found = find_owner(param)
+        if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
+            kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
+            raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
+        if found is not None and found[0].runtime.steps.job is None:
+            found[0].wait()
+    yield
+    for param in listed if modifier_rank is not None else ():
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(param.data, modifier_rank)
+        # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
+        # weight with its master. If the weight is not the rounded master, it is copied to the master.
+        torch.autograd.graph.increment_version(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -438,13 +430,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the stage 3 estimates for a number of parameters."""
-    ranks = (num_gpus_per_node, num_nodes)
+    given = (total_params, largest_layer_params, num_gpus_per_node, num_nodes)
     rows = {}
     for params, states in (("cpu", "cpu"), ("none", "cpu"), ("none", "none")):
-        options = (states == "cpu", params == "cpu", True, additional_buffer_factor)
-        found = estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *ranks, *options)
+        found = estimate_zero3_model_states_mem_needs(
+            *given, states == "cpu", params == "cpu", True, additional_buffer_factor
+        )
         rows[f"offload_param={params}, offload_optimizer={states}"] = found[:2]
-    _show(total_params, *ranks, rows)
+    _show(total_params, num_gpus_per_node, num_nodes, rows)
 
 
 def _count(model: nn.Module) -> tuple[int, int]:

@@ -49,13 +49,6 @@ class Rule:
         schema["x-twinflow"] = self.kind
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """The values of a type, in words."""
-
-    text: str
-
-
 class Section(BaseModel):
     """An object of the config. It is frozen and strictly typed and accepts no unknown keys."""
 
@@ -174,53 +167,50 @@ def _capital(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
 
 
+# A string in `Annotated` describes the allowed values in error messages and in the docs.
 _INTEGER: Final = BeforeValidator(_whole)
-Whole = Annotated[int, _INTEGER, Field(ge=0), Allowed("a whole number >= 0")]
-Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), Allowed("a whole number >= 1")]
-AnyWhole = Annotated[int, _INTEGER, Allowed("a whole number")]
-Iteration = Annotated[int, _INTEGER, Field(ge=-1), Allowed("a whole number >= -1")]
-Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), Allowed("0, 1, 2, 3")]
-Power = Annotated[int, _INTEGER, Field(ge=0, le=127), Allowed("a whole number >= 0 and <= 127")]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a finite number >= 0")]
-Above = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a finite number > 0")]
-Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a finite number")]
-Share = Annotated[float, Field(ge=0, le=1), Allowed("a number >= 0 and <= 1")]
-Settled = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
-Ratio = Annotated[Share | Literal["auto"], Allowed('a number >= 0 and <= 1, or "auto"')]
+Whole = Annotated[int, _INTEGER, Field(ge=0), "a whole number >= 0"]
+Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), "a whole number >= 1"]
+AnyWhole = Annotated[int, _INTEGER, "a whole number"]
+Iteration = Annotated[int, _INTEGER, Field(ge=-1), "a whole number >= -1"]
+Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), "0, 1, 2, 3"]
+Power = Annotated[int, _INTEGER, Field(ge=0, le=127), "a whole number >= 0 and <= 127"]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), "a finite number >= 0"]
+Above = Annotated[float, Field(gt=0, allow_inf_nan=False), "a finite number > 0"]
+Number = Annotated[float, Field(allow_inf_nan=False), "a finite number"]
+Share = Annotated[float, Field(ge=0, le=1), "a number >= 0 and <= 1"]
+Settled = Annotated[float, Field(gt=0, lt=1), "a number above 0 and below 1"]
+Ratio = Annotated[Share | Literal["auto"], 'a number >= 0 and <= 1, or "auto"']
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]
-Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
-Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits in fp32")]
-Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a multiple of 128, at least 128")]
+Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), "two numbers >= 0 and < 1"]
+Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), "a whole number from 1 to 1024"]
+Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), "a number >= 0 that fits in fp32"]
+Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), "a multiple of 128, at least 128"]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
-Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]
-Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), Allowed("a list of strings")]
+Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), "a finite number >= 0, or a list of them"]
+Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), "a list of strings"]
 Widths = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     Field(min_length=1),
     BeforeValidator(_sequence),
-    Allowed("a list of whole numbers >= 1"),
+    "a list of whole numbers >= 1",
 ]
-Indices = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence), Allowed("a list of whole numbers >= 0")
-]
-Every = Annotated[
-    Annotated[int, Field(ge=1)] | None, BeforeValidator(_never), Allowed("a whole number >= 1, or null for never")
-]
+Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence), "a list of whole numbers >= 0"]
+Every = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_never), "a whole number >= 1, or null for never"]
 Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype),
     WithJsonSchema({"enum": ["fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half"]}),
-    Allowed("'fp32', 'bf16', 'fp16', or torch's names for them"),
+    "'fp32', 'bf16', 'fp16', or torch's names for them",
 ]
 AutocastDtype = Annotated[
     Literal["bfloat16", "float16"],
     BeforeValidator(_torch_dtype),
     WithJsonSchema({"enum": ["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"]}),
-    Allowed("'bfloat16', 'float16', or the short names 'bf16', 'fp16'"),
+    "'bfloat16', 'float16', or the short names 'bf16', 'fp16'",
 ]
 Side = Literal["auto", "device", "host"]  # a place for tensors
-Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), Allowed("'Ignore', 'Warn', 'Fail'")]
+Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), "'Ignore', 'Warn', 'Fail'"]
 Free = Mapping[str, Any]  # a section whose keys are not checked
 
 
@@ -254,8 +244,8 @@ def section_of(annotation: Any) -> type[Section] | None:
 def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
     """The values that an annotation allows, in words."""
     for item in metadata:
-        if isinstance(item, Allowed):
-            return item.text
+        if isinstance(item, str):
+            return item
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return in_words(parts[0], parts[1:])

@@ -108,9 +108,9 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
+            values = f"{Shown(found[key])!r} and {Shown(value)!r}"
             raise ValueError(
-                f"The key {key} is given twice in one object, with the values {Shown(found[key])!r} and "
-                f"{Shown(value)!r}. Remove one of them."
+                f"The key {key} is given twice in one object, with the values {values}. Remove one of them."
             )
         found[key] = value
     return found
@@ -173,10 +173,8 @@ def _apply(rename: Rename, given: dict[str, Any], done: Renamed) -> None:
     if not isinstance(target, dict):
         return  # The target is not a section, and validation reports that error.
     if rename.new[-1] in target:
-        raise ValueError(
-            f"{dotted(rename.old)} and {dotted(rename.new)} are two names of one key, and both are given. "
-            f"Remove {dotted(rename.old)}."
-        )
+        old, new = dotted(rename.old), dotted(rename.new)
+        raise ValueError(f"{old} and {new} are two names of one key, and both are given. Remove {old}.")
     value = source.pop(rename.old[-1])
     if rename.convert is not None:
         value = rename.convert(rename.old, value)
@@ -251,9 +249,8 @@ def _validated(model: type[_Model], given: dict[str, Any], at: KeyPath, renamed:
 def _raise(mistakes: Iterable[str]) -> None:
     found = list(mistakes)
     if found:
-        raise ValueError(
-            found[0] if len(found) == 1 else "\n- ".join([f"The config has {len(found)} mistakes:", *found])
-        )
+        head = [f"The config has {len(found)} mistakes:"] if len(found) > 1 else []
+        raise ValueError("\n- ".join([*head, *found]))
 
 
 def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, renamed: Renamed) -> Iterator[str]:

@@ -85,8 +85,6 @@ def params_of(rule: Rule, base: type[Common] = Common) -> type[Common]:
 
 
 class OneBitAdamParams(Common):
-    """`optimizer.params` of onebitadam."""
-
     lr: Amount = honoured(1e-3, "learning rate")
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
@@ -111,8 +109,6 @@ class OneBitAdamParams(Common):
 
 
 class LRRangeTestParams(Section):
-    """`scheduler.params` of LRRangeTest."""
-
     lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
     lr_range_test_step_size: Positive = honoured(2000, "number of steps in an interval")
     lr_range_test_step_rate: Amount = honoured(
@@ -125,8 +121,6 @@ class LRRangeTestParams(Section):
 
 
 class OneCycleParams(Section):
-    """`scheduler.params` of OneCycle."""
-
     cycle_min_lr: Rates | None = honoured(None, "lowest learning rate; must be given")
     cycle_max_lr: Rates | None = honoured(None, "highest learning rate; must be given")
     decay_lr_rate: Amount = honoured(0.0, "decay of the learning rate after the cycle")
@@ -147,8 +141,6 @@ class OneCycleParams(Section):
 
 
 class WarmupLRParams(Section):
-    """`scheduler.params` of WarmupLR."""
-
     warmup_min_lr: Rates = honoured(0.0, "learning rate at the start of the warm-up")
     warmup_max_lr: Rates | None = honoured(None, "learning rate after the warm-up; null: the optimizer's")
     warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")
@@ -157,15 +149,11 @@ class WarmupLRParams(Section):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """`scheduler.params` of WarmupDecayLR."""
-
     warmup_max_lr: Rates | None = honoured(0.001, "learning rate after the warm-up; null: the optimizer's")
     total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
 
 
 class WarmupCosineLRParams(Section):
-    """`scheduler.params` of WarmupCosineLR."""
-
     total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
     warmup_min_ratio: Amount = honoured(0.0, "first learning rate, as a fraction of the optimizer's")
     warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")

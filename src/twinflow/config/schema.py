@@ -14,7 +14,6 @@ from pydantic import PrivateAttr
 from twinflow.config.fields import (
     HONOURED,
     Above,
-    Allowed,
     Amount,
     AnyWhole,
     AutocastDtype,
@@ -70,10 +69,10 @@ _COMPILE = "DeepCompile is not supported"
 _WRITER = "there is only one format and one writer of checkpoints"
 
 
-OptimizerName = Annotated[str, Allowed("the name of an update rule, such as adamw, or of a torch.optim class")]
+OptimizerName = Annotated[str, "the name of an update rule, such as adamw, or of a torch.optim class"]
 ScheduleName = Annotated[
     str,
-    Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
+    "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler",
 ]
 
 
@@ -118,8 +117,6 @@ class SparseAttention(Section):
 
 
 class Pipeline(Section):
-    """`pipeline`: pipeline parallelism."""
-
     stages: AnyWhole | None = honoured(None, "number of pipeline stages; null or 0: that of the PipelineModule, or 1")
     partition: str = honoured(
         "best",
@@ -138,8 +135,6 @@ class Pipeline(Section):
 
 
 class Tp(Section):
-    """`tensor_parallel.tp`: the degree of tensor parallelism."""
-
     tp_size: Whole = honoured(1, "number of tensor-parallel ranks")
     tp_grain_size: Positive = unused(1, "the sizes of split tensors must be divisible by the number of ranks")
     mpu: Any = refused(None, "set only tp_size: initialize() creates the process groups", switch=is_given)
@@ -147,8 +142,6 @@ class Tp(Section):
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`: tensor parallelism."""
-
     autotp_size: Whole = honoured(0, "number of tensor-parallel ranks; 0: the value of tensor_parallel.tp.tp_size")
     tp: Tp = section(Tp, "the degree of tensor parallelism, as in the config of DeepSpeed's inference")
     dtype: Any = unused(None, "bf16.enabled or fp16.enabled determines the dtype")
@@ -249,8 +242,6 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """`zero_optimization`: ZeRO stage and offload."""
-
     stage: Stage = honoured(
         0,
         "what is partitioned over ranks: 0 nothing, 1 the optimizer state, 2 also summed gradients, 3 also weights; "
@@ -321,8 +312,6 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """`bf16`: train in bf16."""
-
     enabled: bool = honoured(False, "weights and gradients in bf16")
     immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
     check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
@@ -333,8 +322,6 @@ class Bf16(Section):
 
 
 class TorchAutocast(Section):
-    """`torch_autocast`: run the forward under torch.autocast."""
-
     enabled: bool = honoured(False, "run the forward under torch.autocast")
     dtype: AutocastDtype | None = honoured(None, "bfloat16 or float16; must be given if enabled is true")
     lower_precision_safe_modules: Names | None = unused(
@@ -343,23 +330,17 @@ class TorchAutocast(Section):
 
 
 class Optimizer(Section):
-    """`optimizer`: the update rule and its options."""
-
     type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
     legacy_fusion: bool = unused(False, "it is an option of LAMB, which is not supported")
 
 
 class Scheduler(Section):
-    """`scheduler`: the schedule of the learning rate."""
-
     type: ScheduleName = honoured(..., "the schedule; its name may be in upper or lower case")
     params: Free = honoured({}, "options of the schedule")
 
 
 class DataTypes(Section):
-    """`data_types`: dtypes besides those of the weights."""
-
     grad_accum_dtype: Dtype | None = unused(None, "gradients of micro-batches are summed in fp32", quiet=(None, "fp32"))
     param_dtype: Dtype | None = refused(None, "use bf16.enabled or fp16.enabled")
     buffer_dtype: Dtype | None = refused(None, "convert the model's buffers before initialize()")
@@ -389,14 +370,10 @@ class ActivationCheckpointing(Section):
 
 
 class ParallelWrite(Section):
-    """`checkpoint.parallel_write`: which ranks write a checkpoint."""
-
     pipeline_stage: bool = unused(False, "every rank always writes the state that only it has")
 
 
 class Checkpoint(Section):
-    """`checkpoint`: how checkpoints are written."""
-
     tag_validation: Tags = unused("Warn", "different tags on different ranks are always an error")
     load_universal: bool = refused(False, "leave it out: a checkpoint of twinflow loads with any number of ranks")
     use_node_local_storage: bool = unused(False, "all ranks write to one folder on a shared file system")
@@ -413,16 +390,12 @@ class Checkpoint(Section):
 
 
 class Files(Section):
-    """`tensorboard` and `csv_monitor`: files with metrics."""
-
     enabled: bool = honoured(False, "write metrics")
     output_path: str = honoured("", "folder to write in")
     job_name: str = honoured("DeepSpeedJobName", "folder inside output_path")
 
 
 class Wandb(Section):
-    """`wandb`: metrics for Weights & Biases."""
-
     enabled: bool = honoured(False, "send metrics to Weights & Biases")
     group: str | None = honoured(None, "group of the run")
     team: str | None = honoured(None, "team of the run")
