@@ -172,7 +172,7 @@ def test_safetensors_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
 
 
 def test_tensors_begin_at_multiples_of_their_item_size() -> None:
-    _, header = encode_header(entries(every_dtype()), {})
+    _, header = encode_header(entries(every_dtype()))
     assert header.data_start % 8 == 0
     assert all(info.start % info.dtype.itemsize == 0 for info in header.infos)
 

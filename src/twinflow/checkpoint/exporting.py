@@ -89,8 +89,6 @@ def _encode_index(parts: list[Part]) -> bytes:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
-
     path: Path
     source: Path
     num_tensors: int

@@ -308,7 +308,7 @@ def _default_tag(root: Path) -> str | None:
     named = read_latest(root)
     if named is not None and locate(root, named) is not None:
         return named
-    found, damaged_ones = find_all(root)
+    found, errors = find_all(root)
     resumable = [one.tag for one in found if one.manifest.latest]
     if named is not None:
         text = f"{root / LATEST} names {named!r}, which does not exist."
@@ -317,8 +317,8 @@ def _default_tag(root: Path) -> str | None:
         warnings.warn(f"{text} {resumable[-1]!r}, the newest checkpoint, is opened instead.", stacklevel=3)
     if resumable:
         return resumable[-1]
-    if damaged_ones:
-        raise damaged_ones[-1]
+    if errors:
+        raise errors[-1]
     if found:
         tags = ", ".join(repr(one.tag) for one in found)
         text = f"{root} has no file {LATEST!r}, and no checkpoint was saved as the latest one"

@@ -215,17 +215,14 @@ def locate(root: Path, tag: str) -> Path | None:
 def find_all(root: Path) -> tuple[list[Found], list[ValueError]]:
     """The complete checkpoints under `root`, oldest first, and the errors of the damaged ones."""
     found: list[Found] = []
-    damaged: list[ValueError] = []
+    errors: list[ValueError] = []
     for folder in sorted(root.iterdir()):
         side = parse_side(folder.name)
-        if side is None and (folder.name.startswith(".") or not (folder / MANIFEST).is_file()):
-            continue
-        if side is not None:
-            if side.kind == "old" and locate(root, side.tag) == folder:
-                found.append(Found(side.tag, folder, read_manifest(folder)))
-            continue
-        try:
-            found.append(Found(folder.name, folder, read_complete(folder)))
-        except ValueError as error:
-            damaged.append(error)
-    return sorted(found, key=lambda one: one.manifest.age_key), damaged
+        if side is not None and side.kind == "old" and locate(root, side.tag) == folder:
+            found.append(Found(side.tag, folder, read_manifest(folder)))
+        elif not folder.name.startswith(".") and (folder / MANIFEST).is_file():
+            try:
+                found.append(Found(folder.name, folder, read_complete(folder)))
+            except ValueError as error:
+                errors.append(error)
+    return sorted(found, key=lambda one: one.manifest.age_key), errors

@@ -178,7 +178,7 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int 
             runs = [run for run in runs if run]  # With many ranks, most files would be empty.
         stem = file if rank is None else f"{file}-r{rank:05}"
         for name, run in zip(part_names(stem, len(runs)), runs, strict=True):
-            parts.append(Part(file, name, tuple(run), *encode_header(run, {"format": "pt"})))
+            parts.append(Part(file, name, tuple(run), *encode_header(run)))
     if len({part.name for part in parts}) < len(parts):
         raise ValueError(f"Two of the keys {', '.join(files)} need files of the same name. Rename one of them.")
     return parts

@@ -118,7 +118,7 @@ def part_names(stem: str, num_parts: int) -> list[str]:
     return [f"{stem}-{part:05}-of-{num_parts:05}.safetensors" for part in range(1, num_parts + 1)]
 
 
-def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     """The bytes before the data of a file with `entries`, and the same header as a `Header`."""
     spans = {}
     stop = 0
@@ -126,7 +126,7 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
         start, stop = stop, stop + entry.num_bytes
         spans[entry.key] = start, stop
     infos = tuple(TensorInfo(entry.key, entry.dtype, tuple(entry.shape), *spans[entry.key]) for entry in entries)
-    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    fields: dict[str, Any] = {METADATA: {"format": "pt"}}
     for info in infos:
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
