@@ -1,9 +1,9 @@
 """Declarations of the config's keys: type, default and treatment by twinflow.
 
-Every key is declared once, as a field of a `Section`, with one of three functions. An `honoured` key has the documented
-effect. An `unused` key is accepted and has no effect, for a stated reason. A `refused` key must be off, because
-ignoring other values would change results or memory use. The loader, the notes, the JSON Schema and the docs are made
-from these declarations.
+Every key is declared once, as a field of a `Section`, with one of four functions. An `honoured` key has the documented
+effect. So has a key of `ours`, which DeepSpeed does not have. An `unused` key is accepted and has no effect, for a
+stated reason. A `refused` key must be off, because ignoring other values would change results or memory use. The
+loader, the notes, the JSON Schema and the docs are made from these declarations.
 
 The last part of this module makes error messages from the declarations: paths of keys, allowed values in words, and the
 nearest known key.
