@@ -214,7 +214,8 @@ def test_missing_and_damaged_files_are_named(glob: str, change: Any, words: str,
 def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     other = write(tmp_path / "shapes", model, optimizer, 3, 2, changes={"fp32_flat_groups": [torch.zeros(9)]})
-    with pytest.raises(ValueError, match="shapes and the values of the parameters do not match"):
+    words = r"emb\.weight ends at value 18, but the files have only 9 values\. The files are damaged or belong"
+    with pytest.raises(ValueError, match=words):
         import_deepspeed(other, tmp_path / "out")
     for name, words in (("layer_01-model_00-model_states.pt", "pipeline"), ("mp_rank_01_model_states.pt", "parallel")):
         source = write(tmp_path / name, model, optimizer, 2, 1)

@@ -9,15 +9,18 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from twinflow.errors import invalid_value
 
 LATEST: Final = "latest"
-# The remedy in errors about files of a checkpoint that are damaged or missing.
 RESTORE: Final = "Restore this file from a copy, or load another checkpoint with tag=TAG."
 MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
+
+
+def damaged(text: str) -> ValueError:
+    """The error for a file of a checkpoint that is damaged or missing. `text` says what is wrong with it."""
+    return ValueError(f"{text}. {RESTORE}")
 
 
 def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
@@ -54,7 +57,7 @@ class DurableFile:
             while len(rest):
                 rest = rest[os.write(self._fd, rest) :]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
                 with _naming(self.path):
@@ -83,9 +86,9 @@ def file_status(path: Path) -> os.stat_result:
     try:
         status = os.stat(path)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing. {RESTORE}") from error
+        raise damaged(f"{path} is missing") from error
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file, but must be one. {RESTORE}")
+        raise damaged(f"{path} is not a regular file, but must be one")
     return status
 
 
@@ -133,7 +136,5 @@ def read_latest(root: Path) -> str | None:
     try:
         return check_tag(raw.decode("utf-8").strip())
     except ValueError as error:
-        raise ValueError(
-            f"{path} does not contain a tag. Write the tag of a checkpoint to it, or open a checkpoint by its tag. "
-            f"The reason: {error}"
-        ) from error
+        remedy = "Write the tag of a checkpoint to it, or open a checkpoint by its tag."
+        raise ValueError(f"{path} does not contain a tag. {remedy} The reason: {error}") from error

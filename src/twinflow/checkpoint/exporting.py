@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import check_name, counting, remove, sync_folder, write_durable
+from twinflow.checkpoint.disk import check_name, counting, damaged, remove, sync_folder, write_durable
 from twinflow.checkpoint.load import Checkpoint, open_checkpoint
 from twinflow.checkpoint.manifest import MANIFEST
 from twinflow.checkpoint.plain import parse_json, tensor_names
@@ -34,22 +34,25 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 WRITTEN: Final = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", CONFIG)
 
 
-def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def export_weights(
+    entries: Iterable[Entry],
+    path: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
     """Writes `entries` to the safetensors file `path` and replaces an existing file.
 
     Tensors of more than `shard_bytes` together are split into shards `<stem>-00001-of-0000N.safetensors` next to
     `path`, with the index `<path>.index.json`. All files are written under temporary names and renamed when all of them
     are on the disk. One tensor is in memory at a time. After a crash between the renames of shards there is no index.
-    An index never refers to a mix of old and new shards.
+    An index never refers to a mix of old and new shards. `on_bytes` is called with the size of each chunk written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise invalid_value("path", str(path), "a file name that ends in .safetensors")
     check_name("The stem of path", path.stem)
     parts = plan_parts({path.stem: list(entries)}, shard_bytes)
-    assert all(entry.part is None for part in parts for entry in part.entries), (
-        "other libraries read whole tensors only"
-    )
     index = path.with_name(f"{path.name}.index.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     partials = {side_path(path.parent, part.name, "partial"): path.with_name(part.name) for part in parts}
@@ -59,7 +62,7 @@ def export_weights(entries: Iterable[Entry], path: Path, *, shard_bytes: int = S
     try:
         with kept_alive(*partials):
             for partial, part in zip(partials, parts, strict=True):
-                write_tensors(partial, part.entries, part.raw_header, part.header)
+                write_tensors(partial, part.entries, part.raw_header, part.header, on_bytes)
         if len(parts) > 1:
             write_durable(index_partial, _encode_index(parts))
             path.unlink(missing_ok=True)  # Loaders prefer a single file to an index.
@@ -86,8 +89,6 @@ def _encode_index(parts: list[Part]) -> bytes:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
-
     path: Path
     source: Path
     num_tensors: int
@@ -122,7 +123,6 @@ def export_checkpoint(
     masters = masters_of(found)
     entries = [make_entry(found, name, masters.get(name), DTYPES[dtype]) for name in found.names("model")]
     num_bytes = sum(entry.num_bytes for entry in entries)
-    on_bytes = counting(on_progress, num_bytes)
     partial = side_path(out.parent, out.name, "partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, side in abandoned(out.parent, lambda side: side.tag == out.name):
@@ -134,9 +134,9 @@ def export_checkpoint(
         os.mkdir(partial)
         if raw_config is not None:
             write_durable(partial / CONFIG, raw_config)
-        counted = [_counted(entry, on_bytes) for entry in entries]
+        on_bytes = counting(on_progress, num_bytes)
         with kept_alive(partial):
-            export_weights(counted, partial / "model.safetensors", shard_bytes=shard_bytes)
+            export_weights(entries, partial / "model.safetensors", shard_bytes=shard_bytes, on_bytes=on_bytes)
         swap_in(partial, out)
     except Exception:
         remove(partial)
@@ -157,10 +157,8 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
         remedy = f"{state} Check the path. twinflow train writes checkpoints to RUN/checkpoints."
         raise invalid_value("The checkpoint", str(source), "a folder that save_checkpoint wrote to", remedy)
     if "model" not in found.files():
-        raise ValueError(
-            f"{found.path} has no weights: the file 'model' is missing. It contains {', '.join(found.files())}. "
-            "Use a checkpoint that engine.save_checkpoint() wrote."
-        )
+        files = ", ".join(found.files())
+        raise ValueError(f"{found.path} has no file 'model' with weights, but only {files}. Use another checkpoint.")
     return found
 
 
@@ -172,14 +170,10 @@ def _check_out(out: Path, replace: bool) -> None:
         raise ValueError(f"{out} exists and is not a folder. Choose another name.")
     names = sorted(path.name for path in out.iterdir())
     if names and not replace:
-        raise ValueError(
-            f"{out} is not empty: it contains {names[0]}. Choose another folder, or use --force to replace it."
-        )
+        raise ValueError(f"{out} contains {names[0]}. Choose an empty folder, or use --force to replace this one.")
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.
-        raise ValueError(
-            f"{out} contains {others[0]}, which no export wrote. Move that file away, or choose another folder."
-        )
+        raise ValueError(f"{out} contains {others[0]}, which no export wrote. Move it away, or choose another folder.")
 
 
 def _read_config(path: Path | None) -> bytes | None:
@@ -212,10 +206,8 @@ def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dt
     if not own.is_floating_point:  # such as a mask or a counter
         return Entry(name, own, shape, lambda: found.tensor("model", name))
     if master is not None and found.shape("optimizer", master) != shape:
-        raise ValueError(
-            f"{found.path}: The master of {name} has the shape {found.shape('optimizer', master)}, but the weight has "
-            f"{shape}. The checkpoint is damaged."
-        )
+        shapes = f"the shape {found.shape('optimizer', master)}, but the weight has {shape}"
+        raise damaged(f"{found.path}: The master of {name} has {shapes}")
     return Entry(name, dtype, shape, lambda: _read(found, name, master, dtype))
 
 
@@ -246,26 +238,14 @@ def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor
 def _narrow(value: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
     narrow = value.to(dtype)
     if dtype == torch.float16 and bool((narrow.isinf() & value.isfinite()).any()):
-        raise ValueError(
-            f"{path}: Values of {name} exceed 65504, the largest value of fp16. Export with --dtype bf16 or fp32."
-        )
+        remedy = "Export with --dtype bf16 or fp32."
+        raise ValueError(f"{path}: Values of {name} exceed 65504, the largest value of fp16. {remedy}")
     return narrow
-
-
-def _counted(entry: Entry, on_bytes: Callable[[int], None]) -> Entry:
-    def read() -> Tensor:
-        tensor = entry.read()
-        on_bytes(entry.num_bytes)
-        return tensor
-
-    return Entry(entry.name, entry.dtype, entry.shape, read)
 
 
 def _notes(found: Checkpoint) -> tuple[str, ...]:
     aliases, excluded = found.meta.get("aliases") or {}, found.meta.get("excluded") or []
     notes = [f"{name} is tied to {first} and stored once, as {first}" for name, first in aliases.items()]
     if excluded:
-        notes.append(
-            f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint and must be added"
-        )
+        notes.append(f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint. Add them")
     return tuple(notes)

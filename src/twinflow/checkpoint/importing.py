@@ -68,18 +68,17 @@ def import_deepspeed(
     states. One parameter is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
-    check_tag(files.tag)
-    if (Path(root) / files.tag).exists() and not replace:
-        raise ValueError(f"{Path(root) / files.tag} exists. Choose another folder, or use --force to replace it.")
+    path = Path(root) / check_tag(files.folder.name)
+    if path.exists() and not replace:
+        raise ValueError(f"{path} exists. Choose another folder, or use --force to replace it.")
     try:
         saved = read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
             raise
-        message = f"{files.folder}: The files do not have the layout of a DeepSpeed checkpoint: {error}"
-        raise ValueError(message) from error
-    path = save(Path(root), files.tag, contents, meta, on_progress=on_progress)
+        raise ValueError(f"{files.folder} cannot be imported: {error}") from error
+    save(path.parent, path.name, contents, meta, on_progress=on_progress)
     num_params = len(meta.get("optimizer_state", {}))
     ranks = max(len(files.optim), len(files.model))
     chosen = meta["optimizer"]["rule"] if "optimizer" in meta else None
@@ -110,7 +109,7 @@ def _counters(saved: Saved) -> dict[str, Any]:
     for key in ("global_steps", "global_samples"):
         value = saved.model.get(key, 0)
         if type(value) is not int or value < 0:
-            raise invalid_value(f"{saved.files.model[0]}: {key}", value, "a whole number >= 0")
+            raise invalid_value(key, value, "a whole number >= 0")
         found[key] = value
     config = saved.model.get("ds_config")
     parts = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
@@ -131,23 +130,19 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = (
-            f"The files contain the states {names}. Give their rule with --rule, or use --weights-only to skip them."
-        )
+        remedy = f"The files contain the states {names}. Give their rule with --rule, or use --weights-only."
         raise invalid_value("rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
-        remedy = (
-            f"The rule {chosen!r} needs these. Give the rule of the saved states with --rule, or use --weights-only."
-        )
-        raise invalid_value(f"{saved.files.folder}: The names of the optimizer states", names, [wanted], remedy)
+        remedy = f"The rule {chosen!r} needs these. Give another rule with --rule, or use --weights-only."
+        raise invalid_value("The names of the optimizer states", names, [wanted], remedy)
     return chosen
 
 
 def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
     """The state dict of a TwinOptimizer without the state of its parameters."""
     skipped = saved.model.get("skipped_steps", 0)
-    groups = [{**_options(group, saved), "params": list(group.names)} for group in saved.groups]
+    groups = [{**_options(group), "params": list(group.names)} for group in saved.groups]
     head = {
         "kind": KIND,
         "version": VERSION,
@@ -165,11 +160,11 @@ def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
     return dict(stripped)
 
 
-def _options(group: Group, saved: Saved) -> dict[str, Any]:
+def _options(group: Group) -> dict[str, Any]:
     for key, value in UNLIKE.items():
         if bool(group.options.get(key, value)) is not value:
             remedy = "Use --weights-only: twinflow's update rules do not have this option."
-            raise invalid_value(f"{saved.files.folder}: The option {key}", group.options[key], [value], remedy)
+            raise invalid_value(f"The option {key}", group.options[key], [value], remedy)
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
@@ -198,7 +193,7 @@ def _loss_scale(saved: Saved) -> loss_scale.LossScale:
             hysteresis_left=int(values.get("cur_hysteresis", values.get("delayed_shift", 2))),
         )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{saved.files.folder}: The loss scale cannot be imported: {error}") from error
+        raise ValueError(f"the loss scale is invalid: {error}") from error
 
 
 def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
@@ -210,16 +205,12 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
         master: Values = saved.masters.get(name) or saved.weights[name]
         tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
         if len(tensors) < 1 + len(wanted):
-            raise ValueError(
-                f"{saved.files.folder}: {name} has the states {sorted(entry)}, but the rule {rule!r} needs {wanted}. "
-                "Give another --rule, or use --weights-only."
-            )
+            states = f"{name} has the states {sorted(entry)}, but the rule {rule!r} needs {wanted}"
+            raise ValueError(f"{states}. Give another --rule, or use --weights-only.")
         for key, values in tensors.items():
             if values.shape != saved.weights[name].shape:
-                raise ValueError(
-                    f"{saved.files.folder}: {key} of {name} has the shape {values.shape}, but the weight has "
-                    f"{saved.weights[name].shape}. The files do not belong to one checkpoint."
-                )
+                shapes = f"the shape {values.shape}, but the weight has {saved.weights[name].shape}"
+                raise ValueError(f"{key} of {name} has {shapes}. The files do not belong to one checkpoint.")
         wide = {key: Values(v.shape, torch.float32, v.parts) for key, v in tensors.items()}
         streams = {key: Entry(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)
@@ -234,7 +225,7 @@ def _step(value: Any, name: str, saved: Saved) -> int:
     if value is None:
         value = int(saved.model.get("global_steps", 0)) - int(saved.model.get("skipped_steps", 0))
     if not isinstance(value, (int, float)) or value != int(value) or value < 0:
-        raise invalid_value(f"{saved.files.folder}: The step of {name}", value, "a whole number >= 0")
+        raise invalid_value(f"The step of {name}", value, "a whole number >= 0")
     return int(value)
 
 

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import LATEST, RESTORE, check_tag, counting, read_latest
+from twinflow.checkpoint.disk import LATEST, check_tag, counting, damaged, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
     META,
     PICKLED,
-    Manifest,
     PartRecord,
     describe,
     find_all,
@@ -55,18 +54,35 @@ Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that
 
 @dataclass(frozen=True)
 class Piece:
-    """The place and the checksum of the elements [start, stop) of a flattened tensor."""
+    """The place and the checksum of some elements of a flattened tensor, from `start` on."""
 
     path: Path
     header: Header
     info: TensorInfo
     crc32: int
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
-    stop: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.info.shape)
 
     @property
     def num_bytes(self) -> int:
         return self.info.stop - self.info.start
+
+    def fill(self, start: int, into: Tensor, sums: Sums | None) -> None:
+        """Fills `into` with elements of this piece. Checks the checksum if all values of the piece have been read."""
+        key = self.path, self.info.name
+        stop = start + into.numel()
+        before = 0 if start == self.start else (sums or {}).get(key)
+        if sums is None and stop < self.stop:
+            before = None
+        found = read_range(self.path, self.header, self.info, start - self.start, into, before)
+        if found is not None and stop == self.stop:
+            check_crc32(self.path, self.info, self.crc32, found)
+        elif found is not None and sums is not None:
+            sums[key] = found
 
 
 @dataclass(frozen=True)
@@ -86,27 +102,15 @@ class Stored:
         for piece in self.pieces:
             first, stop = max(start, piece.start), min(start + into.numel(), piece.stop)
             if first < stop:
-                _fill_from(piece, first, into[first - start : stop - start], sums)
+                piece.fill(first, into[first - start : stop - start], sums)
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A tensor that is stored as one tensor for each tensor rank."""
+class Sharded(Stored):
+    """A tensor that is stored as one tensor for each tensor rank. `pieces`: those of all ranks."""
 
     split: Split
     shards: tuple[Stored, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.shards[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.split.shape
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return tuple(piece for shard in self.shards for piece in shard.pieces)
 
     def fill(self, start: int, into: Tensor, sums: Sums | None = None) -> None:
         """Fills the flat tensor `into` with elements of the whole tensor from `start` on. `sums`: see `Stored.fill`."""
@@ -115,9 +119,8 @@ class Sharded:
         gather(selection, [partial(shard.fill, sums=sums) for shard in self.shards], start, into)
 
 
-AnyStored = Stored | Sharded
 Sized = TypeVar("Sized", Piece, Entry)
-Files = Mapping[str, Mapping[str, AnyStored]]
+Tensors = Mapping[str, Stored]
 
 
 class Checkpoint:
@@ -126,7 +129,7 @@ class Checkpoint:
     `path` is its folder, `tag` its name, `meta` the JSON data that was saved with the tensors.
     """
 
-    def __init__(self, path: Path, tag: str, meta: dict[str, Any], stored: Files) -> None:
+    def __init__(self, path: Path, tag: str, meta: dict[str, Any], stored: Mapping[str, Tensors]) -> None:
         self.path = path
         self.tag = tag
         self.meta = meta
@@ -223,12 +226,12 @@ class Checkpoint:
         for piece in pieces:
             verify_tensor(piece.path, piece.header, piece.info, piece.crc32, on_bytes)
 
-    def _of(self, file: str) -> Mapping[str, AnyStored]:
+    def _of(self, file: str) -> Tensors:
         if file not in self._stored:
             raise invalid_value(f"The file of the checkpoint {self.path}", file, self._stored)
         return self._stored[file]
 
-    def _one(self, file: str, name: str) -> AnyStored:
+    def _one(self, file: str, name: str) -> Stored:
         stored = self._of(file)
         if name not in stored:
             expected = f"one of its {len(stored)} tensors"
@@ -243,20 +246,6 @@ def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype
         expected = f"(start, numel) of a range inside its {whole} elements"
         raise invalid_value(f"The range of {name!r}", (start, numel), expected)
     return torch.empty(numel, dtype=dtype)
-
-
-def _fill_from(piece: Piece, start: int, into: Tensor, sums: Sums | None) -> None:
-    """Fills `into` with elements of one piece, and checks the checksum if all values of the piece have been read."""
-    key = piece.path, piece.info.name
-    stop = start + into.numel()
-    before = 0 if start == piece.start else (sums or {}).get(key)
-    if sums is None and stop < piece.stop:
-        before = None
-    found = read_range(piece.path, piece.header, piece.info, start - piece.start, into, before)
-    if found is not None and stop == piece.stop:
-        check_crc32(piece.path, piece.info, piece.crc32, found)
-    elif found is not None and sums is not None:
-        sums[key] = found
 
 
 def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
@@ -300,18 +289,18 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
     return Checkpoint(folder, tag, *_read_folder(folder))
 
 
-def _read_folder(folder: Path) -> tuple[dict[str, Any], Files]:
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensors]]:
     """The `meta` and the tensors of a checkpoint, after all checks that do not read tensors."""
     manifest = read_complete(folder)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
-    meta = _read_meta(folder, manifest)
+    raw_meta = (folder / META).read_bytes()
+    if zlib.crc32(raw_meta) != manifest.meta_crc32:
+        raise damaged(f"{folder / META} does not match its checksum: it was changed or damaged")
+    meta = decode_meta(raw_meta, folder / META)
     splits = parse_splits(str(folder / META), meta.get("shards", {}))
     unknown = sorted(set(splits) - set(stored))
     if unknown:
-        raise ValueError(
-            f"{folder / META} describes shards of the file {unknown[0]!r}, but the checkpoint has no such file. "
-            "The checkpoint is damaged. Use another one."
-        )
+        raise damaged(f"{folder / META} describes shards of the file {unknown[0]!r}, which is missing")
     return meta, {file: _join_shards(folder, file, one, splits.get(file, {})) for file, one in stored.items()}
 
 
@@ -319,29 +308,21 @@ def _default_tag(root: Path) -> str | None:
     named = read_latest(root)
     if named is not None and locate(root, named) is not None:
         return named
-    found, damaged = find_all(root)
+    found, errors = find_all(root)
     resumable = [one.tag for one in found if one.manifest.latest]
-    if resumable:
-        if named is not None:
-            warnings.warn(
-                f"{root / LATEST} names {named!r}, which does not exist. {resumable[-1]!r}, the newest checkpoint, is "
-                "opened instead.",
-                stacklevel=3,
-            )
-        return resumable[-1]
     if named is not None:
-        raise ValueError(
-            f"{root / LATEST} names {named!r}, which does not exist. Delete the file to start a new run, or restore "
-            "the checkpoint."
-        )
-    if damaged:
-        raise damaged[-1]
+        text = f"{root / LATEST} names {named!r}, which does not exist."
+        if not resumable:
+            raise ValueError(f"{text} Delete the file to start a new run, or restore the checkpoint.")
+        warnings.warn(f"{text} {resumable[-1]!r}, the newest checkpoint, is opened instead.", stacklevel=3)
+    if resumable:
+        return resumable[-1]
+    if errors:
+        raise errors[-1]
     if found:
         tags = ", ".join(repr(one.tag) for one in found)
-        raise ValueError(
-            f"{root} has no file {LATEST!r}, and no checkpoint was saved as the latest one. "
-            f"Give one of the tags {tags}."
-        )
+        text = f"{root} has no file {LATEST!r}, and no checkpoint was saved as the latest one"
+        raise ValueError(f"{text}. Give one of the tags {tags}.")
     _refuse_foreign(root)
     return None
 
@@ -358,73 +339,53 @@ def _refuse_foreign(root: Path) -> None:
         raise ValueError(f"{root} contains no twinflow checkpoint. Found {describe(root)}")
 
 
-def _read_meta(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    path = folder / META
-    raw = path.read_bytes()
-    if zlib.crc32(raw) != manifest.meta_crc32:
-        raise ValueError(f"{path} does not match its checksum: it was changed or damaged. {RESTORE}")
-    return decode_meta(raw, path)
-
-
 def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[str, Stored]:
-    """Check the headers of the parts in which `file` is stored, and return its tensors by name."""
-    found: dict[str, list[tuple[Piece, tuple[int, ...]]]] = {}
+    """Checks the headers of the parts in which `file` is stored, and returns its tensors by name."""
+    found: dict[str, list[Piece]] = {}
     for part in parts:
         path = folder / part.name
         header = read_header(path)
         if header.crc32 != part.header_crc32:
-            raise ValueError(
-                f"The header of {path} does not match its checksum: the file was changed or damaged. {RESTORE}"
-            )
+            raise damaged(f"The header of {path} does not match its checksum: the file was changed or damaged")
         if {info.name for info in header.infos} != set(part.tensors) or not set(part.parts) <= set(part.tensors):
-            raise ValueError(
-                f"{path} does not contain the tensors that {MANIFEST} lists: the file was changed or damaged. {RESTORE}"
-            )
+            raise damaged(f"{path} was changed or damaged: it does not contain the tensors that {MANIFEST} lists")
         for info in header.infos:
             name, of = part.of(info.name)
             if of is not None and (len(info.shape) != 1 or not is_possible(of.shape, info.dtype)):
-                raise ValueError(
-                    f"{path}: {info.name!r} must be a flat part of a tensor of shape {list(of.shape)}, but has the "
-                    f"shape {list(info.shape)}. The file is damaged. {RESTORE}"
-                )
+                flat = f"a flat part of a tensor of shape {list(of.shape)}, but has the shape {list(info.shape)}"
+                raise damaged(f"{path}: {info.name!r} must be {flat}")
             start, shape = (0, info.shape) if of is None else (of.start, of.shape)
-            piece = Piece(path, header, info, part.tensors[info.name], start, start + math.prod(info.shape))
-            found.setdefault(name, []).append((piece, shape))
+            found.setdefault(name, []).append(Piece(path, header, info, part.tensors[info.name], shape, start))
     return {name: _join(f"{folder}: tensor {name!r} of {file!r}", pieces) for name, pieces in found.items()}
 
 
-def _join(what: str, found: Sequence[tuple[Piece, tuple[int, ...]]]) -> Stored:
-    spans = [
-        Span(DTYPE_NAMES[piece.info.dtype], shape, piece.start, piece.stop - piece.start, piece.path.name)
-        for piece, shape in found
-    ]
-    check_cover(what, spans)
-    pieces = sorted((piece for piece, _ in found), key=lambda piece: (piece.start, piece.stop))
-    return Stored(pieces[0].info.dtype, found[0][1], tuple(pieces))
+def _join(what: str, pieces: list[Piece]) -> Stored:
+    check_cover(
+        what, [Span(DTYPE_NAMES[p.info.dtype], p.shape, p.start, p.stop - p.start, p.path.name) for p in pieces]
+    )
+    pieces.sort(key=lambda piece: (piece.start, piece.stop))
+    return Stored(pieces[0].info.dtype, pieces[0].shape, tuple(pieces))
 
 
-def _join_shards(
-    folder: Path, file: str, stored: Mapping[str, Stored], splits: Mapping[str, Split]
-) -> dict[str, AnyStored]:
+def _join_shards(folder: Path, file: str, stored: Mapping[str, Stored], splits: Mapping[str, Split]) -> Tensors:
     """The tensors of one file. A sharded tensor takes the place of its first shard."""
     names = {stored_name(name, rank): name for name, split in splits.items() for rank in range(len(split.ranges))}
-    joined: dict[str, AnyStored] = {}
+    joined: dict[str, Stored] = {}
     for key, one in stored.items():
         name = names.get(key, key)
         joined.setdefault(name, one if name == key else _join_one(folder, file, name, stored, splits[name]))
     lost = sorted(set(splits) - set(joined))
     if lost:
-        raise ValueError(
-            f"{folder}: The shards of tensor {lost[0]!r} of {file!r} are missing. The checkpoint is damaged. "
-            "Use another one."
-        )
+        raise damaged(f"{folder}: The shards of tensor {lost[0]!r} of {file!r} are missing")
     return joined
 
 
 def _join_one(folder: Path, file: str, name: str, stored: Mapping[str, Stored], split: Split) -> Sharded:
     what = f"{folder}: tensor {name!r} of {file!r}"
     if name in stored:
-        raise ValueError(f"{what} is stored both whole and in shards. The checkpoint is damaged. Use another one.")
+        raise damaged(f"{what} is stored both whole and in shards")
     found = [stored.get(stored_name(name, rank)) for rank in range(len(split.ranges))]
     check_shards(what, split, [None if one is None else (one.dtype, one.shape) for one in found])
-    return Sharded(split, tuple(one for one in found if one is not None))
+    shards = tuple(one for one in found if one is not None)
+    pieces = tuple(piece for shard in shards for piece in shard.pieces)
+    return Sharded(shards[0].dtype, split.shape, pieces, split, shards)

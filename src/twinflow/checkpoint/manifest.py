@@ -11,11 +11,13 @@ import json
 import os
 import zlib
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from twinflow.checkpoint.disk import MAX_NAME_BYTES, RESTORE, check_name, file_status
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import parse_side
 from twinflow.state_dict import PartOf
@@ -29,6 +31,26 @@ PICKLED: Final = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 NEVER: Final = "Pickled checkpoints are never loaded, because they can run code"
 
 
+def _check_size(value: object) -> object:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not an integer >= 0")
+    return value
+
+
+def _check_parts(parts: dict[str, PartOf]) -> dict[str, PartOf]:
+    for key, part in parts.items():
+        for size in (*part.shape, part.start):
+            _check_size(size)
+        if not key.endswith(part.key("")):
+            raise ValueError(f"the key {key!r} does not belong to a part that starts at {part.start}")
+    return parts
+
+
+Size = Annotated[int, BeforeValidator(_check_size)]
+FileKey = Annotated[str, BeforeValidator(lambda key: check_name("A key of files", key))]
+FileName = Annotated[str, BeforeValidator(lambda name: check_name("The name of a file", name, 2 * MAX_NAME_BYTES))]
+
+
 @dataclass(frozen=True)
 class PartRecord:
     """One file of tensors: its name, its size in bytes, and the checksums of its header and of each tensor.
@@ -36,11 +58,11 @@ class PartRecord:
     `parts` describes the whole tensor for each tensor that is a part.
     """
 
-    name: str
-    size: int
-    header_crc32: int
-    tensors: dict[str, int]
-    parts: dict[str, PartOf]
+    name: FileName
+    size: Size
+    header_crc32: Size
+    tensors: dict[str, Size]
+    parts: Annotated[dict[str, PartOf], AfterValidator(_check_parts)] = field(default_factory=dict)
 
     def of(self, key: str) -> tuple[str, PartOf | None]:
         """The name of the tensor with this key in the file, and its part if the file contains only a part of it."""
@@ -48,16 +70,19 @@ class PartRecord:
         return (key, None) if part is None else (key.removesuffix(part.key("")), part)
 
 
+Files = dict[FileKey, tuple[PartRecord, ...]]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint. `latest`: whether it was saved as the checkpoint from which a run resumes."""
 
-    time_ns: int
-    step: int | None
+    time_ns: Size
+    step: Annotated[int, Field(strict=True)] | None
     latest: bool
-    meta_size: int
-    meta_crc32: int
-    files: dict[str, tuple[PartRecord, ...]]
+    meta_size: Size
+    meta_crc32: Size
+    files: Files
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -69,6 +94,10 @@ class Manifest:
     def sizes(self) -> dict[str, int]:
         """The sizes in bytes of all files except the manifest."""
         return {META: self.meta_size} | {part.name: part.size for parts in self.files.values() for part in parts}
+
+
+parse_files: Final = TypeAdapter(Files).validate_python
+_parse: Final = TypeAdapter(Manifest).validate_python
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -98,57 +127,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if body.pop("crc32", None) != _crc32_of(body):
             raise ValueError("its content does not match its checksum")
-        return _parse(body)
-    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} was changed or damaged ({error}). {RESTORE}") from error
-
-
-def parse_files(files: dict[str, Any], version: int = FORMAT_VERSION) -> dict[str, tuple[PartRecord, ...]]:
-    """Records from JSON. ValueError, KeyError, TypeError or AttributeError if the JSON is not valid."""
-    return {
-        check_name("A key of files", file): tuple(
-            PartRecord(
-                check_name("The name of a file", part["name"], 2 * MAX_NAME_BYTES),
-                _count(part["size"]),
-                _count(part["header_crc32"]),
-                {name: _count(crc32) for name, crc32 in part["tensors"].items()},
-                {key: _parse_part(key, one) for key, one in part["parts"].items()} if version > 1 else {},
-            )
-            for part in parts
-        )
-        for file, parts in files.items()
-    }
-
-
-def _parse_part(key: str, one: dict[str, Any]) -> PartOf:
-    part = PartOf(tuple(_count(size) for size in one["shape"]), _count(one["start"]))
-    if not key.endswith(part.key("")):
-        raise ValueError(f"the key {key!r} does not belong to a part that starts at {part.start}")
-    return part
-
-
-def _parse(body: dict[str, Any]) -> Manifest:
-    files = parse_files(body["files"], body["format_version"])
-    names = [part.name for parts in files.values() for part in parts]
-    if len(set(names)) < len(names):
-        raise ValueError("two files have the same name")
-    step = body["step"]
-    if step is not None and type(step) is not int:
-        raise ValueError(f"the step is {step!r}, but must be an integer or null")
-    return Manifest(
-        time_ns=_count(body["time_ns"]),
-        step=step,
-        latest=body["latest"] is True,
-        meta_size=_count(body["meta_size"]),
-        meta_crc32=_count(body["meta_crc32"]),
-        files=files,
-    )
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not an integer >= 0")
-    return value
+        manifest = _parse(body)
+        names = [part.name for parts in manifest.files.values() for part in parts]
+        if len(set(names)) < len(names):
+            raise ValueError("two files have the same name")
+    except (ValueError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else error
+        raise damaged(f"{path} was changed or damaged ({reason})") from error
+    return manifest
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -158,7 +145,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         status = file_status(path)
         if status.st_size != size:
             word = "cut off" if status.st_size < size else "changed"
-            raise ValueError(f"{path} is {word}: it has {status.st_size} bytes, but was saved with {size}. {RESTORE}")
+            raise damaged(f"{path} is {word}: it has {status.st_size} bytes, but was saved with {size}")
 
 
 def read_complete(folder: Path) -> Manifest:
@@ -228,17 +215,14 @@ def locate(root: Path, tag: str) -> Path | None:
 def find_all(root: Path) -> tuple[list[Found], list[ValueError]]:
     """The complete checkpoints under `root`, oldest first, and the errors of the damaged ones."""
     found: list[Found] = []
-    damaged: list[ValueError] = []
+    errors: list[ValueError] = []
     for folder in sorted(root.iterdir()):
         side = parse_side(folder.name)
-        if side is None and (folder.name.startswith(".") or not (folder / MANIFEST).is_file()):
-            continue
-        if side is not None:
-            if side.kind == "old" and locate(root, side.tag) == folder:
-                found.append(Found(side.tag, folder, read_manifest(folder)))
-            continue
-        try:
-            found.append(Found(folder.name, folder, read_complete(folder)))
-        except ValueError as error:
-            damaged.append(error)
-    return sorted(found, key=lambda one: one.manifest.age_key), damaged
+        if side is not None and side.kind == "old" and locate(root, side.tag) == folder:
+            found.append(Found(side.tag, folder, read_manifest(folder)))
+        elif not folder.name.startswith(".") and (folder / MANIFEST).is_file():
+            try:
+                found.append(Found(folder.name, folder, read_complete(folder)))
+            except ValueError as error:
+                errors.append(error)
+    return sorted(found, key=lambda one: one.manifest.age_key), errors

@@ -102,10 +102,8 @@ def _to_json(value: object, where: str, depth: int) -> object:
         return value
     if isinstance(value, int):
         if value.bit_length() > MAX_INT_BITS:
-            raise ValueError(
-                f"{where} is an integer of {value.bit_length()} bits, but must have at most {MAX_INT_BITS}. "
-                "Save it as a string."
-            )
+            size = f"an integer of {value.bit_length()} bits, but must have at most {MAX_INT_BITS}"
+            raise ValueError(f"{where} is {size}. Save it as a string.")
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {FLOAT_KEY: str(float(value))}
@@ -116,10 +114,8 @@ def _to_json(value: object, where: str, depth: int) -> object:
             if not isinstance(key, str) or key == FLOAT_KEY:
                 raise invalid_value(f"A key of {where}", key, f"a string other than {FLOAT_KEY!r}")
         return {key: _to_json(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
-    raise ValueError(
-        f"{where} is of type {type(value).__name__}, but must be None, bool, int, float, str, or a list or dict of "
-        "them. Convert it, or save it as a tensor."
-    )
+    allowed = "None, bool, int, float, str, or a list or dict of them. Convert it, or save it as a tensor"
+    raise ValueError(f"{where} is of type {type(value).__name__}, but must be {allowed}.")
 
 
 def decode_meta(raw: bytes, path: Path) -> dict[str, Any]:

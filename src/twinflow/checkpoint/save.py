@@ -76,20 +76,6 @@ class Part:
     header: Header
 
 
-@dataclass(frozen=True)
-class Job:
-    """The part of a checkpoint that one rank saves, after the checks of this rank. Only `raw_meta` of rank 0 is
-    used."""
-
-    root: Path
-    tag: str
-    parts: tuple[Part, ...]
-    raw_meta: bytes
-    step: int | None
-    is_latest: bool
-    on_progress: Progress | None
-
-
 def save(
     root: Path,
     tag: str,
@@ -118,44 +104,62 @@ def save(
     """
     together = together or Alone()
     root = Path(root)
-    rank = together.rank if together.world > 1 else None
+    is_first = together.rank == 0
 
-    def prepare() -> tuple[Job, JSON]:
+    def prepare() -> tuple[tuple[list[Part], bytes], JSON]:
         check_tag(tag)
         if keep_last is not None and keep_last < 1:
             raise invalid_value("keep_last", keep_last, "None or a number >= 1")
-        raw_meta = encode_meta(meta)
-        step = meta.get("step")
-        step = step if isinstance(step, int) and not isinstance(step, bool) else None
-        parts = plan_parts(files, part_bytes, rank)
-        if not rank:
-            _check_root(root)
-            _check_place(root / tag)
-        job = Job(root, tag, tuple(parts), raw_meta, step, save_latest, on_progress)
-        return job, {"tag": tag, "files": list(files), "spans": _spans(files)}
+        parts = plan_parts(files, part_bytes, together.rank if together.world > 1 else None)
+        if is_first:
+            _check_place(root, tag)
+        return (parts, encode_meta(meta)), {"tag": tag, "files": list(files), "spans": _spans(files)}
 
-    job, plans = agree(together, prepare)
+    (parts, raw_meta), plans = agree(together, prepare)
     _check_plans(plans)
-    if together.rank:
-        _save_beside(job, together)
-    else:
-        _save_first(job, together, [file for plan in plans for file in plan["files"]], keep_last)
+    own = side_path(root, tag, "partial", fresh=together.world > 1)
+    pointer = side_path(root, LATEST, "partial")
+
+    def make_folder() -> tuple[None, JSON]:
+        if is_first:
+            root.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(root)
+            os.mkdir(own)
+        return None, own.name
+
+    def finish() -> tuple[None, JSON]:
+        if is_first:
+            records = _merge([file for plan in plans for file in plan["files"]], written)
+            step = meta.get("step")
+            step = step if type(step) is int else None
+            manifest = Manifest(time.time_ns(), step, save_latest, len(raw_meta), zlib.crc32(raw_meta), records)
+            _finish(own, root / tag, pointer, raw_meta, manifest)
+            if keep_last is not None:
+                _prune(root, keep_last)
+        return None, None
+
+    try:
+        with kept_alive(*([own] if is_first else [])):
+            partial = root / agree(together, make_folder)[1][0]
+            agree(together, lambda: _wait_until_seen(partial))
+            _, written = agree(together, lambda: (None, _write_parts(partial, parts, on_progress)))
+            agree(together, finish)
+    except Exception:  # Not BaseException: a process that is stopped should not delete gigabytes first.
+        if is_first:
+            remove(own)
+            remove(pointer)
+        raise
     return root / tag
 
 
-def _check_root(root: Path) -> None:
+def _check_place(root: Path, tag: str) -> None:
     there = next((path for path in (root, *root.parents) if os.path.exists(path)), None)
     if there is not None and not there.is_dir():
         where = "" if there == root else f" ({there} is a file)"
         raise invalid_value("save_dir", str(root), f"a folder, and not a file{where}", "Choose another save_dir.")
-
-
-def _check_place(final: Path) -> None:
-    if not may_replace(final):
-        raise ValueError(
-            f"{final} exists and is not a twinflow checkpoint, so it is not replaced. Choose another tag or folder. "
-            f"Found {describe(final)}"
-        )
+    if not may_replace(root / tag):
+        text = f"{root / tag} exists and is not a twinflow checkpoint, so it is not replaced"
+        raise ValueError(f"{text}. Choose another tag or folder. Found {describe(root / tag)}")
 
 
 def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int | None = None) -> list[Part]:
@@ -174,11 +178,9 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int 
             runs = [run for run in runs if run]  # With many ranks, most files would be empty.
         stem = file if rank is None else f"{file}-r{rank:05}"
         for name, run in zip(part_names(stem, len(runs)), runs, strict=True):
-            parts.append(Part(file, name, tuple(run), *encode_header(run, {"format": "pt"})))
+            parts.append(Part(file, name, tuple(run), *encode_header(run)))
     if len({part.name for part in parts}) < len(parts):
-        raise ValueError(
-            f"Two of the keys of files, {', '.join(files)}, need files of the same name. Rename one of them."
-        )
+        raise ValueError(f"Two of the keys {', '.join(files)} need files of the same name. Rename one of them.")
     return parts
 
 
@@ -208,48 +210,6 @@ def _check_plans(plans: Sequence[Any]) -> None:
         check_cover(f"tensor {name!r} of files[{file!r}]", found)
 
 
-def _save_first(job: Job, together: Together, files: Sequence[str], keep_last: int | None) -> None:
-    """The save of rank 0, or of a single process."""
-    partial = side_path(job.root, job.tag, "partial", fresh=together.world > 1)
-    pointer = side_path(job.root, LATEST, "partial")
-
-    def make() -> tuple[None, JSON]:
-        job.root.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(job.root)
-        os.mkdir(partial)
-        return None, partial.name
-
-    def finish() -> tuple[None, JSON]:
-        _finish(job, partial, pointer, _merge(files, written))
-        if keep_last is not None:
-            _prune(job.root, keep_last)
-        return None, None
-
-    try:
-        with kept_alive(partial):
-            agree(together, make)
-            agree(together, _nothing)  # The other ranks wait until they see the folder.
-            _, written = agree(together, lambda: (None, _write_parts(partial, job)))
-            agree(together, finish)
-    except Exception:  # Not BaseException: a process that is stopped should not delete gigabytes first.
-        remove(partial)
-        remove(pointer)
-        raise
-
-
-def _save_beside(job: Job, together: Together) -> None:
-    """The save of the other ranks, in the same steps as rank 0."""
-    _, said = agree(together, _nothing)
-    partial = job.root / said[0]
-    agree(together, lambda: _wait_until_seen(partial))
-    agree(together, lambda: (None, _write_parts(partial, job)))
-    agree(together, _nothing)
-
-
-def _nothing() -> tuple[None, JSON]:
-    return None, None
-
-
 def _wait_until_seen(partial: Path) -> tuple[None, JSON]:
     """Waits for the folder of rank 0. Network file systems may show a new folder to other machines with a delay."""
     end = time.monotonic() + SEEN_S
@@ -262,14 +222,14 @@ def _wait_until_seen(partial: Path) -> tuple[None, JSON]:
     return None, None
 
 
-def _write_parts(folder: Path, job: Job) -> JSON:
+def _write_parts(folder: Path, parts: Sequence[Part], on_progress: Progress | None) -> JSON:
     """Writes the files of this rank to the disk and returns their records."""
-    on_bytes = counting(job.on_progress, sum(entry.num_bytes for part in job.parts for entry in part.entries))
+    on_bytes = counting(on_progress, sum(entry.num_bytes for part in parts for entry in part.entries))
     records: dict[str, list[JSON]] = {}
-    for part in job.parts:
+    for part in parts:
         crc32s = write_tensors(folder / part.name, part.entries, part.raw_header, part.header, on_bytes)
-        parts = {entry.key: entry.part for entry in part.entries if entry.part}
-        record = PartRecord(part.name, part.header.size, part.header.crc32, crc32s, parts)
+        of_tensors = {entry.key: entry.part for entry in part.entries if entry.part}
+        record = PartRecord(part.name, part.header.size, part.header.crc32, crc32s, of_tensors)
         records.setdefault(part.file, []).append(asdict(record))
     sync_folder(folder)
     return records
@@ -284,22 +244,21 @@ def _merge(files: Sequence[str], written: Sequence[Any]) -> dict[str, tuple[Part
     return merged
 
 
-def _finish(job: Job, partial: Path, pointer: Path, records: dict[str, tuple[PartRecord, ...]]) -> None:
+def _finish(partial: Path, final: Path, pointer: Path, raw_meta: bytes, manifest: Manifest) -> None:
     """Completes the folder with the files of all ranks and gives it its final name."""
-    write_durable(partial / META, job.raw_meta)
-    manifest = Manifest(time.time_ns(), job.step, job.is_latest, len(job.raw_meta), zlib.crc32(job.raw_meta), records)
+    write_durable(partial / META, raw_meta)
     try:
         check_files(partial, manifest)
     except ValueError as error:
         raise ValueError(f"Rank 0 does not see a file that another rank has written: {error} {SHARED}.") from error
     write_durable(partial / MANIFEST, encode_manifest(manifest))  # Last, because it marks the folder as complete.
     sync_folder(partial)
-    if job.is_latest:  # Before the rename, so that a full disk does not affect the previous checkpoint.
-        write_durable(pointer, f"{job.tag}\n".encode())
-    swap_in(partial, job.root / job.tag)
-    if job.is_latest:
-        os.replace(pointer, job.root / LATEST)
-        sync_folder(job.root)
+    if manifest.latest:  # Before the rename, so that a full disk does not affect the previous checkpoint.
+        write_durable(pointer, f"{final.name}\n".encode())
+    swap_in(partial, final)
+    if manifest.latest:
+        os.replace(pointer, final.parent / LATEST)
+        sync_folder(final.parent)
 
 
 def clear_leftovers(root: Path) -> None:

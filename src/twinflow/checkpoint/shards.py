@@ -9,7 +9,7 @@ another layout of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from twinflow.checkpoint.disk import damaged
 from twinflow.checkpoint.plain import JSON
-from twinflow.checkpoint.tensors import is_possible
+from twinflow.checkpoint.tensors import are_sizes, is_possible
 from twinflow.parallel.shard import TensorShard
 
 BLOCK_NUMEL: Final = 4 << 20  # elements of a stored part in memory, besides the tensor that is filled
@@ -105,21 +106,6 @@ class Selection:
     sizes: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    @property
-    def row_numel(self) -> int:
-        return self.size * self.inner
-
-    def runs(self, row: int, first: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """For elements [first, stop) of an outer row: source, start in the source, start in the result, number of
-        elements.
-        """
-        for move in self.moves:
-            at = move.target * self.inner
-            low, high = max(first, at), min(stop, at + move.size * self.inner)
-            if low < high:
-                begin = (row * self.sizes[move.source] + move.start) * self.inner
-                yield move.source, begin + low - at, low - first, high - low
-
 
 def select(shape: Sequence[int], dim: int, sources: Sequence[Ranges], wanted: Ranges) -> Selection:
     """The selection of the `wanted` indices along `dim` from a whole tensor of `shape` that the `sources` have
@@ -136,9 +122,9 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
     read for each range would cost more than also reading the elements between the ranges. A caller that reads the whole
     selection from start to end reads each source from start to end.
     """
-    at, row_numel = start, selection.row_numel
-    stop = start + into.numel()
-    most = BLOCK_NUMEL // max(1, max(selection.sizes) * selection.inner)
+    at, stop = start, start + into.numel()
+    inner, row_numel = selection.inner, selection.size * selection.inner
+    most = BLOCK_NUMEL // max(1, max(selection.sizes) * inner)
     while at < stop:
         row, first = divmod(at, row_numel)
         num_rows = 0 if first else min((stop - at) // row_numel, most)
@@ -147,9 +133,12 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
             _gather_rows(selection, fills, row, into[at - start : end - start].view(num_rows, selection.size, -1))
         else:
             end = min(stop, (row + 1) * row_numel)
-            here = into[at - start : end - start]
-            for source, begin, target, numel in selection.runs(row, first, first + end - at):
-                fills[source](begin, here[target : target + numel])
+            for move in selection.moves:
+                target = row * row_numel + move.target * inner
+                low, high = max(at, target), min(end, target + move.size * inner)
+                if low < high:
+                    begin = (row * selection.sizes[move.source] + move.start) * inner + low - target
+                    fills[move.source](begin, into[low - start : high - start])
         at = end
 
 
@@ -199,27 +188,21 @@ def _join(what: str, marks: Sequence[Mapping[str, Any]]) -> Split:
     first = marks[0]
     for mark in marks:
         if any(mark[key] != first[key] for key in ("shape", "dim", "world")):
-            raise ValueError(
-                f"{what}: Tensor ranks {first['rank']} and {mark['rank']} have parts of different tensors. Shape, dim "
-                "and number of tensor ranks must be equal on all ranks."
-            )
-    ranges = {mark["rank"]: mark["ranges"] for mark in marks}
-    if set(ranges) != set(range(first["world"])):
-        missing = sorted(set(range(first["world"])) - set(ranges))
-        raise ValueError(
-            f"{what}: The parts of tensor ranks {missing} of {first['world']} are missing. "
-            "All ranks must save together."
-        )
-    every = [ranges[rank] for rank in range(first["world"])]
-    return parse_split(what, {"shape": list(first["shape"]), "dim": first["dim"], "ranges": every})
+            ranks = f"Tensor ranks {first['rank']} and {mark['rank']} have parts of different tensors"
+            raise ValueError(f"{what}: {ranks}. All ranks must have the same shape, dim and number of tensor ranks.")
+    ranges, world = {mark["rank"]: mark["ranges"] for mark in marks}, first["world"]
+    missing = sorted(set(range(world)) - set(ranges))
+    if missing:
+        lost = f"The parts of tensor ranks {missing} of {world} are missing"
+        raise ValueError(f"{what}: {lost}. All ranks must save together.")
+    every = [ranges[rank] for rank in range(world)]
+    return parse_split(what, {"shape": first["shape"], "dim": first["dim"], "ranges": every})
 
 
 def parse_splits(where: str, value: object) -> dict[str, dict[str, Split]]:
     """Splits by file and tensor from untrusted JSON. ValueError with the name of a tensor whose split is invalid."""
     if not isinstance(value, dict) or not all(isinstance(entries, dict) for entries in value.values()):
-        raise ValueError(
-            f"{where}: The key 'shards' must map each file to a dict of splits by tensor. The file is damaged."
-        )
+        raise damaged(f"{where}: The key 'shards' must map each file to a dict of splits by tensor")
     what = f"{where}: shards of tensor"
     return {
         file: {name: parse_split(f"{what} {name!r} of {file!r}", entry) for name, entry in entries.items()}
@@ -232,31 +215,23 @@ def parse_split(what: str, entry: object) -> Split:
     order.
     """
     if not isinstance(entry, dict) or set(entry) != {"shape", "dim", "ranges"}:
-        raise ValueError(f"{what} must be described by shape, dim and ranges. The file is damaged.")
+        raise damaged(f"{what} must be described by shape, dim and ranges")
     shape, dim, ranges = entry["shape"], entry["dim"], entry["ranges"]
-    if not _are_counts(shape) or not _are_counts([dim]) or dim >= len(shape):
-        raise ValueError(f"{what}: {shape!r} is not a shape with a dim {dim!r}. The file is damaged.")
+    if not are_sizes(shape) or not are_sizes([dim]) or dim >= len(shape):
+        raise damaged(f"{what}: {shape!r} is not a shape with a dim {dim!r}")
     if not isinstance(ranges, list | tuple) or not ranges or not all(_are_ranges(one) for one in ranges):
-        raise ValueError(
-            f"{what}: {ranges!r} is not a list of ascending ranges for each tensor rank. The file is damaged."
-        )
+        raise damaged(f"{what}: {ranges!r} is not a list of ascending ranges for each tensor rank")
     every = sorted((start, stop) for one in ranges for start, stop in one if start < stop)
     edges = [(0, 0), *every, (shape[dim], shape[dim])]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise ValueError(
-            f"{what}: The ranges {ranges!r} must contain each of the {shape[dim]} indices of the dim exactly once."
-        )
+        raise ValueError(f"{what}: The ranges {ranges!r} must contain each of the {shape[dim]} indices exactly once.")
     split = tuple(tuple((start, stop) for start, stop in one) for one in ranges)
     return Split(tuple(shape), dim, split)
 
 
-def _are_counts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
-
-
 def _are_ranges(value: object) -> bool:
     """Whether these are ascending ranges. Then reading the whole tensor in order reads each part in order."""
-    if not isinstance(value, list | tuple) or not all(_are_counts(one) and len(one) == 2 for one in value):
+    if not isinstance(value, list | tuple) or not all(are_sizes(one) and len(one) == 2 for one in value):
         return False
     flat = [end for one in value for end in one]
     return flat == sorted(flat)
@@ -272,6 +247,4 @@ def check_shards(what: str, split: Split, found: Sequence[tuple[torch.dtype, tup
             raise ValueError(f"{what}: shard {rank} {state}, but must have the shape {list(wanted)}.")
         dtypes.add(one[0])
     if len(dtypes) > 1 or not all(is_possible(split.shape, dtype) for dtype in dtypes):
-        raise ValueError(
-            f"{what}: its shards do not make one tensor of shape {list(split.shape)}. All shards must have one dtype."
-        )
+        raise damaged(f"{what}: its shards do not make one tensor of shape {list(split.shape)} and one dtype")

@@ -70,20 +70,17 @@ def parse_side(name: str) -> Side | None:
     return Side(match[1], match[2], int(match[3]), match[4] or "", int(match[5] or 0)) if match else None
 
 
-def is_abandoned(path: Path, side: Side) -> bool:
-    """Whether no process can be working on `path`, whose name is `side`, or whether this process owns it."""
-    if side.pid > MAX_PID:
-        return True
-    if side.machine == _machine():
-        return side.pid == os.getpid() or not _is_running(side)
-    return _idle_s(path) > LEASE_S
-
-
 def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) -> Iterator[tuple[Path, Side]]:
-    """The temporary files and folders under `root` on which no process can be working."""
+    """The temporary files and folders under `root` on which no other process can be working."""
     for path in sorted(root.iterdir()):
         side = parse_side(path.name)
-        if side is not None and is_wanted(side) and is_abandoned(path, side):
+        if side is None or not is_wanted(side):
+            continue
+        if side.machine == _machine():
+            is_over = side.pid == os.getpid() or not _is_running(side)
+        else:
+            is_over = side.pid > MAX_PID or _idle_s(path) > LEASE_S
+        if is_over:
             yield path, side
 
 

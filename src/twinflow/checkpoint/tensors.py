@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import RESTORE, DurableFile, file_status
+from twinflow.checkpoint.disk import RESTORE, DurableFile, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
@@ -94,11 +93,8 @@ def check_entries(entries: Sequence[Entry], where: str) -> None:
             whole = math.prod(entry.part.shape)
             if len(entry.shape) != 1 or not 0 <= entry.part.start <= whole - entry.numel:
                 given = f"{list(entry.shape)} from {entry.part.start} on"
-                raise invalid_value(
-                    f"The part of {entry.name!r} in {where}",
-                    given,
-                    f"flat and inside the {whole} elements of the tensor",
-                )
+                expected = f"flat and inside the {whole} elements of the tensor"
+                raise invalid_value(f"The part of {entry.name!r} in {where}", given, expected)
         seen.add(entry.key)
 
 
@@ -122,7 +118,7 @@ def part_names(stem: str, num_parts: int) -> list[str]:
     return [f"{stem}-{part:05}-of-{num_parts:05}.safetensors" for part in range(1, num_parts + 1)]
 
 
-def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     """The bytes before the data of a file with `entries`, and the same header as a `Header`."""
     spans = {}
     stop = 0
@@ -130,17 +126,15 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
         start, stop = stop, stop + entry.num_bytes
         spans[entry.key] = start, stop
     infos = tuple(TensorInfo(entry.key, entry.dtype, tuple(entry.shape), *spans[entry.key]) for entry in entries)
-    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    fields: dict[str, Any] = {METADATA: {"format": "pt"}}
     for info in infos:
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{len(infos)} tensors need a header of {len(text)} bytes, but at most {MAX_HEADER_BYTES} are allowed. "
-            "Distribute the tensors over more files, or use shorter names."
-        )
+        needed, allowed = f"{len(text)} bytes for {len(infos)} tensors", f"at most {MAX_HEADER_BYTES} bytes"
+        raise invalid_value("The size of a header", needed, allowed, "Use more files, or shorter names of tensors.")
     raw = len(text).to_bytes(8, "little") + text
     return raw, Header(infos, len(raw), len(raw) + stop, zlib.crc32(raw))
 
@@ -153,10 +147,8 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(prefix, "little")
         # The length is checked before it is used: in a damaged file it may be any number.
         if len(prefix) < 8 or length > min(status.st_size - 8, MAX_HEADER_BYTES):
-            raise ValueError(
-                f"{path} is cut off or damaged: it has {status.st_size} bytes, and its header would have {length}. "
-                f"A header must fit into the file and have at most {MAX_HEADER_BYTES} bytes. {RESTORE}"
-            )
+            sizes = f"it has {status.st_size} bytes, and its header would have {length}"
+            raise damaged(f"{path} is cut off or damaged: {sizes}, but may have at most {MAX_HEADER_BYTES}")
         text = file.read(length)
     infos = _parse_infos(text, status.st_size - 8 - length, path)
     return Header(infos, 8 + length, status.st_size, zlib.crc32(text, zlib.crc32(prefix)))
@@ -165,37 +157,33 @@ def read_header(path: Path) -> Header:
 def _parse_infos(text: bytes, data_bytes: int, path: Path) -> tuple[TensorInfo, ...]:
     fields = parse_json(text, path)
     if not isinstance(fields, dict):
-        raise ValueError(
-            f"The header of {path} is a {type(fields).__name__}, but must be an object. The file is damaged."
-        )
+        raise damaged(f"The header of {path} is a {type(fields).__name__}, but must be an object")
     fields.pop(METADATA, None)
     infos = tuple(_parse_info(name, field, path) for name, field in fields.items())
     end = 0
     for info in sorted(infos, key=lambda info: (info.start, info.stop)):
         if info.start != end:
             word = "overlaps another tensor" if info.start < end else "has a gap before it"
-            raise ValueError(f"{path}: tensor {info.name!r} {word}. The file is damaged.")
+            raise damaged(f"{path}: tensor {info.name!r} {word}")
         end = info.stop
     if end != data_bytes:
-        raise ValueError(
-            f"{path} is cut off or damaged: its tensors need {end} bytes, but it has {data_bytes}. {RESTORE}"
-        )
+        raise damaged(f"{path} is cut off or damaged: its tensors need {end} bytes, but it has {data_bytes}")
     return infos
 
 
 def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
     where = f"{path}: tensor {name!r}"
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where} must be described by dtype, shape and data_offsets. The file is damaged.")
+        raise damaged(f"{where} must be described by dtype, shape and data_offsets")
     dtype = DTYPES.get(field["dtype"]) if isinstance(field["dtype"], str) else None
     if dtype is None:
-        raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES, "The file is damaged.")
+        raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES, RESTORE)
     shape, offsets = field["shape"], field["data_offsets"]
-    if not _are_sizes(shape) or not is_possible(shape, dtype):
-        raise ValueError(f"{where} has the impossible shape {shape!r}. The file is damaged.")
+    if not are_sizes(shape) or not is_possible(shape, dtype):
+        raise damaged(f"{where} has the impossible shape {shape!r}")
     num_bytes = math.prod(shape) * dtype.itemsize
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise ValueError(f"{where} has the data_offsets {offsets!r} for {num_bytes} bytes. The file is damaged.")
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+        raise damaged(f"{where} has the data_offsets {offsets!r} for {num_bytes} bytes")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -205,8 +193,9 @@ def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return math.prod(max(size, 1) for size in shape) * dtype.itemsize < 1 << 63
 
 
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether a value from JSON is a list of integers >= 0."""
+    return isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
 
 
 class Checksum:
@@ -223,7 +212,7 @@ class Checksum:
     def __enter__(self) -> Checksum:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
     def add(self, chunk: bytes | memoryview) -> None:
@@ -265,7 +254,12 @@ def write_tensors(
 
 def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Callable[[int], None] | None) -> int:
     """Writes one tensor and returns its crc32. No reference to its values is left after the call."""
-    for chunk in _chunks(_bytes_of(_on_host(entry))):
+    tensor = entry.read()
+    if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
+        given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
+        remedy = "Give the entry the dtype and shape of the tensor."
+        raise invalid_value(f"The result of read() of the entry {entry.name!r}", given, [wanted], remedy)
+    for chunk in _chunks(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()):
         checksum.add(chunk)
         file.write(chunk)
         if on_bytes:
@@ -273,22 +267,10 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
     return checksum.take()
 
 
-def _on_host(entry: Entry) -> Tensor:
-    tensor = entry.read()
-    if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
-        raise ValueError(
-            f"The entry of tensor {entry.name!r} has {entry.dtype} {list(entry.shape)}, but read() returned "
-            f"{tensor.dtype} {list(tensor.shape)}. Give the entry the dtype and shape of the tensor."
-        )
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
-    return flat.view(torch.uint8).numpy().data
-
-
-def _chunks(view: memoryview) -> Iterator[memoryview]:
+    view: memoryview = flat.view(torch.uint8).numpy().data
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
@@ -302,7 +284,7 @@ def read_range(
     `crc32` is None, no checksum is computed, and the result is None.
     """
     with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
-        for chunk in _chunks(_bytes_of(into)):
+        for chunk in _chunks(into):
             if file.readinto(chunk) < len(chunk):
                 raise _cut_off(path, info)
             if crc32 is not None:
@@ -335,22 +317,17 @@ def _open_data(path: Path, header: Header, info: TensorInfo, start: int = 0) -> 
             file.seek(header.data_start + info.start + start * info.dtype.itemsize)
             yield file
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} is missing, but existed when the checkpoint was opened. Open the checkpoint again."
-        ) from error
+        raise damaged(f"{path} is missing, but existed when the checkpoint was opened") from error
 
 
 def _cut_off(path: Path, info: TensorInfo) -> ValueError:
-    return ValueError(f"{path} is cut off: it ends within tensor {info.name!r}. {RESTORE}")
+    return damaged(f"{path} is cut off: it ends within tensor {info.name!r}")
 
 
 def check_crc32(path: Path, info: TensorInfo, expected: int, found: int) -> None:
     """Raises ValueError if the checksum of a tensor is not the saved one."""
     if found != expected:
-        raise ValueError(
-            f"{path}: tensor {info.name!r} does not match its checksum: the file was changed or damaged after it was "
-            f"saved. {RESTORE}"
-        )
+        raise damaged(f"{path}: tensor {info.name!r} does not match its checksum: the file was changed or damaged")
 
 
 # Parts of a tensor.
@@ -378,26 +355,15 @@ def check_cover(what: str, spans: Sequence[Span]) -> None:
             one, other = (f"{s.dtype} {list(s.shape)} in {s.where}" for s in (first, span))
             raise ValueError(f"{what} is {one}, but {other}. All parts must belong to one tensor.")
     numel = math.prod(first.shape)
+    parts = sorted((span for span in spans if span.numel), key=lambda span: span.start)
     end, last = 0, first
-    for span in sorted(spans, key=lambda span: (span.start, span.numel)):
-        if not span.numel:
-            continue
+    for span in (*parts, Span(first.dtype, first.shape, numel, 0, "the end")):
         if span.start > end:
-            raise _gap(what, end, span.start, numel)
-        if span.start < end:
-            stop = min(end, span.start + span.numel) - 1
-            raise ValueError(
-                f"{what}: Elements {span.start} to {stop} are in {last.where} and again in {span.where}. "
-                "Each element must be in one part."
-            )
+            missing = f"Elements {end} to {span.start - 1} of {numel} are in no part"
+            raise ValueError(f"{what}: {missing}. Each element must be in one part.")
+        if span.numel and span.start < end:
+            twice = f"Elements {span.start} to {min(end, span.start + span.numel) - 1} are in {last.where}"
+            raise ValueError(f"{what}: {twice} and again in {span.where}. Each element must be in one part.")
+        if not span.numel and end > numel:
+            raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
         end, last = span.start + span.numel, span
-    if end > numel:
-        raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
-    if end < numel:
-        raise _gap(what, end, numel, numel)
-
-
-def _gap(what: str, start: int, stop: int, numel: int) -> ValueError:
-    return ValueError(
-        f"{what}: Elements {start} to {stop - 1} of {numel} are in no part. Each element must be in one part."
-    )

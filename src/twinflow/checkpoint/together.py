@@ -43,12 +43,11 @@ def agree(together: Together, act: Callable[[], tuple[Own, Told]]) -> tuple[Own,
     If `act` raises an exception on one rank, all ranks raise the same error with the number of that rank. No rank waits
     for a rank that failed.
     """
-    own: list[Own] = []
-    error: Exception | None = None
+    own: Any = None
     said: Told | None = None
+    error: Exception | None = None
     try:
-        kept, said = act()
-        own.append(kept)
+        own, said = act()
     except Exception as raised:
         if together.world == 1:
             raise
@@ -57,7 +56,7 @@ def agree(together: Together, act: Callable[[], tuple[Own, Told]]) -> tuple[Own,
     failed = [rank for rank, one in enumerate(found) if one["error"] is not None]
     if failed:
         raise _as_error(failed, found[failed[0]]["error"]) from error
-    return own[0], [one["said"] for one in found]
+    return own, [one["said"] for one in found]
 
 
 def _describe(error: Exception | None) -> JSON:

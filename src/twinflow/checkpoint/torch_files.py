@@ -35,6 +35,7 @@ from torch import Tensor
 
 from twinflow.checkpoint.disk import file_status
 from twinflow.checkpoint.tensors import DTYPES
+from twinflow.errors import invalid_value
 
 MAX_PICKLE_BYTES: Final = 1 << 30  # A pickle has only names and numbers. No model needs this much.
 MAX_EXPANDED: Final = 1 << 24  # largest number of values of a tensor that is larger than its storage
@@ -86,10 +87,10 @@ def load_torch_file(path: Path) -> Any:
     try:
         return _Unpickler(archive).load()
     except RefusedError as error:
-        raise RefusedError(
-            f"{path} is refused: its pickle {error}. No code of the file was run. Only tensors, numbers, strings and "
-            "containers of them are allowed. Save the file again with torch.save, without other objects."
-        ) from error
+        allowed = (
+            "Only tensors, numbers, strings and containers of them are allowed. Save the file without other objects."
+        )
+        raise RefusedError(f"{path} is refused: its pickle {error}. No code of the file was run. {allowed}") from error
     except Exception as error:  # A damaged pickle can cause any error.
         message = str(error) if str(path) in str(error) else f"{path} is damaged: its pickle cannot be read ({error})."
         raise ValueError(message) from error
@@ -106,30 +107,20 @@ class _Archive:
                 self._entries = {info.filename: info for info in archive.infolist()}
                 self._raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
-            raise ValueError(
-                f"{path} is not a file of torch.save, or is cut off ({error}). Files of torch before 1.6 are not zip "
-                "archives. Load and save them again with a newer torch."
-            ) from error
+            remedy = "If it was saved with torch before 1.6, load and save it with a newer torch."
+            raise ValueError(f"{path} is not a file of torch.save, or is cut off ({error}). {remedy}") from error
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(
-                f"{path} is not a file of torch.save: it has {len(pickles)} entries 'data.pkl', but must have one."
-            )
+            raise ValueError(f"{path} is not a file of torch.save: it has {len(pickles)} pickles, but must have one.")
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self.read("byteorder") if f"{self._prefix}byteorder" in self._entries else b"little"
         if order != b"little":
-            raise ValueError(
-                f"{path} has the byte order {order!r}, but must have b'little'. Save it again on a little-endian "
-                "machine."
-            )
+            raise invalid_value(f"The byte order of {path}", order, [b"little"], "Save it on another machine.")
 
     def read(self, name: str) -> bytes:
         start, size = self._place(name)
         if size > MAX_PICKLE_BYTES:
-            raise ValueError(
-                f"{self.path}: {name!r} has {size} bytes, but must have at most {MAX_PICKLE_BYTES}. "
-                "The file is damaged."
-            )
+            raise invalid_value(f"{self.path}: The size of {name!r}", size, f"at most {MAX_PICKLE_BYTES} bytes")
         return self._raw[start : start + size]
 
     def storage(self, key: str, dtype: torch.dtype, numel: int) -> Tensor:
@@ -149,10 +140,7 @@ class _Archive:
         if info is None:
             raise ValueError(f"{self.path} has no entry {name!r}. The file is damaged.")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise ValueError(
-                f"{self.path}: {name!r} is compressed or encrypted, but torch.save never writes such entries. "
-                "Save the file again with torch.save."
-            )
+            raise ValueError(f"{self.path}: {name!r} is compressed or encrypted. Save the file with torch.save.")
         head = self._raw[info.header_offset : info.header_offset + LOCAL_HEADER_BYTES]
         # The lengths of name and padding come from the local header. Those in the zip's index may differ.
         skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")

@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from importlib.abc import Loader
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from os import PathLike
 from types import ModuleType
@@ -40,25 +40,18 @@ class CompatModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
-        found = self._find(name)
-        if found is None:
-            raise AttributeError(missing(self._path, name))
-        setattr(self, name, found[0])
-        return found[0]
-
-    def _find(self, name: str) -> tuple[Any] | None:
-        """The object for a name, in a tuple. None if the name does not exist here."""
-        entry = entries(self._path).get(name)
-        below = join(self._path, name)
+        entry, through = (entries(self._path).get(key) for key in (name, "*"))
+        source = importlib.import_module(through.module) if isinstance(through, Through) else None
         if isinstance(entry, Ours):
-            return (entry.resolve(),)
-        if entry is None and is_module(below):
-            return (module_at(below),)
-        through = entries(self._path).get("*")
-        if entry is None and isinstance(through, Through):
-            source = importlib.import_module(through.module)
-            return (getattr(source, name),) if hasattr(source, name) else None
-        return None
+            found = entry.resolve()
+        elif entry is None and is_module(join(self._path, name)):
+            found = module_at(join(self._path, name))
+        elif entry is None and hasattr(source, name):
+            found = getattr(source, name)
+        else:
+            raise AttributeError(missing(self._path, name))
+        setattr(self, name, found)
+        return found
 
     def __dir__(self) -> list[str]:
         own = [name for name, entry in entries(self._path).items() if isinstance(entry, Ours)]
@@ -126,7 +119,7 @@ def module_at(path: str) -> CompatModule:
     return found
 
 
-class CompatFinder(Loader):
+class CompatFinder(MetaPathFinder, Loader):
     """A finder for sys.meta_path that provides `deepspeed`, the modules below it and its version."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -136,8 +129,8 @@ class CompatFinder(Loader):
             return None
         if is_module(below) or not below:
             return ModuleSpec(fullname, self, is_package=True)
-        refused = _refused_above(below)
-        raise ModuleNotFoundError(missing(*refused) if refused else missing(*_split(below)))
+        above, _, last = below.rpartition(".")
+        raise ModuleNotFoundError(missing(*(_refused_above(below) or (above, last))))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module of the table. Both paths of an alias give the same module object."""
@@ -153,9 +146,6 @@ class CompatFinder(Loader):
         name = getattr(context, "name", None)
         return [CompatDistribution()] if name in (None, NAME) else []
 
-    def invalidate_caches(self) -> None:
-        """Does nothing: this finder has no cache."""
-
 
 def _refused_above(path: str) -> tuple[str, str] | None:
     """The first part of a path that the table refuses, as (parent path, name)."""
@@ -165,11 +155,6 @@ def _refused_above(path: str) -> tuple[str, str] | None:
         if isinstance(entries(above).get(parts[i]), Refused):
             return above, parts[i]
     return None
-
-
-def _split(path: str) -> tuple[str, str]:
-    above, _, last = path.rpartition(".")
-    return above, last
 
 
 class CompatDistribution(importlib.metadata.Distribution):

@@ -13,20 +13,21 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow.errors import invalid_value
 from twinflow.optim.host import HostOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
+from twinflow.rules.rule import Rule
 
 _OPTIONS = {name for rule in RULES.values() for name in rule.defaults}
 
 
 class Named(Optimizer):
-    """An optimizer that names the twinflow rule with the same update."""
+    """An optimizer with the update of a twinflow rule."""
 
-    _rule_name: str
+    rule: Rule
     adam_w_mode: bool | None = None  # None: the rule has no such mode
 
     @property
     def rule_name(self) -> str | None:
         """The name of the rule in a config. None if the optimizer already has state, or if its state is not fp32."""
-        return None if self.state or getattr(self, "states", "fp32") != "fp32" else self._rule_name
+        return None if self.state or getattr(self, "states", "fp32") != "fp32" else self.rule.name
 
     def options(self) -> dict[str, Any]:
         """The defaults as `optimizer.params` of a config, in which `adam_w_mode` selects AdamW or Adam."""
@@ -60,18 +61,15 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
     ) -> None:
         _refuse_modes(bias_correction, amsgrad)
         self.rule = ADAMW if adamw_mode else ADAM
-        self._rule_name = "adamw" if adamw_mode else "adam"
         self.adam_w_mode = adamw_mode
-        HostOptimizer.__init__(
-            self, model_params, lr, betas, eps, weight_decay, states="fp32" if fp32_optimizer_states else "bf16"
-        )
+        states = "fp32" if fp32_optimizer_states else "bf16"
+        HostOptimizer.__init__(self, model_params, lr, betas, eps, weight_decay, states=states)
 
 
 class DeepSpeedCPUAdagrad(Named, HostOptimizer):
     """Adagrad on CPU tensors."""
 
     rule = ADAGRAD
-    _rule_name = "adagrad"
 
     def __init__(
         self,
@@ -91,7 +89,6 @@ class DeepSpeedCPULion(Named, HostOptimizer):
     """Lion on CPU tensors."""
 
     rule = LION
-    _rule_name = "lion"
 
     def __init__(
         self,
@@ -131,18 +128,17 @@ class FusedAdam(Fused, torch.optim.Adam):
         set_grad_none: bool = True,
     ) -> None:
         _refuse_modes(bias_correction, amsgrad)
-        self._rule_name = "adamw" if adam_w_mode else "adam"
+        self.rule = ADAMW if adam_w_mode else ADAM
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
-        torch.optim.Adam.__init__(
-            self, params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode
-        )
+        mode = {"fused": True, "decoupled_weight_decay": adam_w_mode}
+        torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, **mode)
 
 
 class FusedLion(Fused):
     """Lion in torch operations, on the device of the parameters."""
 
-    _rule_name = "lion"
+    rule = LION
 
     def __init__(
         self,
@@ -177,9 +173,7 @@ class FusedLion(Fused):
 
 def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
     if not bias_correction:
-        raise invalid_value(
-            "bias_correction", bias_correction, [True], "Leave bias_correction out: twinflow always corrects the bias."
-        )
+        raise invalid_value("bias_correction", False, [True], "Leave it out: twinflow always corrects the bias.")
     if amsgrad:
         remedy = "DeepSpeed ignores amsgrad. To use it, build torch.optim.AdamW(..., amsgrad=True)."
         raise invalid_value("amsgrad", amsgrad, [False], remedy)

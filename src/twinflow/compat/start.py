@@ -182,9 +182,8 @@ def init_distributed(
     if not dist.is_initialized():
         if world_size > 1:
             remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
-            raise incompatible(
-                f"world_size={world_size}", "a process without a launcher", "such a process is the only rank", remedy
-            )
+            alone = "a process without a launcher"
+            raise incompatible(f"world_size={world_size}", alone, "such a process is the only rank", remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from twinflow.engine.values import to_device
 from twinflow.monitor.metrics import host_memory_bytes
 from twinflow.parallel import partition
 
@@ -23,40 +23,30 @@ logger = logging.getLogger("twinflow")
 
 
 class Accelerator:
-    """torch.cuda or torch.cpu with the method names of DeepSpeed's accelerator.
+    """torch.cuda with the method names of DeepSpeed's accelerator.
 
-    A name that DeepSpeed shares with torch.cuda or torch.cpu, such as `synchronize`, is looked up in the torch module.
+    A name that DeepSpeed shares with torch.cuda, such as `synchronize` or `manual_seed`, is looked up in that module.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._torch: Any = getattr(torch, name)
+    _name = "cuda"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return getattr(self._torch, name)
-        except AttributeError:
-            message = (
-                f"Neither the accelerator {self._name} nor the module torch.{self._name} has an attribute {name!r}."
-            )
-            raise AttributeError(message) from None
+        found = None if name.startswith("_") else getattr(getattr(torch, self._name), name, None)
+        if found is None:
+            text = f"Neither the accelerator {self._name} nor the module torch.{self._name} has an attribute {name!r}."
+            raise AttributeError(text)
+        return found
 
     def device_name(self, device_index: int | None = None) -> str:
         """The name of a device, such as "cuda:1"."""
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
-        return self.device_name(self.current_device() if self._name == "cuda" else None)
-
-    def current_device(self) -> int:
-        """The index of the current device. On a CPU: the local rank."""
-        return torch.cuda.current_device() if self._name == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
+        return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
         """A context in which the device with this index is the current one."""
-        return torch.cuda.device(device_index) if self._name == "cuda" else nullcontext()
+        return torch.cuda.device(device_index)
 
     def is_synchronized_device(self) -> bool:
         """Whether operations finish before the call returns."""
@@ -69,9 +59,6 @@ class Accelerator:
         """The backend for torch.distributed."""
         return "nccl" if self._name == "cuda" else "gloo"
 
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self._name == "cuda" else True
-
     def is_fp16_supported(self) -> bool:
         return True
 
@@ -83,46 +70,16 @@ class Accelerator:
         """A page-locked copy of the tensor. Without a GPU: the tensor itself."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use on the GPU. On a CPU: resident memory of this process."""
-        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else host_memory_bytes()
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Peak number of bytes in use on the GPU. On a CPU: peak resident memory of this process."""
-        if self._name == "cuda":
-            return torch.cuda.max_memory_allocated(device_index)
-        return max(host_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
     def total_memory(self, device_index: int | None = None) -> int:
         """Memory of the GPU or of the host in bytes."""
-        if self._name == "cuda":
-            return torch.cuda.get_device_properties(device_index or 0).total_memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Resets the peak of the GPU. On a CPU this does nothing: a Linux process cannot reset its own peak."""
-        if self._name == "cuda":
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    def empty_cache(self) -> None:
-        """Returns cached GPU memory to the system."""
-        if self._name == "cuda":
-            torch.cuda.empty_cache()
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seeds the generator of the current device."""
-        return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seeds the generators of all devices."""
-        return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
+        return torch.cuda.get_device_properties(device_index or 0).total_memory
 
     def random(self) -> Any:
         """The module torch.random."""
         return torch.random
 
     def range_push(self, message: str) -> None:
-        """Begins a named NVTX range."""
+        """Begins a named NVTX range. Does nothing without a GPU."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]
 
@@ -136,9 +93,50 @@ class Accelerator:
         return callback()
 
 
+class CpuAccelerator(Accelerator):
+    """The accelerator of a process without a GPU. It has the functions of torch.cuda that torch.cpu does not have."""
+
+    _name = "cpu"
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def current_device(self) -> int:
+        """The local rank."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Resident memory of this process in bytes."""
+        return host_memory_bytes()
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Peak resident memory of this process in bytes."""
+        return max(host_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Does nothing: a Linux process cannot reset its own peak."""
+
+    def empty_cache(self) -> None:
+        """Does nothing: there is no cache."""
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
 def get_accelerator() -> Accelerator:
     """The accelerator of this process: the GPU, or the CPU if there is no GPU."""
-    return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+    return Accelerator() if torch.cuda.is_available() else CpuAccelerator()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -188,13 +186,7 @@ def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") 
     """Copies of the tensors in nested dicts, lists and tuples. torch.save writes only the elements of a copy, but the
     whole storage of a view.
     """
-    if isinstance(item, Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, Mapping):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), item)
 
 
 def set_random_seed(seed: int) -> None:
@@ -206,15 +198,11 @@ def set_random_seed(seed: int) -> None:
 
 def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = None) -> Any:
     """Moves tensors in nested dicts, lists and tuples to a device: all, or those for which `criterion_func` is true."""
-    if isinstance(item, Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
-    if criterion_func is None:
-        return to_device(item, torch.device(device))
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return tree_map_only(Tensor, move, item)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -241,8 +229,6 @@ def set_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any], raise_if
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     found = [part for part in model.modules() if isinstance(part, kinds) or type(part).__name__ in names]
     if not found and raise_if_not_found:
-        raise ValueError(
-            f"The model has no module of the classes {list(leaf_module_classes)}. Give classes, or class names, of "
-            "modules of the model, or set raise_if_not_found=False."
-        )
+        remedy = "Give classes, or class names, of modules of the model, or set raise_if_not_found=False."
+        raise ValueError(f"The model has no module of the classes {list(leaf_module_classes)}. {remedy}")
     return found

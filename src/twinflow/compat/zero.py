@@ -94,42 +94,34 @@ class Init(nullcontext[None]):
                 raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(
+    params: Tensor | nn.Module | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """A context in which parameters are whole and all pending updates are in them.
 
     With `modifier_rank`, the values of that rank are sent to all ranks at the end. Raises ValueError for weights that
     are partitioned (stage 3) or are in host memory.
     """
-
-    def __init__(
-        self,
-        params: Tensor | nn.Module | Iterable[Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        listed = params.parameters() if isinstance(params, nn.Module) else params
-        self._params = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
-        self._modifier = modifier_rank
-
-    def __enter__(self) -> None:
-        for param in self._params:
-            found = find_owner(param)
-            if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
-                kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
-                raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
-            if found is not None and found[0].runtime.steps.job is None:
-                found[0].wait()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None or self._modifier is None:
-            return
-        for param in self._params:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(param.data, self._modifier)
-            # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
-            # weight with its master. If the weight is not the rounded master, it is copied to the master.
-            torch.autograd.graph.increment_version(param)
+    listed = params.parameters() if isinstance(params, nn.Module) else params
+    listed = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
+    for param in listed:
+        found = find_owner(param)
+        if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
+            kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
+            raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
+        if found is not None and found[0].runtime.steps.job is None:
+            found[0].wait()
+    yield
+    for param in listed if modifier_rank is not None else ():
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(param.data, modifier_rank)
+        # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
+        # weight with its master. If the weight is not the rounded master, it is copied to the master.
+        torch.autograd.graph.increment_version(param)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -154,10 +146,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The fp32 master of a parameter after all pending updates. None for a frozen parameter."""
-    if _is_frozen(param):
-        return None
-    optimizer, known = need_owner(param)
-    return _read(optimizer, known, MASTER)
+    return None if _is_frozen(param) else _read(*need_owner(param), MASTER)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -233,9 +222,8 @@ def _is_frozen(param: Tensor) -> bool:
 def _settle(optimizer: TwinOptimizer, param: Param) -> None:
     """Waits until no thread works on the state. A weight that the user changed is copied to its master."""
     if optimizer.runtime.steps.job is not None:
-        raise wrong_state(
-            "The state of a parameter cannot be read or written", "backward() ran without step()", "Call step() first."
-        )
+        what = "The state of a parameter cannot be read or written"
+        raise wrong_state(what, "backward() ran without step()", "Call step() first.")
     optimizer.runtime.wait()
     optimizer.runtime.wait_for_copies()
     optimizer.runtime.wait_for_readers()
@@ -293,8 +281,8 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 
 def _check_shape(param: Param, value: Tensor) -> None:
     if value.shape != param.tensor.shape:
-        name = f"The shape of the value for {param.name}"
-        raise invalid_value(name, tuple(value.shape), [tuple(param.tensor.shape)])
+        wanted = [tuple(param.tensor.shape)]
+        raise invalid_value(f"The shape of the value for {param.name}", tuple(value.shape), wanted)
 
 
 def _check_key(optimizer: TwinOptimizer, key: str) -> None:
@@ -410,9 +398,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the stage 2 estimates for a model."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        _count(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    total, _ = _count(model)
+    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -420,12 +407,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Prints the stage 2 estimates for a number of parameters."""
     given = (total_params, num_gpus_per_node, num_nodes)
-    rows = {
-        f"offload_optimizer={name}": estimate_zero2_model_states_mem_needs(
-            *given, name == "cpu", additional_buffer_factor
-        )
-        for name in ("cpu", "none")
-    }
+    rows = {}
+    for name in ("cpu", "none"):
+        found = estimate_zero2_model_states_mem_needs(*given, name == "cpu", additional_buffer_factor)
+        rows[f"offload_optimizer={name}"] = found
     _show(*given, rows)
 
 
@@ -433,10 +418,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Prints the stage 3 estimates for a model."""
-    largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        _count(model), largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    counts = _count(model)
+    estimate_zero3_model_states_mem_needs_all_cold(*counts, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -447,24 +430,20 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Prints the stage 3 estimates for a number of parameters."""
+    given = (total_params, largest_layer_params, num_gpus_per_node, num_nodes)
     rows = {}
     for params, states in (("cpu", "cpu"), ("none", "cpu"), ("none", "none")):
-        host, gpu, _ = estimate_zero3_model_states_mem_needs(
-            total_params,
-            largest_layer_params,
-            num_gpus_per_node,
-            num_nodes,
-            cpu_offload=states == "cpu",
-            cpu_offload_params=params == "cpu",
-            additional_buffer_factor=additional_buffer_factor,
+        found = estimate_zero3_model_states_mem_needs(
+            *given, states == "cpu", params == "cpu", True, additional_buffer_factor
         )
-        rows[f"offload_param={params}, offload_optimizer={states}"] = (host, gpu)
+        rows[f"offload_param={params}, offload_optimizer={states}"] = found[:2]
     _show(total_params, num_gpus_per_node, num_nodes, rows)
 
 
-def _count(model: nn.Module) -> int:
-    """Counts parameters. A shared parameter counts once."""
-    return sum(param.numel() for param in set(model.parameters()))
+def _count(model: nn.Module) -> tuple[int, int]:
+    """The numbers of parameters of a model and of its largest layer. A shared parameter counts once."""
+    largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
+    return sum(param.numel() for param in set(model.parameters())), largest
 
 
 def _show(total: int, num_gpus: int, num_nodes: int, rows: Mapping[str, tuple[int, int]]) -> None:

@@ -1,9 +1,9 @@
 """Declarations of the config's keys: type, default and treatment by twinflow.
 
-Every key is declared once, as a field of a `Section`, with one of three functions. An `honoured` key has the documented
-effect. An `unused` key is accepted and has no effect, for a stated reason. A `refused` key must be off, because
-ignoring other values would change results or memory use. The loader, the notes, the JSON Schema and the docs are made
-from these declarations.
+Every key is declared once, as a field of a `Section`, with one of four functions. An `honoured` key has the documented
+effect. So has a key of `ours`, which DeepSpeed does not have. An `unused` key is accepted and has no effect, for a
+stated reason. A `refused` key must be off, because ignoring other values would change results or memory use. The
+loader, the notes, the JSON Schema and the docs are made from these declarations.
 
 The last part of this module makes error messages from the declarations: paths of keys, allowed values in words, and the
 nearest known key.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -49,25 +49,20 @@ class Rule:
         schema["x-twinflow"] = self.kind
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """The values of a type, in words."""
-
-    text: str
-
-
 class Section(BaseModel):
     """An object of the config. It is frozen and strictly typed and accepts no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-def honoured(
-    default: Any, text: str, *, hints: Mapping[str, str] | None = None, ours: bool = False, for_host: bool = False
-) -> Any:
+def honoured(default: Any, text: str, *, hints: Mapping[str, str] | None = None, for_host: bool = False) -> Any:
     """Declares a key that has the effect `text`. The default `...` means that the key must be given."""
-    rule = Rule(HONOURED, text, hints=hints, ours=ours, for_host=for_host)
-    return Field(default, description=text, json_schema_extra=rule)
+    return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, hints=hints, for_host=for_host))
+
+
+def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
+    """Declares a key that has the effect `text` and that DeepSpeed does not have."""
+    return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, ours=True, for_host=for_host))
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
@@ -153,72 +148,69 @@ def _sequence(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+_SHORT: Final = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
 def _dtype(value: object) -> object:
     """The short name of a dtype. Other values are unchanged, and the type rejects them."""
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
-    for short, names in (("fp32", ("float32", "float")), ("bf16", ("bfloat16",)), ("fp16", ("float16", "half"))):
-        if name in (short, *names):
-            return short
-    return value
+    return _SHORT.get(name, name if name in _SHORT.values() else value)
 
 
 def _torch_dtype(value: object) -> object:
     """The torch name of a half-precision dtype. Other values are unchanged."""
     short = _dtype(value)
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(short, value) if isinstance(short, str) else value
+    return "bfloat16" if short == "bf16" else "float16" if short == "fp16" else value
 
 
 def _capital(value: object) -> object:
     return value.capitalize() if isinstance(value, str) else value
 
 
+# A string in `Annotated` describes the allowed values in error messages and in the docs.
 _INTEGER: Final = BeforeValidator(_whole)
-Whole = Annotated[int, _INTEGER, Field(ge=0), Allowed("a whole number >= 0")]
-Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), Allowed("a whole number >= 1")]
-AnyWhole = Annotated[int, _INTEGER, Allowed("a whole number")]
-Iteration = Annotated[int, _INTEGER, Field(ge=-1), Allowed("a whole number >= -1")]
-Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), Allowed("0, 1, 2, 3")]
-Power = Annotated[int, _INTEGER, Field(ge=0, le=127), Allowed("a whole number >= 0 and <= 127")]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a finite number >= 0")]
-Above = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a finite number > 0")]
-Number = Annotated[float, Field(allow_inf_nan=False), Allowed("a finite number")]
-Share = Annotated[float, Field(ge=0, le=1), Allowed("a number >= 0 and <= 1")]
-Settled = Annotated[float, Field(gt=0, lt=1), Allowed("a number above 0 and below 1")]
-Ratio = Annotated[Share | Literal["auto"], Allowed('a number >= 0 and <= 1, or "auto"')]
+Whole = Annotated[int, _INTEGER, Field(ge=0), "a whole number >= 0"]
+Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), "a whole number >= 1"]
+AnyWhole = Annotated[int, _INTEGER, "a whole number"]
+Iteration = Annotated[int, _INTEGER, Field(ge=-1), "a whole number >= -1"]
+Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), "0, 1, 2, 3"]
+Power = Annotated[int, _INTEGER, Field(ge=0, le=127), "a whole number >= 0 and <= 127"]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), "a finite number >= 0"]
+Above = Annotated[float, Field(gt=0, allow_inf_nan=False), "a finite number > 0"]
+Number = Annotated[float, Field(allow_inf_nan=False), "a finite number"]
+Share = Annotated[float, Field(ge=0, le=1), "a number >= 0 and <= 1"]
+Settled = Annotated[float, Field(gt=0, lt=1), "a number above 0 and below 1"]
+Ratio = Annotated[Share | Literal["auto"], 'a number >= 0 and <= 1, or "auto"']
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), Allowed("two numbers >= 0 and < 1")]
-Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), Allowed("a whole number from 1 to 1024")]
-Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), Allowed("a number >= 0 that fits in fp32")]
-Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), Allowed("a multiple of 128, at least 128")]
+Betas = Annotated[tuple[_Beta, _Beta], BeforeValidator(_sequence), "two numbers >= 0 and < 1"]
+Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), "a whole number from 1 to 1024"]
+Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), "a number >= 0 that fits in fp32"]
+Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), "a multiple of 128, at least 128"]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
-Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), Allowed("a finite number >= 0, or a list of them")]
-Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), Allowed("a list of strings")]
+Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), "a finite number >= 0, or a list of them"]
+Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), "a list of strings"]
 Widths = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     Field(min_length=1),
     BeforeValidator(_sequence),
-    Allowed("a list of whole numbers >= 1"),
+    "a list of whole numbers >= 1",
 ]
-Indices = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence), Allowed("a list of whole numbers >= 0")
-]
-Every = Annotated[
-    Annotated[int, Field(ge=1)] | None, BeforeValidator(_never), Allowed("a whole number >= 1, or null for never")
-]
+Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_sequence), "a list of whole numbers >= 0"]
+Every = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_never), "a whole number >= 1, or null for never"]
 Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype),
     WithJsonSchema({"enum": ["fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half"]}),
-    Allowed("'fp32', 'bf16', 'fp16', or torch's names for them"),
+    "'fp32', 'bf16', 'fp16', or torch's names for them",
 ]
 AutocastDtype = Annotated[
     Literal["bfloat16", "float16"],
     BeforeValidator(_torch_dtype),
     WithJsonSchema({"enum": ["bfloat16", "float16", "bf16", "fp16", "half", "torch.bfloat16", "torch.float16"]}),
-    Allowed("'bfloat16', 'float16', or the short names 'bf16', 'fp16'"),
+    "'bfloat16', 'float16', or the short names 'bf16', 'fp16'",
 ]
 Side = Literal["auto", "device", "host"]  # a place for tensors
-Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), Allowed("'Ignore', 'Warn', 'Fail'")]
+Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), "'Ignore', 'Warn', 'Fail'"]
 Free = Mapping[str, Any]  # a section whose keys are not checked
 
 
@@ -252,8 +244,8 @@ def section_of(annotation: Any) -> type[Section] | None:
 def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
     """The values that an annotation allows, in words."""
     for item in metadata:
-        if isinstance(item, Allowed):
-            return item.text
+        if isinstance(item, str):
+            return item
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return in_words(parts[0], parts[1:])
@@ -261,23 +253,20 @@ def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
         return ", or ".join(in_words(part) for part in parts)
     if origin is Literal:
         return ", ".join(repr(part) for part in parts)
-    section = section_of(annotation)
-    if section is not None:
-        return f"an object with any of the keys {', '.join(section.model_fields)}"
     plain = {bool: "true, false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
     return plain.get(annotation, "an object")
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
-    """A sentence with the name that was probably meant. Empty if no name is near."""
-    near = get_close_matches(name, names, 1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the names, in upper or lower case, that were probably meant. Empty if no name is near."""
+    by_lower = {other.lower(): other for other in names}
+    near = [repr(by_lower[found]) for found in get_close_matches(name.lower(), by_lower)]
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
-def unknown(place: str, key: str, value: object, names: Sequence[str], remedy: str = "") -> str:
+def unknown(place: str, key: str, value: object, names: Iterable[str], remedy: str = "") -> str:
     """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
-    every = f"The keys are: {', '.join(sorted(names))}." if place else "Remove it. docs/config.md lists all keys."
-    remedy = remedy or nearest(key, names) or every
+    remedy = remedy or f"{nearest(key, names) or 'Remove it.'} docs/config.md lists all keys."
     name = f"{place}.{key}" if place else key
     return f"{name} is not a key of {place or 'the config'} (its value is {Shown(value)!r}). {remedy}"
 

@@ -6,7 +6,6 @@ Duplicate keys are errors. Alternative and old names of keys are converted to th
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ from twinflow.config.fields import (
     asks_for,
     dotted,
     is_given,
+    nearest,
     section_of,
     switch_of,
     unknown,
@@ -35,7 +35,7 @@ from twinflow.config.fields import (
     wrong_values,
 )
 from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind, schedule_kind
-from twinflow.config.schema import RENAMES, ZERO, Config, Optimizer, Rename, Scheduler
+from twinflow.config.schema import RENAMES, ZERO, Config, Optimizer, Rename, Scheduler, keys
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
 from twinflow.rules import RULES
@@ -51,16 +51,14 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
     if not isinstance(source, (str, os.PathLike)):
         raise invalid_value("config", Shown(source), _SOURCES)
     if os.path.exists(source):
-        name = os.fspath(source)
+        name = str(os.fspath(source))
         try:
             text = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{name}: The config file cannot be read: {error}. It must be a text file in UTF-8."
-            ) from error
-        return str(name), parse(text, f"{name}: ", str(name))
-    where = f"config {Shown(source)!r} is not a file and was read as base64: "
-    return "", parse(_decoded(source), where)
+            message = f"{name}: The config file cannot be read: {error}. It must be a text file in UTF-8."
+            raise ValueError(message) from error
+        return name, parse(text, f"{name}: ")
+    return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
 
 
 def _decoded(source: str | os.PathLike[str]) -> str:
@@ -71,23 +69,18 @@ def _decoded(source: str | os.PathLike[str]) -> str:
         if not isinstance(source, str):
             raise ValueError
         return base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise invalid_value("config", Shown(source), _SOURCES, remedy) from None
 
 
-def parse(text: str, where: str, file: str = "") -> Mapping[Any, Any]:
+def parse(text: str, where: str) -> Mapping[Any, Any]:
     """Parses JSON, or else HJSON: it may have comments, missing or extra commas, and no outer braces. Errors start with
-    `where`. `file`: the path of the file that has the text, or empty.
+    `where`.
     """
     if not text.strip():
         raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
     try:
-        try:
-            found = json.loads(text, object_pairs_hook=_once)
-        except json.JSONDecodeError as error:
-            found = _parse_hjson(text, error, file)
-    except _NotParsed as error:
-        raise ValueError(str(error) if file else f"{where}{error}") from error
+        found = _parse_either(text)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}{error or type(error).__name__}") from error
     if not isinstance(found, Mapping):
@@ -95,19 +88,19 @@ def parse(text: str, where: str, file: str = "") -> Mapping[Any, Any]:
     return found
 
 
-class _NotParsed(ValueError):
-    """The text is neither JSON nor HJSON."""
-
-
-def _parse_hjson(text: str, as_json: json.JSONDecodeError, file: str) -> Any:
-    """Parses HJSON. An error also contains the error of the JSON parser: most texts are meant as JSON."""
+def _parse_either(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        as_json = error
     try:
         return hjson.loads(text, object_pairs_hook=_once)
     except hjson.HjsonDecodeError as error:
-        raise _NotParsed(
-            f"{file or 'The text'} is not valid JSON or HJSON. As JSON: {as_json}. As HJSON: {error}. "
-            f"Correct the {'file' if file else 'text'} at this place."
-        ) from error
+        # Most texts are meant as JSON, so the message has the errors of both parsers.
+        message = (
+            f"The text is not valid JSON or HJSON. As JSON: {as_json}. As HJSON: {error}. Correct it at this place."
+        )
+        raise ValueError(message) from error
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,9 +108,9 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
+            values = f"{Shown(found[key])!r} and {Shown(value)!r}"
             raise ValueError(
-                f"The key {key} is given twice in one object, with the values {Shown(found[key])!r} and "
-                f"{Shown(value)!r}. Remove one of them."
+                f"The key {key} is given twice in one object, with the values {values}. Remove one of them."
             )
         found[key] = value
     return found
@@ -180,10 +173,8 @@ def _apply(rename: Rename, given: dict[str, Any], done: Renamed) -> None:
     if not isinstance(target, dict):
         return  # The target is not a section, and validation reports that error.
     if rename.new[-1] in target:
-        raise ValueError(
-            f"{dotted(rename.old)} and {dotted(rename.new)} are two names of one key, and both are given. "
-            f"Remove {dotted(rename.old)}."
-        )
+        old, new = dotted(rename.old), dotted(rename.new)
+        raise ValueError(f"{old} and {new} are two names of one key, and both are given. Remove {old}.")
     value = source.pop(rename.old[-1])
     if rename.convert is not None:
         value = rename.convert(rename.old, value)
@@ -224,26 +215,10 @@ def _checked(given: dict[str, Any]) -> Config:
         chosen = getattr(config, name)
         if chosen is not None:
             params = _checked_params(kind_of(chosen.type), chosen, name)
-            _check_written(params, name)
             config = config.model_copy(update={name: chosen.model_copy(update={"params": params})})
     _check_together(config)
     config._renamed = tuple(renamed.notes)
     return config
-
-
-def _check_written(params: Mapping[str, Any], name: str) -> None:
-    """Checks that options can be written as JSON: ranks compare their configs, and checkpoints contain them."""
-    for key, value in params.items():
-        if not _is_json(value):
-            raise invalid_value(f"{name}.params.{key}", Shown(value), "a JSON value (number, string, list or object)")
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        to_json(value)
-    except PydanticSerializationError:
-        return False
-    return True
 
 
 def _names_one(section: object) -> bool:
@@ -274,9 +249,8 @@ def _validated(model: type[_Model], given: dict[str, Any], at: KeyPath, renamed:
 def _raise(mistakes: Iterable[str]) -> None:
     found = list(mistakes)
     if found:
-        raise ValueError(
-            found[0] if len(found) == 1 else "\n- ".join([f"The config has {len(found)} mistakes:", *found])
-        )
+        head = [f"The config has {len(found)} mistakes:"] if len(found) > 1 else []
+        raise ValueError("\n- ".join([*head, *found]))
 
 
 def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, renamed: Renamed) -> Iterator[str]:
@@ -291,16 +265,8 @@ def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, r
 
 def _elsewhere(key: str) -> str:
     """A sentence with the other sections of the config that have a key of this name."""
-    places = [dotted(path) for path in _paths(Config, ()) if path[-1] == key]
+    places = dict.fromkeys(dotted(one.path[: one.path.index(key) + 1]) for one in keys() if key in one.path)
     return f"The config has this key at: {', '.join(places)}." if places else ""
-
-
-def _paths(model: type[Section], at: KeyPath) -> Iterator[KeyPath]:
-    for name, info in model.model_fields.items():
-        yield (*at, name)
-        inner = section_of(info.annotation)
-        if inner is not None:
-            yield from _paths(inner, (*at, name))
 
 
 def _refusals(found: Section) -> Iterator[tuple[KeyPath, object, str | list[object], Rule]]:
@@ -325,10 +291,24 @@ def _checked_params(kind: type[Any], chosen: Optimizer | Scheduler, name: str) -
             remedy = CLIPPING[0].upper() + CLIPPING[1:]
             raise invalid_value("optimizer.params.max_grad_norm", Shown(params["max_grad_norm"]), "null", remedy)
         allowed = list(arguments(kind))
-        _raise(unknown(dotted(at), key, value, allowed) for key, value in params.items() if key not in allowed)
+        every = f"The arguments of {chosen.type} are: {', '.join(allowed)}."
+        for key, value in params.items():
+            if key not in allowed:
+                raise ValueError(unknown(dotted(at), key, value, allowed, nearest(key, allowed) or every))
+            if not _is_json(value):  # Ranks compare their configs, and checkpoints contain them.
+                expected = "a JSON value (number, string, list or object)"
+                raise invalid_value(f"{name}.params.{key}", Shown(value), expected)
     except ValueError as error:
         raise ValueError(f"{error} The value of {name}.type is {chosen.type!r}.") from None
     return params
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        to_json(value)
+    except PydanticSerializationError:
+        return False
+    return True
 
 
 def _check_together(config: Config) -> None:

@@ -28,6 +28,7 @@ from twinflow.config.fields import (
     Single,
     Whole,
     honoured,
+    nearest,
     refused,
     unused,
 )
@@ -84,8 +85,6 @@ def params_of(rule: Rule, base: type[Common] = Common) -> type[Common]:
 
 
 class OneBitAdamParams(Common):
-    """`optimizer.params` of onebitadam."""
-
     lr: Amount = honoured(1e-3, "learning rate")
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
@@ -110,8 +109,6 @@ class OneBitAdamParams(Common):
 
 
 class LRRangeTestParams(Section):
-    """`scheduler.params` of LRRangeTest."""
-
     lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
     lr_range_test_step_size: Positive = honoured(2000, "number of steps in an interval")
     lr_range_test_step_rate: Amount = honoured(
@@ -124,8 +121,6 @@ class LRRangeTestParams(Section):
 
 
 class OneCycleParams(Section):
-    """`scheduler.params` of OneCycle."""
-
     cycle_min_lr: Rates | None = honoured(None, "lowest learning rate; must be given")
     cycle_max_lr: Rates | None = honoured(None, "highest learning rate; must be given")
     decay_lr_rate: Amount = honoured(0.0, "decay of the learning rate after the cycle")
@@ -146,8 +141,6 @@ class OneCycleParams(Section):
 
 
 class WarmupLRParams(Section):
-    """`scheduler.params` of WarmupLR."""
-
     warmup_min_lr: Rates = honoured(0.0, "learning rate at the start of the warm-up")
     warmup_max_lr: Rates | None = honoured(None, "learning rate after the warm-up; null: the optimizer's")
     warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")
@@ -156,15 +149,11 @@ class WarmupLRParams(Section):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """`scheduler.params` of WarmupDecayLR."""
-
     warmup_max_lr: Rates | None = honoured(0.001, "learning rate after the warm-up; null: the optimizer's")
     total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
 
 
 class WarmupCosineLRParams(Section):
-    """`scheduler.params` of WarmupCosineLR."""
-
     total_num_steps: Positive | None = honoured(None, "number of steps of the whole training; must be given")
     warmup_min_ratio: Amount = honoured(0.0, "first learning rate, as a fraction of the optimizer's")
     warmup_num_steps: Positive = honoured(1000, "number of warm-up steps")
@@ -197,9 +186,7 @@ REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
         "1-bit LAMB needs norms of whole parameters, and each rank owns only parts of parameters", "OneBitLamb"
     ),
     "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
-    "muadam": "Build the optimizer with the mup library and pass it to initialize()",
-    "muadamw": "Build the optimizer with the mup library and pass it to initialize()",
-    "musgd": "Build the optimizer with the mup library and pass it to initialize()",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "Build it with the mup library and pass it to initialize()"),
 }
 # Classes of deepspeed.ops, such as FusedAdam and DeepSpeedCPULion, and what to use in a config instead.
 _OPS: Final = re.compile("(?:fused|deepspeedcpu|cpu)(adamw?|adagrad|lion|lamb)")
@@ -268,9 +255,5 @@ def _torch_kind(
 ) -> type[Any]:
     if name in found:
         return found[name]
-    from difflib import get_close_matches
-
-    names = {other.lower(): other for other in (*found, *more) if other not in _NEVER_SUGGESTED}
-    near = get_close_matches(name.lower(), names, 1)
-    remedy = f"Did you mean {names[near[0]]!r}?" if near else ""
+    remedy = nearest(name, (other for other in (*found, *more) if other not in _NEVER_SUGGESTED))
     raise invalid_value(key, name, f"one of {', '.join(allowed)}", remedy)

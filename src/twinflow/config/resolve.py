@@ -64,9 +64,8 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         f"world size {world_size}"
     )
     if train is None and micro is None:
-        raise ValueError(
-            f"The config has no batch size: {given}. Set train_batch_size or train_micro_batch_size_per_gpu."
-        )
+        remedy = "Set train_batch_size or train_micro_batch_size_per_gpu."
+        raise ValueError(f"The config has no batch size: {given}. {remedy}")
     if micro is None:
         assert train is not None
         steps = steps or 1

@@ -14,7 +14,6 @@ from pydantic import PrivateAttr
 from twinflow.config.fields import (
     HONOURED,
     Above,
-    Allowed,
     Amount,
     AnyWhole,
     AutocastDtype,
@@ -42,6 +41,7 @@ from twinflow.config.fields import (
     in_words,
     is_given,
     is_on,
+    ours,
     refused,
     rule_of,
     section,
@@ -69,10 +69,10 @@ _COMPILE = "DeepCompile is not supported"
 _WRITER = "there is only one format and one writer of checkpoints"
 
 
-OptimizerName = Annotated[str, Allowed("the name of an update rule, such as adamw, or of a torch.optim class")]
+OptimizerName = Annotated[str, "the name of an update rule, such as adamw, or of a torch.optim class"]
 ScheduleName = Annotated[
     str,
-    Allowed("LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
+    "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler",
 ]
 
 
@@ -91,18 +91,16 @@ class SparseAttention(Section):
     attention: Literal["unidirectional", "bidirectional"] = honoured(
         "bidirectional", "unidirectional: a token attends to no later token, as in decoders"
     )
-    horizontal_global_attention: bool = honoured(
-        False, "modes fixed and variable: global blocks also attend to all blocks"
-    )
+    horizontal_global_attention: bool = honoured(False, "modes fixed and variable: global blocks attend to all blocks")
     num_different_global_patterns: Positive = honoured(
-        1, _FIXED + "number of different choices of global blocks among the heads"
+        1, _FIXED + "number of different global patterns among the heads"
     )
     num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
     local_window_blocks: Widths = honoured((4,), "mode variable: widths of the windows; the last width repeats")
     global_block_indices: Indices = honoured((0,), _LISTED + "global blocks, or the starts of ranges of global blocks")
     global_block_end_indices: Indices | None = honoured(None, _LISTED + "the ends of the ranges of global blocks")
     num_sliding_window_blocks: Positive = honoured(3, "modes bigbird, bslongformer and local: width of the window")
-    seed: Whole = honoured(0, "modes variable and bigbird: seed of the random blocks", ours=True)
+    seed: Whole = ours(0, "modes variable and bigbird: seed of the random blocks")
 
     def given(self) -> dict[str, Any]:
         """The mode and all values that differ from the defaults. A config may spell out the defaults of other modes, as
@@ -119,8 +117,6 @@ class SparseAttention(Section):
 
 
 class Pipeline(Section):
-    """`pipeline`: pipeline parallelism."""
-
     stages: AnyWhole | None = honoured(
         None, "number of pipeline stages; null or 0: the number of the PipelineModule, or 1"
     )
@@ -130,21 +126,17 @@ class Pipeline(Section):
         "a PipelineModule uses its own method",
     )
     seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
-    activation_checkpoint_interval: Whole = honoured(
-        0, "number of layers that are recomputed together in backward; 0: none"
-    )
+    activation_checkpoint_interval: Whole = honoured(0, "number of layers that are recomputed together; 0: none")
     pipe_partitioned: bool = unused(True, _WHOLE)
     grad_partitioned: bool = unused(True, _WHOLE)
     use_reentrant: bool = unused(True, "layers are always recomputed without reentrant backwards")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = honoured(
-        None, "the order of forwards and backwards; null: the schedule of the PipelineModule, or 1f1b", ours=True
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = ours(
+        None, "the order of forwards and backwards; null: the schedule of the PipelineModule, or 1f1b"
     )
-    chunks: Positive | None = honoured(None, "schedule interleaved: number of stages on a rank; null: 2", ours=True)
+    chunks: Positive | None = ours(None, "schedule interleaved: number of stages on a rank; null: 2")
 
 
 class Tp(Section):
-    """`tensor_parallel.tp`: the degree of tensor parallelism."""
-
     tp_size: Whole = honoured(1, "number of tensor-parallel ranks")
     tp_grain_size: Positive = unused(1, "the sizes of split tensors must be divisible by the number of ranks")
     mpu: Any = refused(None, "set only tp_size: initialize() creates the process groups", switch=is_given)
@@ -152,8 +144,6 @@ class Tp(Section):
 
 
 class TensorParallel(Section):
-    """`tensor_parallel`: tensor parallelism."""
-
     autotp_size: Whole = honoured(0, "number of tensor-parallel ranks; 0: the value of tensor_parallel.tp.tp_size")
     tp: Tp = section(Tp, "the degree of tensor parallelism, as in the config of DeepSpeed's inference")
     dtype: Any = unused(None, "bf16.enabled or fp16.enabled determines the dtype")
@@ -165,15 +155,11 @@ class TensorParallel(Section):
     preset_model: str | None = unused(None, _PLAN)
     keep_module_on_host: bool = unused(False, "weights are split on the device of the model")
     replace_with_kernel_inject: bool = refused(False, "leave it out: twinflow does not inject kernels into the model")
-    sequence: bool = honoured(
-        False,
-        "sequence parallelism: each tensor rank computes norms and dropout for its part of the sequence",
-        ours=True,
+    sequence: bool = ours(
+        False, "sequence parallelism: each tensor rank computes norms and dropout for its part of the sequence"
     )
-    plan: Free | None = honoured(
-        None,
-        "how to split each module: an object from patterns of module names to styles; null: twinflow's plan",
-        ours=True,
+    plan: Free | None = ours(
+        None, "how to split each module: an object from patterns of module names to styles; null: twinflow's plan"
     )
 
 
@@ -199,45 +185,32 @@ class OffloadOptimizer(Section):
     super_offload: bool = refused(False, "leave it out: updates always overlap with backward")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads sets the number of threads of the update")
 
-    states: Literal["fp32", "bf16", "int8"] = honoured("fp32", "format of the optimizer state", ours=True)
-    placement: Literal["auto", "front", "tail"] = honoured(
+    states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
+    placement: Literal["auto", "front", "tail"] = ours(
         "auto",
         "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
-        ours=True,
         for_host=True,
     )
-    delayed_update: bool = honoured(
-        False,
-        "apply each update one step later, so that it overlaps with a whole step; this changes results",
-        ours=True,
-    )
-    delayed_update_start: Whole = honoured(0, "number of steps at the start whose updates are not delayed", ours=True)
-    early: bool | Literal["auto"] = honoured(
+    delayed_update: bool = ours(False, "apply each update one step later, during a whole step; this changes results")
+    delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
+    early: bool | Literal["auto"] = ours(
         "auto",
         "true: updates start during backward; false: in step(); auto: during backward, but without clipping and "
         "overflow check only after some steps whose updates start in step()",
-        ours=True,
     )
-    host_threads: Threads | None = honoured(
-        None, "number of threads of the update; null: from the number of cores", ours=True, for_host=True
-    )
-    hold: Side = honoured(
+    host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
+    hold: Side = ours(
         "auto",
         "where gradients wait for the clipping decision; auto: the device, if they take up to half of its free memory",
-        ours=True,
     )
-    sums: Side = honoured(
+    sums: Side = ours(
         "auto",
         "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
         "reduced after each micro-batch, and each rank sums its part",
-        ours=True,
     )
-    bucket_numel: Buckets | None = honoured(None, "number of elements in a bucket; null: twinflow chooses", ours=True)
-    shadow_bytes: Whole | None = honoured(
-        None,
-        "host memory for updates before the clipping decision; null: half of the spare memory",
-        ours=True,
-        for_host=True,
+    bucket_numel: Buckets | None = ours(None, "number of elements in a bucket; null: twinflow chooses")
+    shadow_bytes: Whole | None = ours(
+        None, "host memory for updates before the clipping decision; null: half of the spare memory", for_host=True
     )
 
     @classmethod
@@ -271,8 +244,6 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """`zero_optimization`: ZeRO stage and offload."""
-
     stage: Stage = honoured(
         0,
         "what is partitioned over ranks: 0 nothing, 1 the optimizer state, 2 also summed gradients, 3 also weights; "
@@ -280,9 +251,7 @@ class ZeroOptimization(Section):
     )
     offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
     offload_param: OffloadParam | None = section(None, "weights on the host, besides the optimizer state")
-    zenflow: Free | None = refused(
-        None, "use offload_optimizer with delayed_update, which also hides the whole update", switch=is_given
-    )
+    zenflow: Free | None = refused(None, "use offload_optimizer.delayed_update, which hides updates", switch=is_given)
     cpu_offload_use_pin_memory: bool = unused(False, "host buffers of transfers are always page-locked")
 
     contiguous_gradients: bool = unused(True, "gradients are always sent in contiguous buckets")
@@ -298,9 +267,7 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: bool = unused(True, "a parameter without a gradient is never updated")
     parameter_alignment: bool = unused(False, "buckets are always aligned")
     elastic_checkpoint: bool = unused(False, "a checkpoint does not depend on the number of processes")
-    pipeline_loading_checkpoint: bool = unused(
-        False, "each rank reads only the parts that it needs, at the same time as the others"
-    )
+    pipeline_loading_checkpoint: bool = unused(False, "each rank reads only the parts that it needs")
     load_from_fp32_weights: bool = refused(True, "leave it true: fp32 masters are always loaded")
     legacy_stage1: bool = refused(False, "leave it out: the legacy stage 1 is not supported")
 
@@ -325,9 +292,7 @@ class ZeroOptimization(Section):
 
     mics_shard_size: AnyWhole = refused(-1, "leave it out: stage 3 partitions over all ranks", off=(0, 1))
     mics_hierarchical_params_gather: bool = refused(False, "leave it out: weights are gathered from all ranks at once")
-    zero_hpz_partition_size: Whole = refused(
-        1, "leave it at 1: there is no secondary partition inside a machine", off=(0,)
-    )
+    zero_hpz_partition_size: Whole = refused(1, "leave it at 1: there is no secondary partition", off=(0,))
     zero_quantized_weights: bool = refused(False, "leave it out: weights are not sent quantized")
     zero_quantized_nontrainable_weights: bool = refused(False, "leave it out, and quantize frozen weights in the model")
     zero_quantized_gradients: bool = refused(False, "leave it out: gradients are not sent quantized")
@@ -341,9 +306,7 @@ class Fp16(Section):
     auto_cast: bool = honoured(False, "cast floating-point inputs of the model to fp16")
     loss_scale: Amount = honoured(0.0, "a fixed loss scale; 0: dynamic")
     initial_scale_power: Power = honoured(16, "the dynamic scale starts at 2 to this power")
-    loss_scale_window: Positive = honoured(
-        1000, "number of consecutive steps without overflow before the scale doubles"
-    )
+    loss_scale_window: Positive = honoured(1000, "consecutive steps without overflow before the scale doubles")
     hysteresis: Positive = honoured(2, "number of overflows before the scale is halved")
     consecutive_hysteresis: bool = honoured(
         False, "every step without overflow restarts the count of overflows for hysteresis"
@@ -355,8 +318,6 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """`bf16`: train in bf16."""
-
     enabled: bool = honoured(False, "weights and gradients in bf16")
     immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
     check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
@@ -367,36 +328,26 @@ class Bf16(Section):
 
 
 class TorchAutocast(Section):
-    """`torch_autocast`: run the forward under torch.autocast."""
-
     enabled: bool = honoured(False, "run the forward under torch.autocast")
     dtype: AutocastDtype | None = honoured(None, "bfloat16 or float16; must be given if enabled is true")
     lower_precision_safe_modules: Names | None = unused(
-        None, "communication_data_type sets the dtype in which gradients are sent"
+        None, "communication_data_type sets the dtype of sent gradients"
     )
 
 
 class Optimizer(Section):
-    """`optimizer`: the update rule and its options."""
-
     type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
     legacy_fusion: bool = unused(False, "this key is an option of LAMB, which is not supported")
 
 
 class Scheduler(Section):
-    """`scheduler`: the schedule of the learning rate."""
-
     type: ScheduleName = honoured(..., "the schedule; its name may be in upper or lower case")
     params: Free = honoured({}, "options of the schedule")
 
 
 class DataTypes(Section):
-    """`data_types`: dtypes besides those of the weights."""
-
-    grad_accum_dtype: Dtype | None = unused(
-        None, "gradients of several micro-batches are summed in fp32", quiet=(None, "fp32")
-    )
+    grad_accum_dtype: Dtype | None = unused(None, "gradients of micro-batches are summed in fp32", quiet=(None, "fp32"))
     param_dtype: Dtype | None = refused(None, "use bf16.enabled or fp16.enabled")
     buffer_dtype: Dtype | None = refused(None, "convert the model's buffers before initialize()")
     keep_in_fp32_modules: Names | None = refused(None, "convert these modules before initialize()")
@@ -406,20 +357,17 @@ class ActivationCheckpointing(Section):
     """`activation_checkpointing`: active if a key is true or `layers` is given."""
 
     partition_activations: bool = honoured(False, "turn checkpointing on; partition the saved inputs over tensor ranks")
-    cpu_checkpointing: bool = honoured(
-        False, "turn checkpointing on; keep the inputs of the layers on the host until backward"
-    )
+    cpu_checkpointing: bool = honoured(False, "turn checkpointing on; keep layers' inputs on the host until backward")
     contiguous_memory_optimization: bool = unused(False, "buffers on the host are pooled and reused" + _TURNS_ON)
     number_checkpoints: Positive | None = unused(
         None, "this key sets the size of the buffer of contiguous_memory_optimization, which is not needed"
     )
     synchronize_checkpoint_boundary: bool = unused(False, "no layer needs a synchronization with the GPU" + _TURNS_ON)
     profile: bool = unused(False, "wall_clock_breakdown and flops_profiler measure the time of a step" + _TURNS_ON)
-    layers: Names | None = honoured(
+    layers: Names | None = ours(
         None,
         "turn checkpointing on for layers with these class names; null: other keys turn it on, for the model's blocks "
         "(members of its ModuleLists)",
-        ours=True,
     )
 
     @property
@@ -430,41 +378,32 @@ class ActivationCheckpointing(Section):
 
 
 class ParallelWrite(Section):
-    """`checkpoint.parallel_write`: which ranks write a checkpoint."""
-
     pipeline_stage: bool = unused(False, "every rank always writes the state that only it has")
 
 
 class Checkpoint(Section):
-    """`checkpoint`: how checkpoints are written."""
-
     tag_validation: Tags = unused("Warn", "different tags on different ranks are always an error")
     load_universal: bool = refused(False, "leave it out: a checkpoint of twinflow loads with any number of ranks")
     use_node_local_storage: bool = unused(False, "all ranks write to one folder on a shared file system")
     parallel_write: ParallelWrite = section(ParallelWrite, "which ranks write; its keys have no effect")
     checkpoint_serialization: bool = unused(True, _WRITER)
     writer: Free | None = unused(None, _WRITER)
-    keep_last: Positive | None = honoured(None, "number of checkpoints to keep; null: all", ours=True)
-    background: bool = honoured(False, "write checkpoints in the background during the next steps", ours=True)
-    background_bytes: Whole | None = honoured(
+    keep_last: Positive | None = ours(None, "number of checkpoints to keep; null: all")
+    background: bool = ours(False, "write checkpoints in the background during the next steps")
+    background_bytes: Whole | None = ours(
         None,
         "host memory of a rank for copies of state that is updated before it is written; null: a quarter of the free "
         "memory",
-        ours=True,
     )
 
 
 class Files(Section):
-    """`tensorboard` and `csv_monitor`: files with metrics."""
-
     enabled: bool = honoured(False, "write metrics")
     output_path: str = honoured("", "folder to write in")
     job_name: str = honoured("DeepSpeedJobName", "folder inside output_path")
 
 
 class Wandb(Section):
-    """`wandb`: metrics for Weights & Biases."""
-
     enabled: bool = honoured(False, "send metrics to Weights & Biases")
     group: str | None = honoured(None, "group of the run")
     team: str | None = honoured(None, "team of the run")
@@ -526,13 +465,9 @@ class Config(Section):
     train_batch_size: Positive | None = honoured(None, "samples in a step, over all processes")
     train_micro_batch_size_per_gpu: Positive | None = honoured(None, "samples in a forward on one GPU")
     gradient_accumulation_steps: Positive | None = honoured(None, "number of micro-batches in a step on one GPU")
-    managed_gradient_accumulation: bool = refused(
-        True, "set gradient_accumulation_steps: the engine counts micro-batches itself"
-    )
+    managed_gradient_accumulation: bool = refused(True, "leave it true: the engine counts micro-batches itself")
     steps_per_print: Every = honoured(None, "number of steps between two lines of progress")
-    hang_timeout_s: Amount = honoured(
-        600.0, "seconds without a step after which all ranks print their stacks and end; 0: never", ours=True
-    )
+    hang_timeout_s: Amount = ours(600.0, "seconds without a step after which all ranks print stacks and end; 0: never")
     gradient_clipping: Amount = honoured(1.0, "largest global norm of the gradients; 0: no clipping")
     wall_clock_breakdown: bool = honoured(False, "print the times of the parts of a step")
     dataloader_drop_last: bool = honoured(False, "drop the last batch if it is not full")
@@ -561,7 +496,7 @@ class Config(Section):
     prescale_gradients: bool = honoured(False, "divide gradients by the number of ranks before the sum, not after it")
     gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of the gradients over ranks")
     communication_data_type: Dtype | None = honoured(
-        None, "dtype in which gradients are reduced over ranks; null: the dtype of the gradients"
+        None, "dtype in which gradients are reduced; null: their own dtype"
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
@@ -581,20 +516,14 @@ class Config(Section):
         "without prescale_gradients: divide gradients by this factor before the sum, and by (ranks / factor) after it",
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
-    data_parallel_size: Positive | None = honoured(
-        None, "expected number of replicas of the model; another number is an error"
-    )
-    sequence_parallel_size: Positive | None = refused(
-        None, "leave it at 1: DeepSpeed's sequence parallelism is not supported", off=(1,)
-    )
+    data_parallel_size: Positive | None = honoured(None, "expected number of replicas; another number is an error")
+    sequence_parallel_size: Positive | None = refused(None, "leave it at 1: use tensor_parallel.sequence", off=(1,))
     use_data_before_expert_parallelism: bool = refused(False, "leave it out: expert parallelism is not supported")
     expert_parallel: Free | None = refused(None, "leave it out: expert parallelism is not supported", switch=is_on)
     amp: Free | None = refused(None, "use bf16, fp16 or torch_autocast: Apex is not supported", switch=is_on)
     graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
     elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)
-    autotuning: Free | None = refused(
-        None, "set the batch sizes: twinflow chooses the other settings when training starts", switch=is_on
-    )
+    autotuning: Free | None = refused(None, "set the batch sizes: twinflow chooses the other settings", switch=is_on)
     curriculum_learning: Free | None = refused(None, "order the samples in your data loader", switch=is_on)
     data_efficiency: Free | None = refused(None, "choose the samples in your data loader", switch=is_on)
     progressive_layer_drop: Free | None = refused(None, "drop layers in the model's forward", switch=is_on)
