@@ -60,7 +60,7 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tuple[Tensor, Tensor]:
     """Does the same as `forward` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_forward as kernels
+    from twinflow.attention import kernels_hopper as kernels
 
     bind_context(q.device)
     out = torch.empty_like(q)
@@ -77,7 +77,7 @@ def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
     """Does the same as `query_gradients` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_queries as kernels
+    from twinflow.attention import kernels_hopper as kernels
 
     bind_context(q.device)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
@@ -96,7 +96,7 @@ def key_gradients(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
 ) -> tuple[Tensor, Tensor]:
     """Does the same as `key_gradients` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_keys as kernels
+    from twinflow.attention import kernels_hopper as kernels
 
     bind_context(q.device)
     dk, dv = torch.empty_like(k), torch.empty_like(v)

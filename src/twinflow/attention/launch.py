@@ -335,14 +335,14 @@ def reduce_forward(
     pieces: ForwardScratch,
 ) -> None:
     """Combine the pieces and write the cut rows of `out` and `lse`."""
-    from twinflow.attention import kernels_forward
+    from twinflow.attention import kernels
 
     if not plan.num_slots:
         return
     num_programs = plan.max_cuts * call.sizes.batch * call.sizes.num_heads * (size.own // REDUCE_ROWS)
     size_args = call.size_args(plan.max_cuts, plan.num_slots)
     args = (out, lse, strides, plan.tables, pieces, size_args, REDUCE_ROWS, call.shape(size, plan))
-    launch(kernels_forward.reduce, num_programs, args, REDUCE_OPTIONS)
+    launch(kernels.reduce_outputs, num_programs, args, REDUCE_OPTIONS)
 
 
 def reduce_gradients(
@@ -355,7 +355,7 @@ def reduce_gradients(
     pieces: GradientScratch,
 ) -> None:
     """Sum the pieces and write the cut rows of one or two gradients. The first row has the position `start`."""
-    from twinflow.attention import kernels_backward
+    from twinflow.attention import kernels
 
     if not plan.num_slots:
         return
@@ -365,7 +365,7 @@ def reduce_gradients(
     strides = (_strides(first), _strides(second) if second is not None else None)
     places = (first.shape[2], start)
     args = (first, second, strides, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(size, plan))
-    launch(kernels_backward.reduce, num_programs, args, REDUCE_OPTIONS)
+    launch(kernels.reduce_gradients, num_programs, args, REDUCE_OPTIONS)
 
 
 def _scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:

@@ -96,7 +96,7 @@ class _TritonAttention(torch.autograd.Function):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
-    from twinflow.attention import kernels_forward as kernels
+    from twinflow.attention import kernels
 
     cells = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
     if cells is not None:
@@ -116,7 +116,7 @@ def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and delta, the sum of out * grad of each query."""
-    from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels
 
     cells = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
     if cells is not None:
@@ -138,7 +138,7 @@ def key_gradients(
 
     If query heads that share keys have different patterns, the gradients of each head are computed in fp32 and summed.
     """
-    from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels
 
     cells = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
     if cells is not None:
