@@ -419,7 +419,7 @@ def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, 
     base = head_base(dq, strides.dq, batch, head)
     if S.HAS_CUTS and slot >= 0:
         place = place_of(plan, sizes, batch, head, slot)
-        tl.store(scratch_rows(scratch.first, place, own, S), acc * sizes.scale)
+        tl.store(scratch_rows(scratch.sums, place, own, S), acc * sizes.scale)
     else:
         store_rows(base, query, is_there, strides.dq[2], acc * sizes.scale, S)
 
@@ -493,8 +493,8 @@ def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, ext
     dv_base = head_base(dv, strides.dv, batch, output)
     if S.HAS_CUTS and slot >= 0:
         place = place_of(plan, sizes, batch, output, slot)
-        tl.store(scratch_rows(scratch.first, place, own, S), dk_acc * sizes.scale)
-        tl.store(scratch_rows(scratch.second, place, own, S), dv_acc)
+        tl.store(scratch_rows(scratch.sums, place, own, S), dk_acc * sizes.scale)
+        tl.store(scratch_rows(scratch.second_sums, place, own, S), dv_acc)
     else:
         store_rows(dk_base, key, is_there, strides.dk[2], dk_acc * sizes.scale, S)
         store_rows(dv_base, key, is_there, strides.dv[2], dv_acc, S)
@@ -551,10 +551,10 @@ def reduce_gradients(first, second, strides, plan, scratch, sizes, count, start,
     stop = place + tl.load(row + 2)
     index = tl.load(row) * S.OWN - start + own
     is_there = (index >= 0) & (index < count)
-    acc = _sum_pieces(scratch.first, place, stop, own, ROWS, S)
+    acc = _sum_pieces(scratch.sums, place, stop, own, ROWS, S)
     store_rows(head_base(first, strides[0], batch, head), index, is_there, strides[0][2], acc, S)
     if second is not None:
-        acc = _sum_pieces(scratch.second, place, stop, own, ROWS, S)
+        acc = _sum_pieces(scratch.second_sums, place, stop, own, ROWS, S)
         store_rows(head_base(second, strides[1], batch, head), index, is_there, strides[1][2], acc, S)
 
 

@@ -20,17 +20,15 @@ from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import (
     Call,
-    ForwardScratch,
-    GradientScratch,
+    Scratch,
     Shape,
     TensorStrides,
-    forward_scratch,
-    gradient_scratch,
     is_interpreting,
     launch,
     other_rows,
-    reduce_forward,
     reduce_gradients,
+    reduce_outputs,
+    scratch_for,
     strides_of,
     with_dense_rows,
 )
@@ -98,17 +96,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
     from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
-    if cells is not None:
-        return hopper.forward(q, k, v, call, cells)
-    tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     strides = strides_of(q=q, k=k, v=v, out=out)
-    pieces = forward_scratch(call, plan, tuning.size)
-    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
-    _launch(kernels.forward, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_forward(out, lse, strides, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
+    if plan is not None:
+        pieces = scratch_for(call, plan, has_weights=True)
+        more = (lse, pieces.sums, pieces.tops, pieces.weights)
+        hopper.run("forward", (q,), (k, v), (out,), more, call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
+        pieces = scratch_for(call, plan, has_weights=True)
+        tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
+        _launch(kernels.forward, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_outputs(out, lse, strides, call, plan, pieces)
     return out, lse
 
 
@@ -118,16 +119,18 @@ def query_gradients(
     """The gradient of q, and delta, the sum of out * grad of each query."""
     from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
-    if cells is not None:
-        return hopper.query_gradients(q, k, v, out, lse, grad, call, cells)
-    tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    strides = strides_of(q=q, k=k, v=v, out=out, grad=grad, dq=dq)
-    pieces = gradient_scratch(call, plan, tuning.size, 1)
-    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
-    _launch(kernels.query_gradients, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_gradients(dq, None, call.extras.q_start, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
+    if plan is not None:
+        pieces = scratch_for(call, plan)
+        hopper.run("query_gradients", (q, grad), (k, v), (dq,), (out, lse, delta, pieces.sums), call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
+        pieces = scratch_for(call, plan)
+        strides = strides_of(q=q, k=k, v=v, out=out, grad=grad, dq=dq)
+        tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
+        _launch(kernels.query_gradients, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_gradients(dq, None, call.extras.q_start, call, plan, pieces)
     return dq, delta
 
 
@@ -140,22 +143,25 @@ def key_gradients(
     """
     from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
-    if cells is not None:
-        return hopper.key_gradients(q, k, v, lse, grad, delta, call, cells)
     sizes, in_program = call.sizes, call.in_program
-    tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
     if in_program == sizes.group:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
-    strides = strides_of(q=q, k=k, v=v, grad=grad, dk=dk, dv=dv)
-    pieces = gradient_scratch(call, plan, tuning.size, 2)
-    tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
-    num_outputs = sizes.num_heads // in_program
-    _launch(kernels.key_gradients, num_outputs, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_gradients(dk, dv, 0, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
+    if plan is not None:
+        pieces = scratch_for(call, plan, has_second=True)
+        more = (lse, delta, pieces.sums, pieces.second_sums)
+        hopper.run("key_gradients", (k, v), (q, grad), (dk, dv), more, call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
+        pieces = scratch_for(call, plan, has_second=True)
+        strides = strides_of(q=q, k=k, v=v, grad=grad, dk=dk, dv=dv)
+        tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
+        num_outputs = sizes.num_heads // in_program
+        _launch(kernels.key_gradients, num_outputs, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_gradients(dk, dv, 0, call, plan, pieces)
     if in_program != sizes.group:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))
@@ -167,7 +173,7 @@ def _launch(
     num_heads: int,
     tensors: tuple[Any, ...],
     strides: TensorStrides,
-    pieces: ForwardScratch | GradientScratch,
+    pieces: Scratch,
     call: Call,
     tuning: Tuning,
     plan: TilePlan,
