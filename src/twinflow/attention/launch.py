@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -225,6 +226,12 @@ class Call:
 def is_interpreting() -> bool:
     """Whether Triton's interpreter runs kernels on the host, as in tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make the device current if it is not, because Triton launches on the current device."""
+    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
 
 
 def strides_of(**tensors: Tensor) -> TensorStrides:

@@ -7,7 +7,6 @@ and shape, and cached.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from twinflow.attention.launch import (
     TensorStrides,
     is_interpreting,
     launch,
+    on_device,
     other_rows,
     reduce_gradients,
     reduce_outputs,
@@ -67,7 +67,7 @@ class _TritonAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, call: Call
     ) -> Tensor:
         q, k, v = (with_dense_rows(tensor) for tensor in (q, k, v))
-        with _on(q.device):
+        with on_device(q.device):
             out, lse = forward(q, k, v, call)
         extras = call.extras
         ctx.save_for_backward(q, k, v, out, lse, bias, relative, extras.key_padding, extras.mask)
@@ -81,7 +81,7 @@ class _TritonAttention(torch.autograd.Function):
         extras = replace(ctx.call.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
         call = replace(ctx.call, extras=extras)
         grad = with_dense_rows(grad)
-        with _on(q.device):
+        with on_device(q.device):
             dq, delta = query_gradients(q, k, v, out, lse, grad, call)
             dk, dv = None, None
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
@@ -182,8 +182,3 @@ def _launch(
     args = (*tensors, strides, plan.tables, pieces if plan.num_slots else None, call.extra_args(), call.drop())
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernel, plan.max_items * call.sizes.batch * num_heads, (*args, size_args, shape), tuning.options)
-
-
-def _on(device: torch.device) -> Any:
-    """Make the device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -6,15 +6,15 @@ Triton is imported when the first FusedUpdate is built, because not every build 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.attention.launch import is_interpreting
+from twinflow.attention.launch import is_interpreting, on_device
 from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
@@ -86,6 +86,23 @@ class Numbers(NamedTuple):
 def is_available() -> bool:
     """Whether Triton can be imported, and CUDA is available or Triton's interpreter is on."""
     return importlib.util.find_spec("triton") is not None and (is_interpreting() or torch.cuda.is_available())
+
+
+def runs(device: torch.device, trial: Callable[[], None], results: str) -> bool:
+    """Whether Triton kernels run on this device. `trial` runs them, because they may not compile although Triton is
+    installed. `results`: what the kernels compute, for the warning.
+    """
+    if not is_available() or (device.type == "cuda") == is_interpreting():
+        return False
+    try:
+        trial()
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. ({error})",
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 class FusedUpdate:
@@ -160,8 +177,7 @@ class FusedUpdate:
         # Triton compiles a kernel for each kind of arguments. The kind includes the dtypes, which arguments are None,
         # and which are aligned to 16 bytes.
         kind = (store.format, _kind(grads), _kind(decision), *checked.kinds)
-        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
-        with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
+        with on_device(self._device):
             self._launch(kind, arguments)
 
     def _launch(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> None:
