@@ -1,6 +1,6 @@
 """Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
-whole tiles, and scores without bias, mask and dropout. triton_attention.py uses its own kernels for all other calls,
-with the same results.
+whole tiles, and scores without bias, mask and dropout. triton_attention.py launches the kernels of kernels.py for all
+other calls. Their results are the same.
 """
 
 from __future__ import annotations

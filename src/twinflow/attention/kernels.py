@@ -3,9 +3,11 @@
 
 A program computes the results of one tile of queries or keys, and iterates over the other tiles, first over those
 without a mask. Backward recomputes probabilities from the log-sum-exp that forward has saved. No two programs write to
-the same place, and the order of every sum is fixed. If tiles.py has cut a row or column into pieces, each piece is
-written to scratch memory in fp32: of forward the unnormalised sum, the maximum and the sum of weights. The `reduce`
-kernels combine the pieces in their order.
+the same place, and the order of every sum is fixed.
+
+If tiles.py has cut a row or column into pieces, the program of each piece writes its sum to scratch memory in fp32. In
+forward this is the unnormalised sum, and the maximum and the sum of weights are written, too. The kernels
+`reduce_outputs` and `reduce_gradients` combine the pieces in their order.
 
 Scores are in base 2: they are multiplied by log2(e), so that the softmax uses exp2. Kernels whose programs compute
 tiles of queries have scores as [queries, keys]. Kernels whose programs compute tiles of keys have scores as [keys,
@@ -69,8 +71,8 @@ def read_item(plan, number, S: tl.constexpr):
 
 @triton.jit
 def own_cut(plan, sizes, ROWS: tl.constexpr, S: tl.constexpr):
-    """The tile that was cut of which this program combines ROWS rows: these rows, the address of the tile in the plan,
-    the head over the whole batch, and whether there is no such tile.
+    """The work of a program that combines ROWS rows of a tile that was cut. Return these rows, the address of the tile
+    in `plan.cuts`, the head over the whole batch, and whether there is no such tile.
     """
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items
@@ -186,7 +188,7 @@ def scratch_rows(base, slot, own, S: tl.constexpr):
 @triton.jit
 def layout_mask(code, own, query, key, sizes, S: tl.constexpr):
     """A mask of the scores that the layout keeps. `own` [n, 1] counts from the start of the tile. `query` and `key`
-    broadcast.
+    broadcast to the shape of the scores.
     """
     bits = code if S.UNIT == S.OTHER else code[None, :]
     keep = ((bits >> (own // S.SUB)) & 1) != 0

@@ -142,9 +142,6 @@ class Call:
         is_shared = all(pattern == patterns[i // group * group] for i, pattern in enumerate(patterns))
         return group if is_shared else 1
 
-    def plan(self, size: TileSize, by_keys: bool) -> TilePlan:
-        return device_plan(self.layout, self.span, size, by_keys, self.work(by_keys), self.device)
-
     def work(self, by_keys: bool) -> Work:
         """The description of the grid for plans."""
         in_program = self.in_program if by_keys else 1
@@ -194,7 +191,7 @@ class Call:
         """The tuning that this call allows for a kernel that iterates over `others`, with its plan and constants."""
         if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
             tuning = tuning.otherwise or replace(tuning, tma=False)
-        plan = self.plan(tuning.size, by_keys)
+        plan = device_plan(self.layout, self.span, tuning.size, by_keys, self.work(by_keys), self.device)
         assert not (tuning.tma and plan.has_partial)
         shape = self.shape(tuning.size, plan, self.in_program if by_keys else 1)
         return tuning, plan, shape._replace(TMA=tuning.tma)

@@ -143,7 +143,7 @@ class FusedUpdate:
     def __call__(
         self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
     ) -> None:
-        """Queue one step, in place, of the pieces whose index is in `numbers` on the current stream.
+        """Queue one step on the current stream. It updates, in place, the pieces whose index is in `numbers`.
 
         `decision`: norm, factor and whether to skip, in fp64 on the device. The gradient is multiplied by this factor
         and by the factor in `numbers`.
