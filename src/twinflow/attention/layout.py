@@ -320,5 +320,7 @@ def check_block(block: object) -> None:
 
 def _check_shape(block: int, num_rows: int, num_cols: int) -> None:
     check_block(block)
-    if not (1 <= num_rows < 2**31 and 1 <= num_cols < 2**31):
-        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "1 to 2**31 - 1 each")
+    if num_rows < 1 or num_cols < 1:
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "at least (1, 1)")
+    if num_cols >= 2**31 or num_rows >= 2**31:
+        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 each")
