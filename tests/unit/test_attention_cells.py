@@ -16,11 +16,10 @@ from twinflow.attention import (
     LocalSlidingWindowSparsityConfig,
     hopper,
 )
-from twinflow.attention.cells import CELL, DIAGONAL, OWN, WHOLE, CellPlan, cell_plan
 from twinflow.attention.extras import check_call
 from twinflow.attention.launch import Call, rows_of
 from twinflow.attention.layout import Layout, from_dense
-from twinflow.attention.tiles import Span, Work
+from twinflow.attention.tiles import CELL, DIAGONAL, OWN, WHOLE, Span, TilePlan, Work, cell_plan
 from twinflow.attention.tuning import tunings_for
 
 needs_language = pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
@@ -32,12 +31,12 @@ def kept_tokens(layout: Layout) -> torch.Tensor:
     return tokens.tril() if layout.is_causal else tokens
 
 
-def walk(plan: CellPlan, num_own: int, num_other: int) -> torch.Tensor:
+def walk(plan: TilePlan, num_own: int, num_other: int) -> torch.Tensor:
     """How often each score is visited, bool and never twice, [own, other]."""
     seen = torch.zeros(num_own, num_other, dtype=torch.int64)
-    for tile, start, _, stop, _ in plan.tiles.tables.items.tolist():
+    for tile, start, _, stop, _ in plan.tables.items.tolist():
         for place in range(start, stop):
-            col = (int(plan.tiles.tables.codes[place]) >> 8) * plan.size.other
+            col = (int(plan.tables.codes[place]) >> 8) * plan.size.other
             for half in range(2):
                 row = tile * OWN + half * CELL
                 part = seen[row : row + CELL, col : col + plan.size.other]
@@ -46,7 +45,7 @@ def walk(plan: CellPlan, num_own: int, num_other: int) -> torch.Tensor:
     return seen.bool()
 
 
-def bits_of(plan: CellPlan, place: int, half: int) -> torch.Tensor:
+def bits_of(plan: TilePlan, place: int, half: int) -> torch.Tensor:
     """What a half keeps of a tile, but for the triangle of a cell on the diagonal, as int64."""
     if plan.words is None:
         return torch.ones(CELL, plan.size.other, dtype=torch.int64)
@@ -58,7 +57,7 @@ def bits_of(plan: CellPlan, place: int, half: int) -> torch.Tensor:
     return bits
 
 
-def check(layout: Layout, by_keys: bool, other: int = 64) -> CellPlan | None:
+def check(layout: Layout, by_keys: bool, other: int = 64) -> TilePlan | None:
     num_queries, num_keys = layout.num_rows * layout.block, layout.num_cols * layout.block
     span, work = Span((0, num_queries), (0, num_keys)), Work(layout.head_to_pattern, min_piece=2)
     plan = cell_plan(layout, span, other, by_keys, work)

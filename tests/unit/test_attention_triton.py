@@ -189,7 +189,7 @@ def test_compiled_every_entry_of_the_table_fits(dim: int, is_fp32: bool, tmp_pat
     for figures in found.values():
         assert figures["shared_bytes"] <= SHARED_BYTES, figures
         assert figures["spilled_bytes"] <= 512, figures
-        if not is_fp32 and figures["kernel"] != "reduce":
+        if not is_fp32 and not figures["kernel"].startswith("reduce"):
             assert figures["tensor_products"] > 0, figures
 
 

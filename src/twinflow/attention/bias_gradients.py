@@ -136,7 +136,7 @@ def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: Sets) -> Tensor:
 def _launch(
     tensors: Tensors, call: Call, lists: _Lists, sets: Sets, offsets: Tensor, sums: Tensor, is_dense: bool = True
 ) -> None:
-    from twinflow.attention import kernels_bias as kernels
+    from twinflow.attention import kernels
 
     q, k, v, lse, grad, delta = tensors
     cell = _cell(call)

@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.extras import Extras
-from twinflow.attention.layout import Layout, from_flat
-from twinflow.attention.patterns import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
+from twinflow.attention.layout import Layout
+from twinflow.attention.patterns import MODES, DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
 from twinflow.attention.reference import block_attention
 from twinflow.attention.triton_attention import triton_attention
 from twinflow.errors import invalid_value
@@ -34,14 +26,6 @@ from twinflow.errors import invalid_value
 BACKENDS = ("auto", "triton", "flex", "torch")
 CACHED_LAYOUTS = 32  # maximum number of layouts, for patterns that are passed to sparse_attention
 CACHED_CORNERS = 8  # maximum number of layouts of each PatternAttention
-# Patterns whose rows are the same at every length if there are no random blocks.
-_EVEN = (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    VariableSparsityConfig,
-)
 
 
 def sparse_attention(
@@ -148,14 +132,13 @@ class PatternAttention:
     def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
         """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
         causal = self.pattern.is_causal if is_causal is None else is_causal
-        if causal and not self.pattern.is_causal and not isinstance(self.pattern, DenseSparsityConfig):
-            raise not_causal(self.pattern)
+        check_causal(self.pattern, causal)
         causal = causal or self.pattern.is_causal
         num_blocks = -(-num_tokens // self.pattern.block)
         key = num_blocks, num_heads, causal
         if key not in self._layouts:
             whole = self.pattern.layout(_laid_out(self.pattern, num_tokens, self.max_tokens))
-            self._layouts[key] = self._own_heads(corner(whole, num_blocks, causal), num_heads)
+            self._layouts[key] = self._own_heads(whole.corner(num_blocks, causal), num_heads)
             if len(self._layouts) > CACHED_CORNERS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
@@ -176,39 +159,26 @@ class PatternAttention:
         raise invalid_value("the number of heads of q", num_heads, [layout.num_heads], remedy)
 
 
-def not_causal(pattern: SparsityConfig) -> ValueError:
-    """The error for a pattern with which tokens of a decoder would see later tokens."""
-    remedy = (
-        'In a decoder a token must not see later tokens. Build the pattern with attention="unidirectional" '
-        "(in JSON: sparse_attention.attention)."
-    )
-    return invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
-
-
-def corner(layout: Layout, num_blocks: int, is_causal: bool) -> Layout:
-    """The first rows and columns of a square layout, made causal if `is_causal`."""
-    if layout.num_rows == num_blocks and layout.is_causal == is_causal:
-        return layout
-    flats = []
-    for pattern in range(layout.num_patterns):
-        rows, cols = layout.rows_of(pattern).long(), layout.cols_of(pattern).long()
-        keep = (rows < num_blocks) & (cols < num_blocks)
-        flats.append(rows[keep] * num_blocks + cols[keep])
-    return from_flat(
-        flats, num_blocks, num_blocks, layout.block, is_causal=is_causal, head_to_pattern=layout.head_to_pattern
-    )
+def check_causal(pattern: SparsityConfig, is_causal: bool) -> None:
+    """Raise ValueError for a pattern with which tokens of a decoder would see later tokens."""
+    if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
+        remedy = (
+            'In a decoder a token must not see later tokens. Build the pattern with attention="unidirectional" '
+            "(in JSON: sparse_attention.attention)."
+        )
+        raise invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
 
 
 def _laid_out(pattern: SparsityConfig, num_tokens: int, max_tokens: int) -> int:
     """Number of tokens for which the layout is built. With this number, the first `num_tokens` tokens see the same
     tokens as in the longest sequence.
     """
-    if type(pattern) in _EVEN and not getattr(pattern, "num_random_blocks", 0):
-        return num_tokens
     if type(pattern) is FixedSparsityConfig:
         window = pattern.num_local_blocks * pattern.block
         # whole windows only, because an incomplete window has other global blocks
         return -(-num_tokens // window) * window
+    if type(pattern) in MODES.values() and not getattr(pattern, "num_random_blocks", 0):
+        return num_tokens  # the rows are the same at every length
     return max(num_tokens, max_tokens)
 
 

@@ -1,6 +1,6 @@
 """Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
-whole tiles, and scores without bias, mask and dropout. triton_attention.py uses its own kernels for all other calls,
-with the same results.
+whole tiles, and scores without bias, mask and dropout. triton_attention.py launches the kernels of kernels.py for all
+other calls. Their results are the same.
 """
 
 from __future__ import annotations
@@ -12,21 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.attention.cells import CELL, OWN, CellPlan, device_cells
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import (
-    Call,
-    Rows,
-    bind_context,
-    forward_scratch,
-    gradient_scratch,
-    is_interpreting,
-    launch,
-    reduce_forward,
-    reduce_gradients,
-    rows_of,
-    strides_of,
-)
+from twinflow.attention.launch import Call, Rows, bind_context, is_interpreting, launch, rows_of
+from twinflow.attention.tiles import CELL, OWN, TilePlan, device_cells
 
 HEAD_DIM = 128
 HALF = 64
@@ -39,6 +27,9 @@ OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
 
+Tensors = tuple[Tensor, ...]
+
+
 class Shape(NamedTuple):
     """Constants for which a kernel is compiled."""
 
@@ -49,7 +40,7 @@ class Shape(NamedTuple):
     CAUSAL: bool
 
 
-def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> CellPlan | None:
+def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> TilePlan | None:
     """The plan of a kernel, or None if the kernel does not support the call."""
     if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors):
         return None
@@ -58,76 +49,35 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
     return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: CellPlan) -> tuple[Tensor, Tensor]:
-    """Does the same as `forward` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_forward as kernels
-
-    bind_context(q.device)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    pieces = forward_scratch(call, plan.tiles, plan.size)
-    other = plan.size.other
-    rows, places = _described((q, HALF), (k, other), (v, other), (out, HALF))
-    _launch(kernels.forward, (*rows, lse, *pieces), places, call, plan, by_keys=False, num_stages=STAGES[other])
-    reduce_forward(out, lse, strides_of(q=q, k=k, v=v, out=out), call, plan.tiles, plan.size, pieces)
-    return out, lse
-
-
-def query_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call, plan: CellPlan
-) -> tuple[Tensor, Tensor]:
-    """Does the same as `query_gradients` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_queries as kernels
-
-    bind_context(q.device)
-    dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    pieces = gradient_scratch(call, plan.tiles, plan.size, 1)
-    other = plan.size.other
-    rows, places = _described((q, HALF), (grad, HALF), (k, other), (v, other), (dq, HALF))
-    own = _rows(out)
-    places = (*places, own.fold, own.step, own.matrix.stride(0))
-    tensors = (*rows, out, lse, delta, pieces.first)
-    _launch(kernels.query_gradients, tensors, places, call, plan, by_keys=False)
-    reduce_gradients(dq, None, 0, call, plan.tiles, plan.size, pieces)
-    return dq, delta
-
-
-def key_gradients(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, delta: Tensor, call: Call, plan: CellPlan
-) -> tuple[Tensor, Tensor]:
-    """Does the same as `key_gradients` of triton_attention.py, with a kernel for Hopper."""
-    from twinflow.attention import kernels_hopper_keys as kernels
-
-    bind_context(q.device)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    pieces = gradient_scratch(call, plan.tiles, plan.size, 2)
-    other = plan.size.other
-    rows, places = _described((k, HALF), (v, HALF), (q, other), (grad, other), (dk, HALF), (dv, HALF))
-    tensors = (*rows, _vector(lse, other), _vector(delta, other), *pieces)
-    _launch(kernels.key_gradients, tensors, places, call, plan, by_keys=True)
-    reduce_gradients(dk, dv, 0, call, plan.tiles, plan.size, pieces)
-    return dk, dv
-
-
-def _launch(
-    kernel: Any,
-    tensors: tuple[Any, ...],
-    places: tuple[int, ...],
-    call: Call,
-    plan: CellPlan,
-    by_keys: bool,
-    num_stages: int = BACKWARD_STAGES,
+def run(
+    name: str, own: Tensors, others: Tensors, results: Tensors, more: Sequence[Any], call: Call, plan: TilePlan
 ) -> None:
-    sizes, tiles = call.sizes, plan.tiles
+    """Launch a kernel: "forward", "query_gradients" or "key_gradients". It computes the rows of `results` that are not
+    cut, and the pieces of the others. `more`: the tensors of the kernel that are not divided into tiles.
+    """
+    from twinflow.attention import kernels_hopper
+
+    sizes, size, by_keys = call.sizes, plan.size, name == "key_gradients"
+    bind_context(call.device)
+    rows = [_rows(tensor) for tensor in (*own, *others, *results)]
+    counts = [HALF] * len(own) + [size.other] * len(others) + [HALF] * len(results)
+    descriptors = [_described(*pair) for pair in zip(rows, counts, strict=True)]
+    places = [number for one in rows for number in (one.fold, one.step)]
+    if name == "query_gradients":
+        out = _rows(more[0])
+        places += [out.fold, out.step, out.matrix.stride(0)]
+    elif by_keys:
+        more = (_vector(more[0], size.other), _vector(more[1], size.other), *more[2:])
     num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
-    total = tiles.max_items * sizes.batch * num_heads
-    rows = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
-    numbers = (total, tiles.max_items, tiles.num_long, *rows, tiles.num_slots // num_heads)
-    words = plan.words if plan.words is not None else tiles.tables.items
+    total = plan.max_items * sizes.batch * num_heads
+    lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
+    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
+    tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
+    stages = STAGES[size.other] if name == "forward" else BACKWARD_STAGES
+    shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
     scale = float(scale_of(call.extras, sizes.head_dim))
-    shape = Shape(num_stages, sizes.group, tiles.num_slots > 0, plan.words is not None, call.layout.is_causal)
-    args = (*tensors, (tiles.tables.items, tiles.tables.codes, words), places, *numbers, scale, shape)
-    launch(kernel, min(total, _num_processors(call.device)), args, OPTIONS)
+    args = (*descriptors, *more, tables, tuple(places), *numbers, scale, shape)
+    launch(getattr(kernels_hopper, name), min(total, _num_processors(call.device)), args, OPTIONS)
 
 
 def _allows(call: Call) -> bool:
@@ -162,17 +112,19 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _described(*tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """TMA descriptors for pairs of a tensor and the number of rows per copy, and the positions of heads in them."""
+def _described(rows: Rows, count: int) -> Any:
+    """A TMA descriptor that copies `count` rows of a head at once."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    descriptors, places = [], []
-    for tensor, count in tensors:
-        rows = _rows(tensor)
-        shape = [count, tensor.shape[-1]]
-        descriptors.append(TensorDescriptor.from_tensor(rows.matrix, shape, _swizzled(*shape, tensor.dtype)))
-        places += [rows.fold, rows.step]
-    return tuple(descriptors), tuple(places)
+    return TensorDescriptor.from_tensor(rows.matrix, [count, HEAD_DIM], _swizzled(count, rows.matrix.dtype))
+
+
+@lru_cache
+def _swizzled(count: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    return gl.NVMMASharedLayout.get_default_for([count, HEAD_DIM], kinds[dtype])
 
 
 def _rows(tensor: Tensor) -> Rows:
@@ -189,11 +141,3 @@ def _vector(tensor: Tensor, count: int) -> Any:
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TensorDescriptor.from_tensor(tensor.reshape(-1), [count], layout)
-
-
-@lru_cache
-def _swizzled(count: int, dim: int, dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for([count, dim], kinds[dtype])

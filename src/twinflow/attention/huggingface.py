@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twinflow.attention.function import PatternAttention, not_causal
-from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig
+from twinflow.attention.function import PatternAttention, check_causal
+from twinflow.attention.patterns import SparsityConfig
 from twinflow.errors import invalid_value
 
 _BEFORE = "_twinflow_attention_before"  # attribute of a model: its previous implementation, and the handle of our hook
@@ -131,8 +131,7 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
         raise invalid_value("model", what, "a model with full attention in all layers", remedy)
     is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
     for pattern in patterns:
-        if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
-            raise not_causal(pattern)
+        check_causal(pattern, is_causal)
 
 
 class TransformersAttention:

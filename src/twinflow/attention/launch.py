@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,19 +103,13 @@ class TensorStrides(NamedTuple):
     dv: Strides | None = None
 
 
-class ForwardScratch(NamedTuple):
-    """Scratch memory of rows that are cut, per slot."""
+class Scratch(NamedTuple):
+    """Scratch memory for the pieces of rows that are cut, per slot. Tensors that a kernel does not use are None."""
 
     sums: Tensor
-    tops: Tensor
-    weights: Tensor
-
-
-class GradientScratch(NamedTuple):
-    """Scratch memory of rows that are cut, per slot."""
-
-    first: Tensor
-    second: Tensor | None = None
+    second_sums: Tensor | None  # gradients of values
+    tops: Tensor | None  # forward: maxima and sums of weights
+    weights: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -145,9 +141,6 @@ class Call:
         group, patterns = self.sizes.group, self.layout.head_to_pattern
         is_shared = all(pattern == patterns[i // group * group] for i, pattern in enumerate(patterns))
         return group if is_shared else 1
-
-    def plan(self, size: TileSize, by_keys: bool) -> TilePlan:
-        return device_plan(self.layout, self.span, size, by_keys, self.work(by_keys), self.device)
 
     def work(self, by_keys: bool) -> Work:
         """The description of the grid for plans."""
@@ -198,7 +191,7 @@ class Call:
         """The tuning that this call allows for a kernel that iterates over `others`, with its plan and constants."""
         if tuning.tma and not self._allows_descriptors(tuning.size, others, by_keys):
             tuning = tuning.otherwise or replace(tuning, tma=False)
-        plan = self.plan(tuning.size, by_keys)
+        plan = device_plan(self.layout, self.span, tuning.size, by_keys, self.work(by_keys), self.device)
         assert not (tuning.tma and plan.has_partial)
         shape = self.shape(tuning.size, plan, self.in_program if by_keys else 1)
         return tuning, plan, shape._replace(TMA=tuning.tma)
@@ -230,6 +223,12 @@ class Call:
 def is_interpreting() -> bool:
     """Whether Triton's interpreter runs kernels on the host, as in tests."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make the device current if it is not, because Triton launches on the current device."""
+    is_elsewhere = device.type == "cuda" and torch.cuda.current_device() != device.index
+    return torch.cuda.device(device) if is_elsewhere else nullcontext()
 
 
 def strides_of(**tensors: Tensor) -> TensorStrides:
@@ -310,67 +309,55 @@ def bind_context(device: torch.device) -> None:
         _BOUND.devices.add(device)
 
 
-# Rows that are cut into pieces: scratch memory, and launches of the kernels that combine the pieces in order.
+def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False) -> Scratch:
+    """Scratch memory for a plan. It is empty if no row is cut."""
+    shape = (call.sizes.batch * plan.num_slots, plan.size.own, padded_dim(call.sizes.head_dim))
+    new = partial(torch.empty, dtype=torch.float32, device=call.device)
+    return Scratch(
+        new(shape),
+        new(shape) if has_second else None,
+        new(shape[:2]) if has_weights else None,
+        new(shape[:2]) if has_weights else None,
+    )
 
 
-def forward_scratch(call: Call, plan: TilePlan, size: TileSize) -> ForwardScratch:
-    """Scratch memory of forward. It is empty if no row is cut."""
-    (sums,) = _scratch(call, plan, size, 1)
-    tops, weights = (torch.empty(sums.shape[:2], dtype=torch.float32, device=sums.device) for _ in range(2))
-    return ForwardScratch(sums, tops, weights)
-
-
-def gradient_scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> GradientScratch:
-    """Scratch memory of `count` gradients, one or two. It is empty if no row is cut."""
-    return GradientScratch(*_scratch(call, plan, size, count))
-
-
-def reduce_forward(
-    out: Tensor,
-    lse: Tensor,
-    strides: TensorStrides,
-    call: Call,
-    plan: TilePlan,
-    size: TileSize,
-    pieces: ForwardScratch,
+def reduce_outputs(
+    out: Tensor, lse: Tensor, strides: TensorStrides, call: Call, plan: TilePlan, pieces: Scratch
 ) -> None:
-    """Combine the pieces and write the cut rows of `out` and `lse`."""
-    from twinflow.attention import kernels_forward
+    """Combine the pieces in their order and write the cut rows of `out` and `lse`."""
+    if plan.num_slots:
+        from twinflow.attention import kernels
 
-    if not plan.num_slots:
-        return
-    num_programs = plan.max_cuts * call.sizes.batch * call.sizes.num_heads * (size.own // REDUCE_ROWS)
-    size_args = call.size_args(plan.max_cuts, plan.num_slots)
-    args = (out, lse, strides, plan.tables, pieces, size_args, REDUCE_ROWS, call.shape(size, plan))
-    launch(kernels_forward.reduce, num_programs, args, REDUCE_OPTIONS)
+        _reduce(kernels.reduce_outputs, (out, lse, strides), call.sizes.num_heads, (), call, plan, pieces)
 
 
 def reduce_gradients(
-    first: Tensor,
-    second: Tensor | None,
-    start: int,
+    first: Tensor, second: Tensor | None, start: int, call: Call, plan: TilePlan, pieces: Scratch
+) -> None:
+    """Sum the pieces in their order and write the cut rows of one or two gradients. The first row has the position
+    `start`.
+    """
+    if plan.num_slots:
+        from twinflow.attention import kernels
+
+        strides = (_strides(first), None if second is None else _strides(second))
+        places = (first.shape[2], start)
+        _reduce(kernels.reduce_gradients, (first, second, strides), first.shape[1], places, call, plan, pieces)
+
+
+def _reduce(
+    kernel: Any,
+    results: tuple[Any, ...],
+    num_heads: int,
+    places: tuple[int, ...],
     call: Call,
     plan: TilePlan,
-    size: TileSize,
-    pieces: GradientScratch,
+    pieces: Scratch,
 ) -> None:
-    """Sum the pieces and write the cut rows of one or two gradients. The first row has the position `start`."""
-    from twinflow.attention import kernels_backward
-
-    if not plan.num_slots:
-        return
-    num_heads = first.shape[1]
-    num_programs = plan.max_cuts * call.sizes.batch * num_heads * (size.own // REDUCE_ROWS)
+    num_programs = plan.max_cuts * call.sizes.batch * num_heads * (plan.size.own // REDUCE_ROWS)
     size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
-    strides = (_strides(first), _strides(second) if second is not None else None)
-    places = (first.shape[2], start)
-    args = (first, second, strides, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(size, plan))
-    launch(kernels_backward.reduce, num_programs, args, REDUCE_OPTIONS)
-
-
-def _scratch(call: Call, plan: TilePlan, size: TileSize, count: int) -> list[Tensor]:
-    shape = (call.sizes.batch * plan.num_slots, size.own, padded_dim(call.sizes.head_dim))
-    return [torch.empty(shape, dtype=torch.float32, device=call.device) for _ in range(count)]
+    args = (*results, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(plan.size, plan))
+    launch(kernel, num_programs, args, REDUCE_OPTIONS)
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:

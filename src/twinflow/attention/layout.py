@@ -43,11 +43,6 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_shape(self.block, self.num_rows, self.num_cols)
-        assert self.row_starts.shape == (self.row_starts.shape[0], self.num_rows + 1)
-        assert self.row_starts.dtype == torch.int64
-        assert self.cols.dtype == torch.int32
-        assert int(self.row_starts[-1, -1]) == self.cols.numel()
-        assert set(self.head_to_pattern) == set(range(self.num_patterns))
 
     @property
     def num_heads(self) -> int:
@@ -95,6 +90,17 @@ class Layout:
         """Rows of the kept blocks of a pattern, in the order of `cols_of`, as int32."""
         lengths = self.row_starts[pattern].diff()
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
+
+    def corner(self, num_blocks: int, is_causal: bool) -> Layout:
+        """The first rows and columns of a square layout, made causal if `is_causal`."""
+        if self.num_rows == num_blocks and self.is_causal == is_causal:
+            return self
+        flats = []
+        for pattern in range(self.num_patterns):
+            rows, cols = self.rows_of(pattern).long(), self.cols_of(pattern).long()
+            flats.append((rows * num_blocks + cols)[(rows < num_blocks) & (cols < num_blocks)])
+        heads = self.head_to_pattern
+        return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=is_causal, head_to_pattern=heads)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
         """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1] and ascending rows int32 [kept]."""

@@ -106,7 +106,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
             allowed = "one with position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions"
             raise invalid_value("model", type(model).__name__, allowed, "Extend its position embedding yourself.")
         if max_position < known:
-            raise invalid_value("max_position", max_position, f"at least {known}, what the model takes already")
+            raise invalid_value("max_position", max_position, f"at least {known}, which the model already supports")
     config.max_position_embeddings = max_position + offset
     return model
 
@@ -125,7 +125,7 @@ def _extend_table(table: nn.Embedding, max_position: int, offset: int) -> None:
     weight = table.weight
     num_old = weight.shape[0] - offset
     if max_position < num_old:
-        raise invalid_value("max_position", max_position, f"at least {num_old}, what the model takes already")
+        raise invalid_value("max_position", max_position, f"at least {num_old}, which the model already supports")
     rows = offset + torch.arange(max_position, device=weight.device) % num_old
     rows = torch.cat([torch.arange(offset, device=weight.device), rows])
     table.weight = nn.Parameter(weight[rows], requires_grad=weight.requires_grad)

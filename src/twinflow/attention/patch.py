@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from twinflow.attention.function import PatternAttention, not_causal
+from twinflow.attention.function import PatternAttention, check_causal
 from twinflow.attention.huggingface import dense_transformers, num_heads_of, sparse_transformers, transformers_models
 from twinflow.attention.module import SparseSelfAttention
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
@@ -94,8 +94,7 @@ def _own(model: nn.Module) -> list[SparseSelfAttention]:
 
 def _for_hook(layer: Any, pattern: SparsityConfig, backend: str, heads: tuple[int, int] | None) -> Attend:
     is_causal = bool(getattr(layer, "is_causal", True))
-    if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
-        raise not_causal(pattern)
+    check_causal(pattern, is_causal)
     attend = PatternAttention(pattern, getattr(layer, "max_tokens", 1), backend=backend, heads=heads)
     return partial(attend, is_causal=is_causal)
 

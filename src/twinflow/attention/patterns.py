@@ -40,11 +40,37 @@ class SparsityConfig:
             if name == "seed" or name.startswith("num_"):
                 check_count(name, getattr(self, name), 0 if name in self._MAY_BE_ZERO else 1)
         check_block(self.block)
-        if not isinstance(self.different_layout_per_head, bool):
-            raise invalid_value("different_layout_per_head", self.different_layout_per_head, [True, False])
-        _check_attention(
-            getattr(self, "attention", "bidirectional"), getattr(self, "horizontal_global_attention", False)
-        )
+        for name in ("different_layout_per_head", "horizontal_global_attention"):
+            if not isinstance(getattr(self, name, False), bool):
+                raise invalid_value(name, getattr(self, name), [True, False])
+        attention = getattr(self, "attention", "bidirectional")
+        if attention not in ATTENTIONS:
+            raise invalid_value("attention", attention, ATTENTIONS)
+        if self.is_causal and getattr(self, "horizontal_global_attention", False):
+            raise incompatible(
+                "horizontal_global_attention=True",
+                f"attention={attention!r}",
+                "global rows would see later tokens",
+                "Set horizontal_global_attention to false.",
+            )
+        self._freeze_lists()
+
+    def _freeze_lists(self) -> None:
+        """Check lists of block numbers and store them as tuples, so that the pattern is hashable."""
+        lists = {"local_window_blocks": 1, "global_block_indices": 0, "global_block_end_indices": 1}
+        for name, least in lists.items():
+            values = getattr(self, name, None)
+            if values is None and (name == "global_block_end_indices" or not hasattr(self, name)):
+                continue
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise invalid_value(name, values, f"a list of whole numbers >= {least}")
+            for value in values:
+                check_count(name, value, least)
+            object.__setattr__(self, name, tuple(values))
+        starts, ends = getattr(self, "global_block_indices", ()), getattr(self, "global_block_end_indices", None)
+        if ends is not None and (len(ends) != len(starts) or any(a >= b for a, b in zip(starts, ends, strict=True))):
+            allowed = f"a list with one end for each of {list(starts)}, each greater than its start"
+            raise invalid_value("global_block_end_indices", ends, allowed)
 
     @property
     def is_causal(self) -> bool:
@@ -160,10 +186,8 @@ class VariableSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _freeze(self, "local_window_blocks", least=1)
         if not self.local_window_blocks:
             raise invalid_value("local_window_blocks", self.local_window_blocks, "at least one width")
-        _freeze_globals(self)
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         widths = torch.tensor(self.local_window_blocks)
@@ -210,10 +234,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
     global_block_end_indices: Sequence[int] | None = None
     attention: str = "bidirectional"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _freeze_globals(self)
-
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         window = _sliding(num_blocks, self.num_sliding_window_blocks, self.is_causal)
         chosen = _chosen(self.global_block_indices, self.global_block_end_indices, num_blocks)
@@ -249,7 +269,10 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
     mode = section.get("mode", "fixed")
     if not isinstance(mode, str) or mode not in MODES:
         raise invalid_value("sparse_attention.mode", mode, MODES)
-    takes = {name: _arguments(pattern) for name, pattern in MODES.items()}
+    takes = {
+        name: [item.name for item in fields(pattern) if item.init and item.name != "num_heads"]
+        for name, pattern in MODES.items()
+    }
     given = {key: value for key, value in section.items() if key != "mode"}
     for key, value in given.items():
         if key not in takes[mode]:
@@ -264,10 +287,6 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
     if mode == "bigbird":  # the default in JSON differs from that of the class
         given.setdefault("num_random_blocks", 0)
     return MODES[mode](num_heads, **given)
-
-
-def _arguments(pattern: type[SparsityConfig]) -> list[str]:
-    return [item.name for item in fields(pattern) if item.init and item.name != "num_heads"]
 
 
 def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
@@ -331,44 +350,9 @@ def _chosen(indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int)
     return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(start, end) for start, end in pairs)])
 
 
-def _freeze_globals(pattern: VariableSparsityConfig | BSLongformerSparsityConfig) -> None:
-    _freeze(pattern, "global_block_indices", least=0)
-    indices, ends = pattern.global_block_indices, pattern.global_block_end_indices
-    if ends is None:
-        return
-    _freeze(pattern, "global_block_end_indices", least=1)
-    if len(ends) != len(indices) or any(start >= end for start, end in zip(indices, ends, strict=True)):
-        allowed = f"a list with one end for each of {list(indices)}, each greater than its start"
-        raise invalid_value("global_block_end_indices", ends, allowed)
-
-
-def _freeze(pattern: SparsityConfig, name: str, least: int) -> None:
-    """Check a list of counts and store it as a tuple, so that the pattern is hashable."""
-    values = getattr(pattern, name)
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise invalid_value(name, values, f"a list of whole numbers >= {least}")
-    for value in values:
-        check_count(name, value, least)
-    object.__setattr__(pattern, name, tuple(values))
-
-
 def check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise invalid_value(name, value, f"a whole number >= {least}")
-
-
-def _check_attention(attention: str, is_horizontal: bool = False) -> None:
-    if attention not in ATTENTIONS:
-        raise invalid_value("attention", attention, ATTENTIONS)
-    if not isinstance(is_horizontal, bool):
-        raise invalid_value("horizontal_global_attention", is_horizontal, [True, False])
-    if is_horizontal and attention != "bidirectional":
-        raise incompatible(
-            "horizontal_global_attention=True",
-            f"attention={attention!r}",
-            "global rows would see later tokens",
-            "Set horizontal_global_attention to false.",
-        )
 
 
 def _check_kept(num_kept: int) -> None:

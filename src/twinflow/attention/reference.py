@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -116,12 +117,47 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of some (batch, head) pairs, which are called lanes. All rows have the same number of blocks."""
+    """Some rows of some (batch, head) pairs, which are called lanes. All rows have the same number of blocks.
+
+    The positions of scores broadcast to [lanes, rows, block, width * block].
+    """
 
     batch: Tensor  # [lanes]
     heads: Tensor  # [lanes]
     rows: Tensor  # [rows], block rows of the layout
     cols: Tensor  # [rows, width], filled with the block of zeros
+    block: int
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """Positions of the queries of the scores."""
+        return (self.rows[:, None] * self.block + torch.arange(self.block, device=self.rows.device))[None, :, :, None]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Positions of the keys of the scores."""
+        keys = self.cols[:, :, None] * self.block + torch.arange(self.block, device=self.rows.device)
+        return keys.flatten(1, 2)[None, :, None]
+
+    def index(self, tensor: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Indices of the scores in a four-dimensional mask or bias, whose dimensions may be one."""
+        size_b, size_h, size_q, size_k = tensor.shape
+        return (
+            _lanes(self.batch, size_b),
+            _lanes(self.heads, size_h),
+            (self.queries - extras.q_start).clamp(0, size_q - 1),
+            self.keys.clamp(max=size_k - 1),
+        )
+
+    def relative_index(self, tensor: Tensor, extras: Extras, num_queries: int) -> tuple[Tensor, Tensor]:
+        """Indices of the scores in a table of relative positions."""
+        distance = self.keys - (self.queries - extras.q_start) + num_queries - 1
+        return _lanes(self.heads, tensor.shape[0]), distance.clamp(0, tensor.shape[1] - 1)
+
+
+def _lanes(index: Tensor, size: int = 2) -> Tensor:
+    """Indices [lanes] in the shape of scores. A dimension of size one has the index 0 for all lanes."""
+    return (index if size > 1 else index[:1] * 0)[:, None, None, None]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
@@ -161,12 +197,11 @@ def _backward(
         _add_blocks(grad_v, piece, sizes, dropped.transpose(-1, -2) @ grad_out)
         delta = (probs * grad_probs).sum(dim=-1, keepdim=True)
         grad_scores = grad_probs.sub_(delta).mul_(probs)
-        places = _places(piece, layout.block)
         if grad_bias is not None:
             whole = as_4d(grad_bias)
-            _add_scores(whole, places.index(whole, extras), grad_scores)
+            _add_scores(whole, piece.index(whole, extras), grad_scores)
         if grad_relative is not None:
-            index = places.relative_index(grad_relative, extras, sizes.num_queries)
+            index = piece.relative_index(grad_relative, extras, sizes.num_queries)
             _add_scores(grad_relative, index, grad_scores)
         grad_scores = grad_scores.mul_(scale)
         grad_q[where] = grad_scores @ keys
@@ -225,7 +260,7 @@ def _pieces(layout: Layout, sizes: Sizes, blocks: _Blocks) -> Iterator[_Piece]:
             rows, cols = (rows + blocks.first_row).to(device), cols.to(device)
             for some_rows, some_cols in zip(torch.split(rows, num_rows), torch.split(cols, num_rows), strict=True):
                 for lanes in torch.split(torch.arange(head_of_lane.numel(), device=device), num_lanes):
-                    yield _Piece(batch_of_lane[lanes], head_of_lane[lanes], some_rows, some_cols)
+                    yield _Piece(batch_of_lane[lanes], head_of_lane[lanes], some_rows, some_cols, layout.block)
 
 
 def _groups(starts: Tensor, cols: Tensor, no_block: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -273,66 +308,25 @@ def _add_scores(total: Tensor, index: tuple[Tensor, ...], grad_scores: Tensor) -
     total.index_put_(index, grad_scores, accumulate=True)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Positions of the scores of a piece. The tensors broadcast to [lanes, rows, block, width * block]."""
-
-    batch: Tensor
-    heads: Tensor
-    queries: Tensor
-    keys: Tensor
-
-    def index(self, tensor: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices of the scores in a four-dimensional mask or bias, whose dimensions may be one."""
-        size_b, size_h, size_q, size_k = tensor.shape
-        return (
-            self.batch if size_b > 1 else self.batch[:1] * 0,
-            self.heads if size_h > 1 else self.heads[:1] * 0,
-            (self.queries - extras.q_start).clamp(0, size_q - 1),
-            self.keys.clamp(max=size_k - 1),
-        )
-
-    def relative_index(self, tensor: Tensor, extras: Extras, num_queries: int) -> tuple[Tensor, Tensor]:
-        """Indices of the scores in a table of relative positions."""
-        distance = self.keys - (self.queries - extras.q_start) + num_queries - 1
-        return (
-            self.heads if tensor.shape[0] > 1 else self.heads[:1] * 0,
-            distance.clamp(0, tensor.shape[1] - 1),
-        )
-
-
-def _places(piece: _Piece, block: int) -> _Places:
-    within = torch.arange(block, device=piece.rows.device)
-    queries = piece.rows[:, None] * block + within
-    keys = (piece.cols[:, :, None] * block + within).flatten(1, 2)
-    return _Places(
-        piece.batch[:, None, None, None],
-        piece.heads[:, None, None, None],
-        queries[None, :, :, None],
-        keys[None, :, None],
-    )
-
-
 def _probs(
     piece: _Piece, queries: Tensor, keys: Tensor, layout: Layout, extras: Extras, sizes: Sizes
 ) -> tuple[Tensor, Tensor | None]:
     """Probabilities before dropout, with zero for scores that are not kept, and the factors of dropout or None."""
-    places = _places(piece, layout.block)
     scores = queries @ keys.transpose(-1, -2)
     scores *= scale_of(extras, sizes.head_dim)
     if extras.bias is not None:
         bias = as_4d(extras.bias)
-        scores += bias[places.index(bias, extras)]
+        scores += bias[piece.index(bias, extras)]
     if extras.relative is not None:
-        scores += extras.relative[places.relative_index(extras.relative, extras, sizes.num_queries)]
-    keep = places.keys < sizes.num_keys
+        scores += extras.relative[piece.relative_index(extras.relative, extras, sizes.num_queries)]
+    keep = piece.keys < sizes.num_keys
     if layout.is_causal:
-        keep = keep & (places.keys <= places.queries)
+        keep = keep & (piece.keys <= piece.queries)
     if extras.key_padding is not None:
-        keep = keep & extras.key_padding[places.batch, places.keys.clamp(max=sizes.num_keys - 1)]
+        keep = keep & extras.key_padding[_lanes(piece.batch), piece.keys.clamp(max=sizes.num_keys - 1)]
     if extras.mask is not None:
         mask = as_4d(extras.mask)
-        keep = keep & mask[places.index(mask, extras)]
+        keep = keep & mask[piece.index(mask, extras)]
     scores.masked_fill_(~keep, -torch.inf)
     highest = scores.amax(dim=-1, keepdim=True)
     scores.sub_(highest.masked_fill_(highest == -torch.inf, 0.0)).exp_()
@@ -340,5 +334,5 @@ def _probs(
     probs = scores.div_(total.masked_fill_(total == 0.0, 1.0))
     if not extras.dropout:
         return probs, None
-    kept = dropout_keep(extras, places.batch * sizes.num_heads + places.heads, places.queries, places.keys)
+    kept = dropout_keep(extras, _lanes(piece.batch * sizes.num_heads + piece.heads), piece.queries, piece.keys)
     return probs, kept.to(probs.dtype).div_(1.0 - extras.dropout)

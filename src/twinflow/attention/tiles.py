@@ -13,6 +13,8 @@ block of the layout:
 A unit is described by one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens)
 are cut into pieces. Each piece writes its result to a slot of scratch memory, and a second kernel sums these results.
 The work of one program is an item: an own tile, or a piece of it.
+
+The kernels for Hopper have plans of their own, see `cell_plan`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from twinflow.attention.layout import Layout
+from twinflow.attention.layout import Layout, from_flat
 
 BITS = 8  # bits of a code for sub-rows
 _ALL = (1 << BITS) - 1
@@ -34,6 +36,17 @@ MIN_PIECE = 16
 NUM_PIECES = 132 * 16  # number of programs that balances the load of a large GPU
 LONG = 1.5  # items longer than this multiple of the mean come first, for all heads
 CACHED_PLANS = 64
+
+# Plans of the kernels for Hopper.
+OWN = 128  # tokens of an own tile, in two halves
+CELL = 64  # tokens of a half, and of an other tile
+SUB = 16  # tokens per bit of a word, on each side of a cell
+WHOLE = 0xFFFF
+DIAGONAL = 1 << 16
+MIN_FILL = 0.6  # smallest kept share of computed cells; below it, kernels that gather small blocks are faster
+_PER_CELL = CELL // SUB
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,12 +93,14 @@ class TilePlan:
     """The work of all programs of one kernel."""
 
     tables: Tables
+    size: TileSize
     max_items: int  # maximum items of a pattern
     num_long: int  # maximum long items of a pattern; they come first
     max_cuts: int
     num_slots: int  # slots of all heads, for one element of the batch
     has_full: bool  # there is a tile without a mask
     has_partial: bool  # there is a tile with a mask
+    words: Tensor | None = None  # of `cell_plan`: int32 [codes, 2 halves]; None if every tile is whole
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +109,8 @@ class TilePlan:
 
     def to(self, device: torch.device) -> TilePlan:
         """A copy of the plan on a device."""
-        return replace(self, tables=Tables(*(tensor.to(device) for tensor in self.tables)))
+        words = None if self.words is None else self.words.to(device)
+        return replace(self, tables=Tables(*(tensor.to(device) for tensor in self.tables)), words=words)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
@@ -152,6 +168,7 @@ def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: W
     )
     return TilePlan(
         Tables(*(table.to(torch.int32) for table in tables)),
+        size,
         max(len(x) for x in items),
         _num_long(items),
         max(len(x) for x in cuts),
@@ -176,7 +193,7 @@ def _piece_length(totals: Sequence[int], work: Work) -> int:
 
 def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, size: TileSize, by_keys: bool) -> _Tiles:
     """The tiles of one pattern, from the other blocks of each own block."""
-    own, other = (span.keys, span.queries) if by_keys else (span.queries, span.keys)
+    own, other = _turned(span.queries, span.keys, by_keys)
     unit, sub = min(layout.block, size.other), min(layout.block, size.own)
     subs, units = _expanded(layout.block, starts, others, sub, unit, own)
     # Units outside of the call, and units that are wholly above the diagonal, are omitted.
@@ -270,3 +287,87 @@ def _cut(tiles: _Tiles, piece: int, offset: int) -> tuple[Tensor, Tensor, int]:
 
 def _offsets(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def device_cells(
+    layout: Layout, span: Span, other: int, by_keys: bool, work: Work, device: torch.device
+) -> TilePlan | None:
+    """The result of `cell_plan` on a device. The most recent plans are cached."""
+    plan = cell_plan(layout, span, other, by_keys, work)
+    return None if plan is None else plan.to(device)
+
+
+def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work) -> TilePlan | None:
+    """The plan of the kernels for Hopper, for a layout with one pattern and for whole own tiles of 128 tokens, in two
+    halves. Returns None if too few of the computed scores would be kept.
+
+    If blocks have 128 tokens and the layout is not causal, both halves keep whole blocks, and the plan is that of
+    `tile_plan` with other tiles of `other` tokens. Otherwise the other tiles have 64 tokens, and each half has an int32
+    word for each other tile. The scores of one half and one other tile are a cell. The word is 0 if the cell is
+    skipped, and WHOLE if all of it is kept. Otherwise the word has a bit for each square of 16 x 16 scores. Bit 4 * i +
+    j is for the i-th 16 own tokens and the j-th 16 other tokens. In a causal layout, the word of a cell on the diagonal
+    also has the bit DIAGONAL. The kernel then masks every score of this cell whose key comes after its query.
+
+    A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent.
+    """
+    assert layout.num_patterns == 1
+    if layout.block >= OWN and not layout.is_causal:
+        return tile_plan(layout, span, TileSize(OWN, other), by_keys, work)
+    num_own, num_other = (-(-stop // CELL) for _, stop in _turned(span.queries, span.keys, by_keys))
+    places, words = _words(layout, span, by_keys, num_other)
+    if float(_counts(words & WHOLE).sum()) < MIN_FILL * len(words) * _PER_CELL**2:
+        return None
+    own, others = places // num_other, places % num_other
+    rows, cols = _turned(own, others, by_keys)
+    num_rows, num_cols = _turned(num_own, num_other, by_keys)
+    heads = [0] * layout.num_heads
+    coarse = from_flat([rows * num_cols + cols], num_rows, num_cols, CELL, head_to_pattern=heads)
+    plan = tile_plan(coarse, span, TileSize(OWN, CELL), by_keys, work)
+    return replace(plan, words=_halves(plan, places, words, num_other))
+
+
+def _turned(queries: T, keys: T, by_keys: bool) -> tuple[T, T]:
+    """(queries, keys) as (own, other). The function is its own inverse."""
+    return (keys, queries) if by_keys else (queries, keys)
+
+
+def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[Tensor, Tensor]:
+    """Positions own * num_other + other of all cells with scores, in ascending order, and their words."""
+    width = min(layout.block, CELL)
+    own, other = _turned(*cells(layout, 0, span, width), by_keys)
+    per_cell, subs = CELL // width, width // SUB
+    square = sum(1 << (row * _PER_CELL + col) for row in range(subs) for col in range(subs))
+    shift = (own % per_cell) * (subs * _PER_CELL) + (other % per_cell) * subs
+    places, inverse = torch.unique(own // per_cell * num_other + other // per_cell, return_inverse=True)
+    words = torch.zeros_like(places).index_add_(0, inverse, torch.full_like(shift, square) << shift)
+    if layout.is_causal:
+        is_diagonal = places // num_other == places % num_other
+        words = torch.where(is_diagonal, words & _below(by_keys) | DIAGONAL, words)
+    return places, words
+
+
+def _below(by_keys: bool) -> int:
+    """A word with the bits of all squares of a diagonal cell in which at least one query sees a key."""
+    pairs = ((own, other) for own in range(_PER_CELL) for other in range(_PER_CELL))
+    kept = [own * _PER_CELL + other for own, other in pairs if (own <= other if by_keys else other <= own)]
+    return sum(1 << bit for bit in kept)
+
+
+def _counts(words: Tensor) -> Tensor:
+    """Number of bits that are set in each word."""
+    return sum((((words >> bit) & 1) for bit in range(_PER_CELL**2)), torch.zeros_like(words))
+
+
+def _halves(plan: TilePlan, places: Tensor, words: Tensor, num_other: int) -> Tensor:
+    """For each code of a plan: the words of both halves of its own tile."""
+    items = plan.tables.items.long()
+    items = items[torch.argsort(items[:, 1], stable=True)]
+    own = torch.repeat_interleave(items[:, 0], items[:, 3] - items[:, 1])
+    other = plan.tables.codes[: len(own)].long() >> BITS
+    found = torch.zeros(len(plan.tables.codes), 2, dtype=torch.int32)
+    for half in range(2):
+        wanted = (own * 2 + half) * num_other + other
+        at = torch.searchsorted(places, wanted).clamp(max=len(places) - 1)
+        found[: len(own), half] = torch.where(places[at] == wanted, words[at], 0).to(torch.int32)
+    return found

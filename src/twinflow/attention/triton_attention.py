@@ -7,7 +7,6 @@ and shape, and cached.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +19,16 @@ from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import (
     Call,
-    ForwardScratch,
-    GradientScratch,
+    Scratch,
     Shape,
     TensorStrides,
-    forward_scratch,
-    gradient_scratch,
     is_interpreting,
     launch,
+    on_device,
     other_rows,
-    reduce_forward,
     reduce_gradients,
+    reduce_outputs,
+    scratch_for,
     strides_of,
     with_dense_rows,
 )
@@ -69,7 +67,7 @@ class _TritonAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, call: Call
     ) -> Tensor:
         q, k, v = (with_dense_rows(tensor) for tensor in (q, k, v))
-        with _on(q.device):
+        with on_device(q.device):
             out, lse = forward(q, k, v, call)
         extras = call.extras
         ctx.save_for_backward(q, k, v, out, lse, bias, relative, extras.key_padding, extras.mask)
@@ -83,7 +81,7 @@ class _TritonAttention(torch.autograd.Function):
         extras = replace(ctx.call.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
         call = replace(ctx.call, extras=extras)
         grad = with_dense_rows(grad)
-        with _on(q.device):
+        with on_device(q.device):
             dq, delta = query_gradients(q, k, v, out, lse, grad, call)
             dk, dv = None, None
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
@@ -96,19 +94,22 @@ class _TritonAttention(torch.autograd.Function):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The result, and the log-sum-exp of each row in base 2, [B, H, queries] in fp32."""
-    from twinflow.attention import kernels_forward as kernels
+    from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
-    if cells is not None:
-        return hopper.forward(q, k, v, call, cells)
-    tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     strides = strides_of(q=q, k=k, v=v, out=out)
-    pieces = forward_scratch(call, plan, tuning.size)
-    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
-    _launch(kernels.forward, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_forward(out, lse, strides, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v), by_keys=False, is_forward=True)
+    if plan is not None:
+        pieces = scratch_for(call, plan, has_weights=True)
+        more = (lse, pieces.sums, pieces.tops, pieces.weights)
+        hopper.run("forward", (q,), (k, v), (out,), more, call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.forward, (k, v), by_keys=False)
+        pieces = scratch_for(call, plan, has_weights=True)
+        tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse)
+        _launch(kernels.forward, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_outputs(out, lse, strides, call, plan, pieces)
     return out, lse
 
 
@@ -116,18 +117,20 @@ def query_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and delta, the sum of out * grad of each query."""
-    from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
-    if cells is not None:
-        return hopper.query_gradients(q, k, v, out, lse, grad, call, cells)
-    tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    strides = strides_of(q=q, k=k, v=v, out=out, grad=grad, dq=dq)
-    pieces = gradient_scratch(call, plan, tuning.size, 1)
-    tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
-    _launch(kernels.query_gradients, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_gradients(dq, None, call.extras.q_start, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v, out, grad), by_keys=False)
+    if plan is not None:
+        pieces = scratch_for(call, plan)
+        hopper.run("query_gradients", (q, grad), (k, v), (dq,), (out, lse, delta, pieces.sums), call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.queries, (k, v), by_keys=False)
+        pieces = scratch_for(call, plan)
+        strides = strides_of(q=q, k=k, v=v, out=out, grad=grad, dq=dq)
+        tensors = (q, other_rows(k, shape), other_rows(v, shape), out, lse, grad, delta, dq)
+        _launch(kernels.query_gradients, call.sizes.num_heads, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_gradients(dq, None, call.extras.q_start, call, plan, pieces)
     return dq, delta
 
 
@@ -138,24 +141,27 @@ def key_gradients(
 
     If query heads that share keys have different patterns, the gradients of each head are computed in fp32 and summed.
     """
-    from twinflow.attention import kernels_backward as kernels
+    from twinflow.attention import kernels
 
-    cells = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
-    if cells is not None:
-        return hopper.key_gradients(q, k, v, lse, grad, delta, call, cells)
     sizes, in_program = call.sizes, call.in_program
-    tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
     if in_program == sizes.group:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     else:
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
-    strides = strides_of(q=q, k=k, v=v, grad=grad, dk=dk, dv=dv)
-    pieces = gradient_scratch(call, plan, tuning.size, 2)
-    tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
-    num_outputs = sizes.num_heads // in_program
-    _launch(kernels.key_gradients, num_outputs, tensors, strides, pieces, call, tuning, plan, shape)
-    reduce_gradients(dk, dv, 0, call, plan, tuning.size, pieces)
+    plan = hopper.plan_for(call, (q, k, v, grad), by_keys=True)
+    if plan is not None:
+        pieces = scratch_for(call, plan, has_second=True)
+        more = (lse, delta, pieces.sums, pieces.second_sums)
+        hopper.run("key_gradients", (k, v), (q, grad), (dk, dv), more, call, plan)
+    else:
+        tuning, plan, shape = call.prepare(call.tunings.keys, (q, grad), by_keys=True)
+        pieces = scratch_for(call, plan, has_second=True)
+        strides = strides_of(q=q, k=k, v=v, grad=grad, dk=dk, dv=dv)
+        tensors = (other_rows(q, shape), k, v, lse, other_rows(grad, shape), delta, dk, dv)
+        num_outputs = sizes.num_heads // in_program
+        _launch(kernels.key_gradients, num_outputs, tensors, strides, pieces, call, tuning, plan, shape)
+    reduce_gradients(dk, dv, 0, call, plan, pieces)
     if in_program != sizes.group:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))
@@ -167,7 +173,7 @@ def _launch(
     num_heads: int,
     tensors: tuple[Any, ...],
     strides: TensorStrides,
-    pieces: ForwardScratch | GradientScratch,
+    pieces: Scratch,
     call: Call,
     tuning: Tuning,
     plan: TilePlan,
@@ -176,8 +182,3 @@ def _launch(
     args = (*tensors, strides, plan.tables, pieces if plan.num_slots else None, call.extra_args(), call.drop())
     size_args = call.size_args(plan.max_items, plan.num_slots, plan.num_long)
     launch(kernel, plan.max_items * call.sizes.batch * num_heads, (*args, size_args, shape), tuning.options)
-
-
-def _on(device: torch.device) -> Any:
-    """Make the device current, because Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,15 +7,13 @@ fp64 norm of all rows. The bits of rows and norm do not depend on the order in w
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from twinflow.attention.launch import is_interpreting
-from twinflow.gpu.update import is_available
+from twinflow.attention.launch import on_device
+from twinflow.gpu.update import runs
 from twinflow.rules.formats import BLOCK
 
 TILE = 4096  # elements of one program
@@ -26,21 +24,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernel runs on this device.
-
-    The first call for a device runs the kernel, because it may not compile although Triton is installed.
-    """
-    if not is_available() or (device.type == "cuda") == is_interpreting():
-        return False
-    try:
-        put_norms(new_rows(BLOCK, device), 0, torch.zeros(BLOCK, device=device))
-    except Exception as error:
-        warnings.warn(
-            f"Triton cannot compute gradient norms on {device}. Slower torch kernels are used instead. ({error})",
-            stacklevel=2,
-        )
-        return False
-    return True
+    return runs(
+        device, lambda: put_norms(new_rows(BLOCK, device), 0, torch.zeros(BLOCK, device=device)), "gradient norms"
+    )
 
 
 def new_rows(numel: int, device: torch.device) -> Tensor:
@@ -62,7 +48,7 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
     assert values.dtype in _DTYPES, values.dtype
     if numel == 0:
         return
-    with _on(rows):
+    with on_device(rows.device):
         collect[(-(-numel // TILE),)](
             values,
             rows,
@@ -79,7 +65,7 @@ def norm_of(norm: Tensor, rows: Tensor) -> None:
     from twinflow.gpu import collect_kernel
 
     assert norm.dtype == torch.float64 and rows.dtype == torch.float32 and norm.device == rows.device, norm.dtype
-    with _on(rows):
+    with on_device(rows.device):
         collect_kernel.norm[(1,)](rows, rows.numel(), norm, num_warps=_NORM_WARPS, enable_fp_fusion=False)
 
 
@@ -103,17 +89,11 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
     rows = torch.empty(total // BLOCK, dtype=torch.float32, device=norms.device)
     num_tiles = -(-max(one.numel() for _, one in flats) // TILE)
     element = collect_kernel.ELEMENTS[flat.dtype]
-    with _on(norms):
+    with on_device(norms.device):
         collect_kernel.collect_many[(num_tiles, len(flats))](
             there, rows, ELEMENT=element, TILE=TILE, num_warps=_WARPS, enable_fp_fusion=False
         )
         collect_kernel.norm_many[(len(flats),)](there, rows, norms, num_warps=_NORM_WARPS, enable_fp_fusion=False)
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current, if it is not, because Triton launches on the current device."""
-    is_elsewhere = tensor.is_cuda and torch.cuda.current_device() != tensor.device.index
-    return torch.cuda.device(tensor.device) if is_elsewhere else nullcontext()
 
 
 def row_norms(flat: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twinflow.gpu.codecs import BLOCK, from_bf16
+from twinflow.gpu.kernel import BLOCK, from_bf16
 
 LEVELS = tl.constexpr(7)  # 2**7 elements in a block
 CHUNK, CHUNK_LEVELS = tl.constexpr(4096), tl.constexpr(12)  # rows that are summed at once: 2**12

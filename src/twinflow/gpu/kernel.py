@@ -1,13 +1,24 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The update kernel. A program reads a tile of weights, gradients and states, updates it and writes it back.
+"""The update kernel: the state formats, the update rules, and the kernel that applies a rule to tiles.
 
-Each thread has four elements. All buffers are therefore read and written in the same layout: a thread accesses 16 bytes
-of fp32, 8 bytes of bf16 or 4 bytes of int8 at once. No value moves to another thread, and a block of 128 belongs to one
-warp.
+A program reads a tile of weights, gradients and states, updates it and writes it back. Each thread has four elements.
+All buffers are therefore read and written in the same layout: a thread accesses 16 bytes of fp32, 8 bytes of bf16 or 4
+bytes of int8 at once. No value moves to another thread, and a block of 128 belongs to one warp. A tile has the shape
+[blocks, 128]. Values per block, such as scale and hash, have the shape [blocks, 1] and are computed once.
 
 If the model runs at the same time, a few large programs process all tiles one after the other and leave the other
 multiprocessors to the model. Warps exchange no data, so that some warps load while others compute. The table row of the
 next tile is read while this tile is updated, because the loads of the next tile need the addresses in that row.
+
+The conversions between state formats and fp32 give the same bits as rules/formats.py and csrc/codecs.h. NaNs are
+detected by integer comparisons of bit patterns. Triton may tell LLVM that floats are never NaN, and LLVM could then
+remove a comparison of floats. Integers are int32, except in hashes. The bit patterns of numbers >= 0, compared as
+integers, have the order of the numbers, and a NaN is the largest.
+
+The operations of the rules and their order are those of rules/rules.py. A rule takes the gradient g, the weight p, the
+states m and v (zeros if the rule has no such state) and the address of its scalars. Divisions and square roots are
+correctly rounded. The kernel is compiled without fused multiply-add, so that a product is rounded before it is added.
+Subnormal numbers are not flushed to zero by the hardware.
 """
 
 from __future__ import annotations
@@ -15,20 +26,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twinflow.gpu.codecs import (
-    BLOCK,
-    decode_e4m3,
-    decode_e5m3,
-    encode_e4m3,
-    encode_e5m3,
-    from_bf16,
-    join,
-    random_bits,
-    split,
-    to_bf16,
-    to_bf16_stochastic,
-)
-from twinflow.gpu.rules import apply, scalar
+from twinflow.rules import formats
+
+BLOCK = tl.constexpr(formats.BLOCK)
+MOMENT_MAX = tl.constexpr(formats.MOMENT_MAX)
+VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
+TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/rules.py
 
 # Columns of the two tables that update.py fills.
 # Tiles, int64: address of the weight, offset in the bucket, first block, number of elements, index of the piece.
@@ -38,6 +41,212 @@ NUMBER_COLUMNS = tl.constexpr(12)
 FACTOR = tl.constexpr(1)
 KEY = tl.constexpr(2)
 HYPER = tl.constexpr(4)
+
+
+@triton.jit
+def bits(x):
+    """The bit patterns of fp32 numbers as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def value(u):
+    """The fp32 numbers with these bit patterns."""
+    return u.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_nan(u):
+    """Whether these are the bits of a NaN."""
+    return (u & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
+def from_bf16(upper):
+    """Convert bf16 numbers, given as int16, to fp32."""
+    return value(upper.to(tl.int32) << 16)
+
+
+@triton.jit
+def to_bf16(x):
+    """Round to nearest, ties to even. The result is bf16 as int16. NaN becomes 0x7FC0."""
+    u = bits(x)
+    return tl.where(is_nan(u), 0x7FC0, (u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def to_bf16_stochastic(x, random):
+    """Round numbers >= 0 to bf16, up or down at random.
+
+    The random bits are added to the lower half, and a carry into the upper half rounds up. A finite number never
+    becomes infinite.
+    """
+    u = x.to(tl.uint32, bitcast=True)  # unsigned, because a NaN may have a sign
+    return (tl.where(u >= 0x7F7F0000, u, u + random.to(tl.uint32)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def join(upper, lower):
+    """The fp32 numbers from the halves (both int16) that `split` returns."""
+    return value((upper.to(tl.int32) << 16) + lower.to(tl.int32))
+
+
+@triton.jit
+def split(x):
+    """Upper and lower halves of fp32 numbers, both int16."""
+    u = bits(x)
+    upper = tl.where(is_nan(u), (u >> 16) | 0x40, (u + 0x8000) >> 16)
+    return upper.to(tl.int16), tl.where(is_nan(u), 0, u).to(tl.int16)
+
+
+@triton.jit
+def random_bits(first_block, key_pointer, BLOCKS: tl.constexpr):
+    """16 random bits, as int32, for each element of a tile. The tile starts at block `first_block` of its parameter."""
+    first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True)
+    second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True)
+    h = first_block.to(tl.uint32) + tl.arange(0, BLOCKS).to(tl.uint32)[:, None] + first_key  # [blocks, 1]
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = ((h ^ (h >> 15)) + second_key) * 0x846CA68B
+    h = h ^ (h >> 16)
+    x = (tl.arange(0, BLOCK).to(tl.uint32)[None, :] + h) & 0xFFFF  # [blocks, 128]
+    x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
+    x = ((((x ^ (x >> 7)) + (h >> 16)) & 0xFFFF) * 0xDB2D) & 0xFFFF
+    return (x ^ (x >> 9)).to(tl.int32)
+
+
+@triton.jit
+def block_scales(x, TOP: tl.constexpr):
+    """Return for each block: the inverse scale, which brings its elements into the range of the codes, the scale, and
+    whether all elements are finite.
+
+    A block with an infinity or a NaN has the scale NaN, and its codes are 0.
+    """
+    largest = tl.max(bits(x) & 0x7FFFFFFF, axis=1, keep_dims=True)  # [blocks, 1]
+    is_finite = largest < 0x7F800000
+    divisor = value(tl.where(largest == 0, 0x3F800000, largest))
+    inverse = tl.where(largest == 0, 0.0, tl.math.div_rn(tl.full(largest.shape, TOP, tl.float32), divisor))
+    return inverse, tl.where(is_finite, value(largest) * (1.0 / TOP), float("nan")), is_finite
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Codes (rounded to nearest) and scales.
+
+    Let P be the power of two of a number, at least 2**-6. The sum of the number and 2**20 * P has the rounded mantissa
+    in its lowest bits.
+    """
+    inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
+    u = bits(x * inverse)
+    exponent = tl.maximum(u & 0x7F800000, 121 << 23)
+    spacing = exponent + (20 << 23)
+    mantissa = bits(value(u & 0x7FFFFFFF) + value(spacing)) - spacing
+    code = tl.minimum((exponent >> 20) + mantissa - (121 << 3), 126) | ((u >> 24) & 0x80)
+    return tl.where(is_finite, code, 0).to(tl.uint8), scales
+
+
+@triton.jit
+def encode_e5m3(x, random):
+    """Codes (rounded stochastically; only 0 has the code 0) and scales, for x >= 0."""
+    inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
+    scaled = x * inverse
+    is_small = bits(scaled) < (113 << 23)  # below 2**-14 the values of adjacent codes differ by 2**-17
+    u = bits(tl.where(is_small, scaled + 2.0**-14, scaled))
+    code = ((u + (random << 4)) >> 20) - tl.where(is_small, 113 << 3, 112 << 3)
+    code = tl.minimum(tl.maximum(code, tl.minimum(bits(x), 1)), 247)
+    return tl.where(is_finite, code, 0).to(tl.uint8), scales
+
+
+@triton.jit
+def decode_e4m3(codes, scales):
+    """Decode e4m3. A code is the upper part of an fp16 number times 2**-8, except that its sign is one bit lower."""
+    half = codes.to(tl.int32) << 7
+    half = half + (half & 0x4000)
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scales * 256.0)
+
+
+@triton.jit
+def decode_e5m3(codes, scales):
+    """Decode e5m3. A code is the upper part of an fp16 number."""
+    half = (codes.to(tl.int32) << 7).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * scales
+
+
+@triton.jit
+def flush(x):
+    """`x` with all values below 2**-100 in magnitude replaced by +0. NaN stays."""
+    u = bits(x)
+    return value(tl.where((u & 0x7FFFFFFF) < TINY_BITS, 0, u))
+
+
+@triton.jit
+def scalar(hyper, INDEX: tl.constexpr):
+    """One of the scalars of the rule. The scalars are stored as fp32 bits in a table of integers."""
+    return tl.load(hyper + INDEX).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def adam(g, p, m, v, hyper, COUPLED: tl.constexpr):
+    """Adam (COUPLED: weight decay is added to the gradient) and AdamW (weight decay multiplies the weight)."""
+    if COUPLED:
+        l2 = scalar(hyper, 6)
+        g = tl.where(l2 != 0.0, flush(g + l2 * p), g)
+    m = flush(m + (g - m) * scalar(hyper, 0))
+    v = flush(scalar(hyper, 1) * v + (scalar(hyper, 2) * g) * g)
+    move = scalar(hyper, 4) * tl.math.div_rn(m, tl.math.sqrt_rn(v) + scalar(hyper, 3))
+    if not COUPLED:
+        p = p * scalar(hyper, 5)
+    return flush(p - move), m, v
+
+
+@triton.jit
+def adagrad(g, p, v, hyper):
+    """Adagrad with L2 weight decay."""
+    g = flush(g + scalar(hyper, 2) * p)
+    v = flush(v + g * g)
+    return flush(p - scalar(hyper, 1) * tl.math.div_rn(g, tl.math.sqrt_rn(v) + scalar(hyper, 0))), v
+
+
+@triton.jit
+def lion(g, p, m, hyper):
+    """Lion. If the direction is NaN, the weight becomes NaN."""
+    lr = scalar(hyper, 2)
+    difference = g - m
+    direction = flush(m + difference * scalar(hyper, 0))
+    u = bits(direction)
+    move = tl.where(is_nan(u) | (u == 0), direction, tl.where(u < 0, -lr, lr))
+    return flush(p * scalar(hyper, 3) - move), flush(m + difference * scalar(hyper, 1))
+
+
+@triton.jit
+def sgd(g, p, m, hyper):
+    """SGD. The weight is computed in fp64, and so is the momentum, except in the plain form of SGD (rules/rules.py)."""
+    keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
+    weight = p.to(tl.float64)
+    momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)
+    if (keep == 1.0) & (l2 == 0.0) & (nesterov == 0.0):
+        m = flush(scalar(hyper, 0) * m + g)
+        direction = m.to(tl.float64)
+    else:
+        grad = g.to(tl.float64) + l2.to(tl.float64) * weight
+        exact = momentum * m.to(tl.float64) + keep.to(tl.float64) * grad
+        m = flush(exact.to(tl.float32))
+        direction = tl.where(nesterov != 0.0, grad + momentum * exact, exact)
+    return flush((weight - lr * direction).to(tl.float32)), m
+
+
+@triton.jit
+def apply(g, p, m, v, hyper, RULE: tl.constexpr):
+    """One step of the rule with the name RULE. Returns the new weight and states."""
+    if RULE == "adamw" or RULE == "adam":
+        p, m, v = adam(g, p, m, v, hyper, RULE == "adam")
+    elif RULE == "adagrad":
+        p, v = adagrad(g, p, v, hyper)
+    elif RULE == "lion":
+        p, m = lion(g, p, m, hyper)
+    else:
+        tl.static_assert(RULE == "sgd")
+        p, m = sgd(g, p, m, hyper)
+    return p, m, v
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -60,25 +269,20 @@ def update(tiles, numbers, decision, grads, master, first, second, first_scales,
     if decision is not None:
         factor = tl.load(decision + 1).to(tl.float32)
         keeps = (tl.load(decision + 2) == 0).to(tl.int32)
+    buffers = (grads, master, first, second, first_scales, second_scales)
+    tile = _read_tile(tiles, program)
     if LOOPS:
         step = tl.num_programs(0)
-        weight, at, first_block, count, piece = _read_tile(tiles, program)
-        is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
+        is_wanted = tl.load(numbers + tile[4] * NUMBER_COLUMNS)
         for number in range(program, num_tiles, step):
             # At the last tile its own row is read again, because there is no next row.
             following = _read_tile(tiles, tl.where(number + step < num_tiles, number + step, number))
             if is_wanted * keeps != 0:
-                _update_tile(weight, at, first_block, count, numbers + piece * NUMBER_COLUMNS, factor, grads, master,
-                             first, second, first_scales, second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT,
-                             TILE)  # fmt: skip
-            weight, at, first_block, count, piece = following
-            is_wanted = tl.load(numbers + piece * NUMBER_COLUMNS)
-    else:
-        weight, at, first_block, count, piece = _read_tile(tiles, program)
-        own = numbers + piece * NUMBER_COLUMNS
-        if tl.load(own) * keeps != 0:
-            _update_tile(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
-                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)  # fmt: skip
+                _update_tile(tile, numbers, factor, buffers, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)
+            tile = following
+            is_wanted = tl.load(numbers + tile[4] * NUMBER_COLUMNS)
+    elif tl.load(numbers + tile[4] * NUMBER_COLUMNS) * keeps != 0:
+        _update_tile(tile, numbers, factor, buffers, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE)
 
 
 @triton.jit
@@ -88,24 +292,22 @@ def _read_tile(tiles, number):
 
 
 @triton.jit
-def _update_tile(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
-                 second_scales, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
+def _update_tile(tile, numbers, factor, buffers, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
                  ALIGNMENT: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     # Whole tiles use no mask, because a mask prevents wide loads and stores.
-    if count == TILE:
-        _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
-                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, False)  # fmt: skip
+    if tile[3] == TILE:
+        _update_elements(tile, numbers, factor, buffers, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, False)
     else:
-        _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second, first_scales,
-                         second_scales, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, True)  # fmt: skip
+        _update_elements(tile, numbers, factor, buffers, RULE, FORMAT, WEIGHT, ALIGNMENT, TILE, True)
 
 
 @triton.jit
-def _update_elements(weight, at, first_block, count, own, factor, grads, master, first, second,
-                     first_scales, second_scales, RULE: tl.constexpr, FORMAT: tl.constexpr,
-                     WEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
-                     MASKED: tl.constexpr):  # fmt: skip
+def _update_elements(tile, numbers, factor, buffers, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
+                     ALIGNMENT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     BLOCKS: tl.constexpr = TILE // BLOCK
+    weight, at, first_block, count, piece = tile
+    grads, master, first, second, first_scales, second_scales = buffers
+    own = numbers + piece * NUMBER_COLUMNS
     # `at` is a multiple of BLOCK. This product tells it to the compiler, because a hint for an argument has no effect.
     at = at // BLOCK * BLOCK
     block = tl.arange(0, BLOCKS)[:, None]  # [blocks, 1]

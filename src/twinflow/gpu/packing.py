@@ -8,15 +8,14 @@ another order. This order is fixed, so results are reproducible.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twinflow.attention.launch import is_interpreting
+from twinflow.attention.launch import on_device
 from twinflow.codes.code import BLOCK, CODES, Code
-from twinflow.gpu.update import is_available
+from twinflow.gpu.update import runs
 
 _WARPS = 8  # 256 threads: sixteen elements per thread
 _MAX_REGISTERS = 64  # per thread, so that four programs fit on a multiprocessor; only incomplete blocks would use more
@@ -26,23 +25,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernels run on this device.
-
-    The first call for a device runs the kernels, because they may not compile although Triton is installed.
-    """
-    if not is_available() or (device.type == "cuda") == is_interpreting():
-        return False
     code, values = CODES["1bit"], torch.zeros(8, device=device)
     packed = torch.empty(1, code.row_bytes(8), dtype=torch.uint8, device=device)
-    try:
+
+    def trial() -> None:
         encode(code, packed, values)
         decode(code, values, packed)
-    except Exception as error:
-        warnings.warn(
-            f"Triton cannot pack numbers on {device}. Slower torch kernels are used instead. ({error})", stacklevel=2
-        )
-        return False
-    return True
+
+    return runs(device, trial, "packed numbers")
 
 
 def encode(
@@ -66,24 +56,11 @@ def encode(
         return
     from twinflow.gpu import packing_kernel
 
-    with _device_of(packed):
-        packing_kernel.encode[(-(-numel // BLOCK), num_rows)](
-            packed.view(_WORDS[code.bits]),
-            packed.view(torch.float32),
-            values,
-            base,
-            error,
-            exponents,
-            float(factor),
-            float(base_factor),
-            numel,
-            _part_stride(num_rows, numel),
-            packed.stride(0),
-            TOP=code.top,
-            IS_SCALED=is_scaled,
-            maxnreg=_MAX_REGISTERS,
-            **_options(code),
-        )
+    with on_device(packed.device):
+        tensors = (*_views(code, packed), values, base, error, exponents)
+        numbers = (float(factor), float(base_factor), numel, _part_stride(num_rows, numel), packed.stride(0))
+        options = {"TOP": code.top, "IS_SCALED": is_scaled, "maxnreg": _MAX_REGISTERS, **_options(code)}
+        packing_kernel.encode[(-(-numel // BLOCK), num_rows)](*tensors, *numbers, **options)
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
@@ -96,17 +73,9 @@ def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = Non
         return
     from twinflow.gpu import packing_kernel
 
-    with _device_of(packed):
-        packing_kernel.mean[(-(-numel // BLOCK),)](
-            out,
-            packed.view(_WORDS[code.bits]),
-            packed.view(torch.float32),
-            exponents,
-            numel,
-            packed.stride(0),
-            NUM_ROWS=num_rows,
-            **_options(code),
-        )
+    with on_device(packed.device):
+        args = (out, *_views(code, packed), exponents, numel, packed.stride(0))
+        packing_kernel.mean[(-(-numel // BLOCK),)](*args, NUM_ROWS=num_rows, **_options(code))
 
 
 def decode(
@@ -128,20 +97,10 @@ def decode(
         return
     from twinflow.gpu import packing_kernel
 
-    with _device_of(packed):
-        packing_kernel.decode[(-(-numel // BLOCK), num_rows)](
-            out,
-            packed.view(_WORDS[code.bits]),
-            packed.view(torch.float32),
-            exponents,
-            numel,
-            _part_stride(num_rows, numel),
-            packed.stride(0),
-            IS_SCALED=is_scaled,
-            IS_ADDED=is_added,
-            maxnreg=_MAX_REGISTERS,
-            **_options(code),
-        )
+    with on_device(packed.device):
+        args = (out, *_views(code, packed), exponents, numel, _part_stride(num_rows, numel), packed.stride(0))
+        options = {"IS_SCALED": is_scaled, "IS_ADDED": is_added, "maxnreg": _MAX_REGISTERS, **_options(code)}
+        packing_kernel.decode[(-(-numel // BLOCK), num_rows)](*args, **options)
 
 
 def _check_packed(code: Code, packed: Tensor, total_numel: int) -> tuple[int, int]:
@@ -166,6 +125,11 @@ def _check(packed: Tensor, numel: int, dtypes: tuple[torch.dtype, ...], *tensors
             assert tensor.numel() == numel and tensor.dtype in dtypes, (tensor.shape, numel, tensor.dtype)
 
 
+def _views(code: Code, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed rows as words and as fp32, for codes and for scales."""
+    return packed.view(_WORDS[code.bits]), packed.view(torch.float32)
+
+
 def _part_stride(num_rows: int, numel: int) -> int:
     """Elements from one row to the next. It is zero for one row, which tells the compiler that the row is aligned."""
     return numel if num_rows > 1 else 0
@@ -174,7 +138,3 @@ def _part_stride(num_rows: int, numel: int) -> int:
 def _options(code: Code) -> dict[str, Any]:
     """Options of a launch. Multiply-adds are not fused, so that each operation is rounded as on the host."""
     return {"BITS": code.bits, "num_warps": _WARPS, "enable_fp_fusion": False}
-
-
-def _device_of(packed: Tensor) -> torch.cuda.device:
-    return torch.cuda.device(packed.device if packed.is_cuda else -1)  # -1 changes nothing

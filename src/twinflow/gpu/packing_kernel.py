@@ -10,7 +10,7 @@ stays in registers until its rounding error is written.
 Words may extend beyond the last code of a row, but not beyond the row: rows are padded with zeros to 16 bytes.
 
 Products are rounded before they are added, because the launch forbids fused multiply-add. NaNs are detected by integer
-comparisons, as in codecs.py.
+comparisons, as in kernel.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from twinflow.codes import BLOCK as BLOCK_NUMEL
-from twinflow.gpu.codecs import bits, from_bf16, to_bf16, value
+from twinflow.gpu.kernel import bits, from_bf16, to_bf16, value
 
 BLOCK = tl.constexpr(BLOCK_NUMEL)
 WIDTH = tl.constexpr(4)  # width of a tile

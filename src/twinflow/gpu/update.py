@@ -6,15 +6,15 @@ Triton is imported when the first FusedUpdate is built, because not every build 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.attention.launch import is_interpreting
+from twinflow.attention.launch import is_interpreting, on_device
 from twinflow.rules.formats import BLOCK, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
@@ -88,6 +88,23 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None and (is_interpreting() or torch.cuda.is_available())
 
 
+def runs(device: torch.device, trial: Callable[[], None], results: str) -> bool:
+    """Whether Triton kernels run on this device. `trial` runs them, because they may not compile although Triton is
+    installed. `results`: what the kernels compute, for the warning.
+    """
+    if not is_available() or (device.type == "cuda") == is_interpreting():
+        return False
+    try:
+        trial()
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. ({error})",
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
 class FusedUpdate:
     """Updates of one bucket. Each update is one launch.
 
@@ -126,7 +143,7 @@ class FusedUpdate:
     def __call__(
         self, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None = None
     ) -> None:
-        """Queue one step, in place, of the pieces whose index is in `numbers` on the current stream.
+        """Queue one step on the current stream. It updates, in place, the pieces whose index is in `numbers`.
 
         `decision`: norm, factor and whether to skip, in fp64 on the device. The gradient is multiplied by this factor
         and by the factor in `numbers`.
@@ -160,8 +177,7 @@ class FusedUpdate:
         # Triton compiles a kernel for each kind of arguments. The kind includes the dtypes, which arguments are None,
         # and which are aligned to 16 bytes.
         kind = (store.format, _kind(grads), _kind(decision), *checked.kinds)
-        is_elsewhere = self._device.type == "cuda" and torch.cuda.current_device() != self._device.index
-        with torch.cuda.device(self._device) if is_elsewhere else nullcontext():
+        with on_device(self._device):
             self._launch(kind, arguments)
 
     def _launch(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> None:

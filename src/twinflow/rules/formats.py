@@ -1,5 +1,5 @@
 """State formats: the representation of master weights and optimizer states in memory. These functions are pure torch
-and run on any device. csrc/codecs.h and gpu/codecs.py give the same bits.
+and run on any device. csrc/codecs.h and gpu/kernel.py give the same bits.
 
 | format | first state (momentum) | second state (variance) | master of a bf16 weight | master of any other weight |
 |---|---|---|---|---|

@@ -103,7 +103,7 @@ class OtherKey:
 
 @dataclass(frozen=True, eq=False)  # compared by identity: there is one record per rule
 class Rule:
-    """One update rule. `apply` is the reference. The kernels (csrc/rules.h, gpu/rules.py) give the same bits."""
+    """One update rule. `apply` is the reference. The kernels (csrc/rules.h, gpu/kernel.py) give the same bits."""
 
     name: str
     title: str  # part of class names, such as "AdamW" in HostAdamW
