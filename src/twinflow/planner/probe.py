@@ -61,7 +61,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from twinflow import native
-from twinflow.device import Device, Event, Stream, device_for
+from twinflow.device import Device, Event, device_for
 from twinflow.errors import invalid_value
 from twinflow.native.cgroup import free_host_bytes, read_text
 from twinflow.native.threads import default_threads
@@ -186,27 +186,24 @@ def _is_positive(value: Any) -> bool:
 
 
 def write_rates(path: Path, facts: Facts, rates: Rates) -> None:
-    """Write the rates atomically. A failure is only a warning."""
+    """Write the rates. A failure is only a warning.
+
+    The text is written to a temporary file that is renamed, so that concurrent readers and writers see a complete file.
+    """
     text = json.dumps({"machine": facts, "rates": asdict(rates)}, indent=1) + "\n"
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, text)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         warnings.warn(
             f"The measured rates of this machine cannot be written to {path.parent} ({error}). Every start measures "
             "them again, which takes some seconds. Set TWINFLOW_CACHE to a folder that can be written.",
             stacklevel=2,
         )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write to a temporary file and rename it, so that concurrent readers and writers see a complete file."""
-    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def measure(device: torch.device, formats: Sequence[str] = STATES, budget_s: float = 3.0) -> Rates:
@@ -261,7 +258,8 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
     streams = device_for(device)
     try:
         copies = _Copies(streams, device, _COPY_BYTES // part)
-        rates = [copies.num_bytes / _seconds_each(work, share_s) for work in (copies.out, copies.back, copies.both)]
+        works = [partial(copies.run, directions) for directions in ((0,), (1,), (0, 1))]
+        rates = [copies.num_bytes / _seconds_each(work, share_s) for work in works]
         alone, copying = {}, {}
         numel = _HOST_NUMEL // part
         grad, weight = (_random_pinned(streams, numel, scale) for scale in (1e-2, 2e-2))
@@ -312,31 +310,19 @@ class _Copies:
 
     def __init__(self, streams: Device, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._out, self._in = streams.stream("out"), streams.stream("in")
+        self._streams = [streams.stream("out"), streams.stream("in")]
         # Buffers are written before they are read: unwritten memory maps to one page of zeros, which is fast to read.
         self._host = [streams.pinned(num_bytes, torch.uint8).zero_() for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         _wait(device)  # the streams of the copies are not ordered after the stream that wrote the zeros
 
-    def out(self, count: int) -> None:
-        """Copy from device to host."""
+    def run(self, directions: Sequence[int], count: int) -> None:
+        """Copy `count` times in each direction, and wait for all copies. 0: to the host, 1: to the device."""
         for _ in range(count):
-            self._queue_out()
-        self._out.synchronize()
-
-    def back(self, count: int) -> None:
-        """Copy from host to device."""
-        for _ in range(count):
-            self._queue_in()
-        self._in.synchronize()
-
-    def both(self, count: int) -> None:
-        """Copy `count` times in each direction, and wait for both."""
-        for _ in range(count):
-            self._queue_out()
-            self._queue_in()
-        self._out.synchronize()
-        self._in.synchronize()
+            for direction in directions:
+                self._queue(direction)
+        for direction in directions:
+            self._streams[direction].synchronize()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -344,8 +330,7 @@ class _Copies:
         the slower."""
         stop = threading.Event()
         with ThreadPoolExecutor(2) as executor:
-            ways = ((self._out, self._queue_out), (self._in, self._queue_in))
-            threads = [executor.submit(_keep_busy, stream, queue, stop) for stream, queue in ways]
+            threads = [executor.submit(self._keep_busy, direction, stop) for direction in (0, 1)]
             try:
                 yield
             finally:
@@ -353,21 +338,19 @@ class _Copies:
             for thread in threads:
                 thread.result()
 
-    def _queue_out(self) -> None:
-        self._out.run(lambda: self._host[0].copy_(self._device[0], non_blocking=True))
+    def _queue(self, direction: int) -> None:
+        pair = self._host[direction], self._device[direction]
+        target, source = reversed(pair) if direction else pair
+        self._streams[direction].run(lambda: target.copy_(source, non_blocking=True))
 
-    def _queue_in(self) -> None:
-        self._in.run(lambda: self._device[1].copy_(self._host[1], non_blocking=True))
-
-
-def _keep_busy(stream: Stream, queue: Callable[[], None], stop: threading.Event) -> None:
-    events: deque[Event] = deque()
-    while not stop.is_set():
-        queue()
-        events.append(stream.record())
-        if len(events) > _MAX_IN_FLIGHT:
-            events.popleft().synchronize()  # sleeps, so that the update threads can use this core
-    stream.synchronize()
+    def _keep_busy(self, direction: int, stop: threading.Event) -> None:
+        events: deque[Event] = deque()
+        while not stop.is_set():
+            self._queue(direction)
+            events.append(self._streams[direction].record())
+            if len(events) > _MAX_IN_FLIGHT:
+                events.popleft().synchronize()  # sleeps, so that the update threads can use this core
+        self._streams[direction].synchronize()
 
 
 def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
