@@ -38,7 +38,7 @@ def test_places_and_ranks_are_inverse() -> None:
     assert topology.get_axis_names() == ["pipe", "data", "model"]
     for rank in range(24):
         coord = topology.get_coord(rank)
-        assert topology.get_rank(**coord.to_dict()) == rank
+        assert topology.get_rank(**coord._asdict()) == rank
         assert tuple(coord) == (coord.pipe, coord.data, coord.model)
     assert topology.get_coord(13) == topology.get_coord(topology.get_rank(pipe=1, data=2, model=1))
 

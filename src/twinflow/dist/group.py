@@ -140,11 +140,8 @@ class Group:
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks in the order of the ranks, on the host."""
         rows = torch.empty(self.world, row.numel(), dtype=row.dtype)
-        if self.world == 1:
-            rows[0] = row
-        else:
-            self.sent_bytes += row.numel() * row.element_size() * (self.world - 1)
-            self._wait(_all_gather(rows.view(-1), row.contiguous(), self.handle, is_async=True))
+        rows[self.rank] = row
+        self.all_gather(rows.view(-1))
         return rows
 
     def _wait(self, work: Any) -> None:
@@ -159,9 +156,7 @@ class Group:
                     "the optimizer is closed or has failed",
                     "Look for the first error in the logs of all ranks.",
                 )
-            with suppress(
-                RuntimeError
-            ):  # A timeout: the ranks have not arrived yet. The last wait raises other errors.
+            with suppress(RuntimeError):  # The ranks have not arrived yet. The last wait raises other errors.
                 work.wait(_PATIENCE)
         work.wait()
 
@@ -192,7 +187,7 @@ def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedel
     """
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:
-        return Group(None, (0,), is_on_host=True)
+        return alone()
     is_some = ranks is not None  # Ranks outside the group do not make this call.
     handle = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=is_some)
     return Group(handle, members, is_on_host=backend == "gloo")

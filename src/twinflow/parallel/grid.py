@@ -24,12 +24,12 @@ class Grid:
     @property
     def pipe(self) -> int:
         """Position of this rank in the pipeline."""
-        return self.topology.get_coord(self.rank).pipe
+        return int(self.topology.get_coord(self.rank).pipe)
 
     @property
     def data(self) -> int:
         """Number of the model replica that this rank belongs to."""
-        return self.topology.get_coord(self.rank).data
+        return int(self.topology.get_coord(self.rank).data)
 
     @property
     def num_pipe(self) -> int:
@@ -46,7 +46,7 @@ class Grid:
 
     def ranks_along(self, axis: str) -> list[int]:
         """The ranks that differ from this one only on the given axis, in order. Includes this rank."""
-        here = self.topology.get_coord(self.rank).to_dict()
+        here = self.topology.get_coord(self.rank)._asdict()
         del here[axis]
         return self.topology.filter_match(**here)
 

@@ -253,7 +253,7 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
     if topology is not None:
         if topology.world_size() != world:
             raise invalid_value("topology", topology, f"a topology of {world} ranks")
-        return topology.get_coord(rank).to_dict()[PIPE]
+        return int(topology.get_coord(rank).pipe)
     if world % num_ranks:
         raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
     return rank // (world // num_ranks)

@@ -31,7 +31,6 @@ from twinflow.loss import IGNORE_INDEX, LOSS_CHUNK, Targets, chunked_cross_entro
 from twinflow.parallel.collectives import (
     SEQUENCE_DIM,
     copy_in,
-    gather_last,
     gather_sequence,
     join_sequence,
     reduce_out,
@@ -182,17 +181,14 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
 
 def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
     """Replace whole parameters by this rank's parts in all modules. Shared parameters stay shared."""
-    made = {key: _part(cut) for key, cut in cuts.items()}
+    made = {}
+    for key, cut in cuts.items():
+        made[key] = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
+        mark(made[key], cut.shard)
     for module in modules:
         for name, param in module._parameters.items():
             if id(param) in made:
                 module._parameters[name] = made[id(param)]
-
-
-def _part(cut: Cut) -> nn.Parameter:
-    part = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
-    mark(part, cut.shard)
-    return part
 
 
 def _set_sizes(module: Any, style: Style, world: int) -> None:
@@ -284,7 +280,7 @@ def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
 
 def _head(module: Any, group: Group, x: Tensor, targets: Tensor | None = None) -> Tensor:
     if targets is None:
-        return gather_last(linear(module, copy_in(x, group), module.bias), group)
+        return join_sequence(linear(module, copy_in(x, group), module.bias), group, dim=-1)
     assert module.bias is None
     return vocab_parallel_cross_entropy(x.flatten(0, -2), module.weight, targets.flatten(), group)
 

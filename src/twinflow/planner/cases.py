@@ -117,8 +117,8 @@ def best_case(run: Run, setting: Setting) -> Case:
         return case_at("best ratio", run, setting, 1.0 - resident)
     timing = timing_of(run, setting.rates, setting.link_rate)
     decision = clip_decision_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
-    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, decision, room, size, ways_of(run))
-    return case_at("best ratio", run, setting, best.ratio)
+    ratio, _ = best_ratio(items_of(run, timing), timing, setting.rates, run.states, decision, room, size, ways_of(run))
+    return case_at("best ratio", run, setting, ratio)
 
 
 def recommended(cases: Sequence[Case]) -> Case | None:

@@ -38,14 +38,6 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best share of elements whose state is on the host."""
-
-    ratio: float
-    prediction: Prediction
-
-
 def choose(
     items: Sequence[Item],
     timing: Timing,
@@ -92,7 +84,7 @@ def best_ratio(
     room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
-) -> Best:
+) -> tuple[float, Prediction]:
     """The best share of elements whose state is on the host, without streamed buckets. A bucket may be split.
 
     Raises a MemoryError if nothing fits.
@@ -117,7 +109,7 @@ def best_ratio(
     for _ in range(5 if high > low else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if run(middle).step_s <= goal else (low, middle)
-    return Best(low, run(low))
+    return low, run(low)
 
 
 def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
