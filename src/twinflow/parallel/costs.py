@@ -230,8 +230,11 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTim
 
 
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
-    """Time of every stage: its layers, the head on the last stage, and the communication of ZeRO-2 and 3 that compute
-    does not hide."""
+    """Time of every stage: its layers, the head on the last stage, and the communication that compute does not hide.
+
+    ZeRO-2 without a pipeline reduce-scatters gradients during every backward. ZeRO-3 also gathers weights during
+    forward and backward.
+    """
     layer, _ = layer_time(shape, layout, cluster)
     tokens = shape.sequence * layout.micro_batch
     head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates_of(cluster.machine).flops
@@ -239,27 +242,17 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
     @cache
     def stage_time(count: int, end: float) -> StageTime:
         forward, backward, weight = (count * s + end for s in (layer.forward_s, layer.input_s, layer.weight_s))
-        time = StageTime(forward, backward, weight, count * layer.recompute_s)
-        return _with_zero_talk(time, count, shape, layout, cluster)
+        again = count * layer.recompute_s
+        if layout.num_dp > 1 and layout.reduces_each:
+            ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
+            talk = link_of(cluster, layout, DATA).seconds(ring)
+            gathers = talk if layout.zero == 3 else 0.0
+            forward = max(forward, gathers)
+            backward += max(0.0, talk + gathers - (again + backward + weight))
+        return StageTime(forward, backward, weight, again)
 
     *others, last = stage_layers(shape, layout)
     return (*(stage_time(count, 0.0) for count in others), stage_time(last, head))
-
-
-def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
-    """Add communication that compute does not hide.
-
-    ZeRO-2 without a pipeline reduce-scatters gradients during every backward. ZeRO-3 also gathers weights during
-    forward and backward.
-    """
-    if layout.num_dp == 1 or not layout.reduces_each:
-        return time
-    ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
-    talk = link_of(cluster, layout, DATA).seconds(ring)
-    gathers = talk if layout.zero == 3 else 0.0
-    backward = time.recompute_s + time.input_s + time.weight_s
-    late = max(0.0, talk + gathers - backward)
-    return StageTime(max(time.forward_s, gathers), time.input_s + late, time.weight_s, time.recompute_s)
 
 
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:

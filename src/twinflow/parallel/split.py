@@ -9,9 +9,8 @@ padding. Targets are the unshifted labels that the model expects: the model's lo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -72,15 +71,11 @@ def _gpt2(model: Any) -> list[Part]:
     base = model.transformer
     first = {"transformer.wte": base.wte, "transformer.wpe": base.wpe, "transformer.drop": base.drop}
     mask = _maker_of(base, "create_causal_mask")
-    blocks = [
-        Part({f"transformer.h.{i}": block}, partial(_gpt2_block, block, model.config, mask), is_block=True)
-        for i, block in enumerate(base.h)
-    ]
-    return [
-        Part(first, partial(_gpt2_embed, base.wte, base.wpe, base.drop)),
-        *blocks,
-        _head("transformer.ln_f", base.ln_f, model),
-    ]
+    parts = [Part(first, partial(_gpt2_embed, base.wte, base.wpe, base.drop))]
+    for i, block in enumerate(base.h):
+        call = partial(_gpt2_block, block, model.config, mask)
+        parts.append(Part({f"transformer.h.{i}": block}, call, is_block=True))
+    return [*parts, _head("transformer.ln_f", base.ln_f, model)]
 
 
 def _gpt2_embed(tokens: nn.Module, positions: nn.Module, dropout: nn.Module, ids: Tensor) -> Any:
@@ -154,11 +149,9 @@ def _mask(make: Callable[..., Any], config: Any, x: Tensor, positions: Tensor) -
 
 
 # Adapters by class. A subclass uses the adapter of its base class.
-ADAPTERS: Final[Mapping[str, Callable[[Any], list[Part]]]] = MappingProxyType(
-    {
-        "GPT2LMHeadModel": _gpt2,
-        "LlamaForCausalLM": _decoder,
-        "MistralForCausalLM": _decoder,
-        "Qwen2ForCausalLM": _decoder,
-    }
-)
+ADAPTERS: Final = {
+    "GPT2LMHeadModel": _gpt2,
+    "LlamaForCausalLM": _decoder,
+    "MistralForCausalLM": _decoder,
+    "Qwen2ForCausalLM": _decoder,
+}

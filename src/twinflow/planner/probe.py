@@ -357,12 +357,7 @@ def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
     """Bytes/s that an elementwise operation reads and writes."""
     numel = _MEMORY_NUMEL // part
     source, target = (torch.ones(numel, dtype=torch.float32, device=device) for _ in range(2))
-
-    def work(count: int) -> None:
-        for _ in range(count):
-            torch.mul(source, 0.5, out=target)
-        _wait(device)
-
+    work = _repeated(partial(torch.mul, source, 0.5, out=target), device)
     return (source.nbytes + target.nbytes) / _seconds_each(work, share_s)
 
 
@@ -373,18 +368,24 @@ def _measure_products(device: torch.device, share_s: float, part: int) -> float:
     if is_cuda:  # GPUs before Ampere have no bf16 units and train in fp16
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     generator = torch.Generator(device).manual_seed(0)
-    inputs, weight, grad = (
-        torch.randn(width, width, generator=generator, dtype=dtype, device=device) for _ in range(3)
-    )
+    options = {"generator": generator, "dtype": dtype, "device": device}
+    inputs, weight, grad = (torch.randn(width, width, **options) for _ in range(3))
 
+    def products() -> None:
+        linear(inputs, weight)
+        torch.mm(grad, weight)
+        torch.mm(grad.t(), inputs)
+
+    return 3 * 2 * width**3 / _seconds_each(_repeated(products, device), share_s)
+
+
+def _repeated(operation: Callable[[], object], device: torch.device) -> Work:
     def work(count: int) -> None:
         for _ in range(count):
-            linear(inputs, weight)
-            torch.mm(grad, weight)
-            torch.mm(grad.t(), inputs)
+            operation()
         _wait(device)
 
-    return 3 * 2 * width**3 / _seconds_each(work, share_s)
+    return work
 
 
 def _wait(device: torch.device) -> None:
