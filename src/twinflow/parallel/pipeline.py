@@ -18,20 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import invalid_value
-from twinflow.parallel import partition
+from twinflow.parallel import partition, specs
 from twinflow.parallel.partition import LayerFacts
 from twinflow.parallel.schedules import Schedule, make_schedule
-from twinflow.parallel.specs import (
-    Item,
-    Part,
-    TiedLayerSpec,
-    checked,
-    is_loss,
-    make_layers,
-    num_params,
-    seeded,
-    type_name,
-)
+from twinflow.parallel.specs import Item, Part, TiedLayerSpec
 from twinflow.parallel.topology import PIPE, ProcessTopology
 
 LOSS: Final = -1  # used as a stage number: the part with the loss
@@ -95,7 +85,7 @@ class PipelineModule(nn.Module):
         layer_seconds: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        items = checked(layers, loss_fn)
+        items = specs.checked(layers, loss_fn)
         if activation_checkpoint_interval < 0:
             raise invalid_value("activation_checkpoint_interval", activation_checkpoint_interval, "a whole number >= 0")
         self.num_ranks = _num_ranks(num_stages, topology)
@@ -108,10 +98,10 @@ class PipelineModule(nn.Module):
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
 
         ranks = [shape.rank_of(stage) for stage in range(shape.num_stages) for _ in self._layers_of(stage)]
-        made = make_layers(
+        made = specs.make_layers(
             items,
             [rank == self.index for rank in ranks],
-            lambda spec, i: seeded(spec, base_seed + i, seed_fn or torch.manual_seed),
+            lambda spec, i: specs.seeded(spec, base_seed + i, seed_fn or torch.manual_seed),
         )
         for owned, rank in zip(made, ranks, strict=True):
             for name, module in owned.items() if rank == self.index else ():
@@ -119,14 +109,14 @@ class PipelineModule(nn.Module):
         # The parameters of this rank with copies on other ranks, in the same order on all ranks.
         self.ties, self.aliases = _find_ties(made, ranks, self.index)
         self.reused = _find_reused(made, ranks, self.index)  # names of parameters that several layers of this rank use
-        self._loss_part: Part | None = items[-1] if self.has_last and is_loss(items[-1]) else None
+        self._loss_part: Part | None = items[-1] if self.has_last and specs.is_loss(items[-1]) else None
         self.loss = loss_fn if self.has_last else None
         self._runs = {
             stage: _group(
                 [
                     _layer(i, items[i], made[i], checkpointable_layers)
                     for i in self._layers_of(stage)
-                    if not is_loss(items[i])  # the loss needs a target
+                    if not specs.is_loss(items[i])  # the loss needs a target
                 ],
                 activation_checkpoint_interval,
             )
@@ -268,7 +258,7 @@ def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) 
         raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)} numbers, one for each layer")
     counts = method.lower() == partition.PARAMETERS
     return tuple(
-        LayerFacts(type_name(item), num_params(item, counts), None if seconds is None else seconds[i])
+        LayerFacts(specs.type_name(item), specs.num_params(item, counts), None if seconds is None else seconds[i])
         for i, item in enumerate(items)
     )
 
@@ -326,7 +316,7 @@ def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Seque
         assert module is not None
         call = partial(_call_as, module, item.forward_fn)
     has_params = module is not None and next(module.parameters(), None) is not None
-    return Layer(index, call, has_params if reruns is None else type_name(item) in reruns)
+    return Layer(index, call, has_params if reruns is None else specs.type_name(item) in reruns)
 
 
 def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:

@@ -54,7 +54,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,31 +95,16 @@ Work = Callable[[int], None]  # runs an operation as often as its argument says,
 T = TypeVar("T")
 
 
-class Probed(NamedTuple):
-    """Rates, the seconds that it took to get them, and whether they are from the cache."""
-
-    rates: Rates
-    seconds: float
-    is_cached: bool
-
-
 def load_or_measure(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Rates:
     """The rates of this machine, from the cache or measured. `refresh`: measure in any case."""
-    return probe(device, folder=folder, refresh=refresh).rates
-
-
-def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Probed:
-    """Like `load_or_measure`, with the time it took and whether the rates are from the cache."""
-    start = time.perf_counter()
     facts = machine_facts(device)
     path = rates_file(facts, folder)
-    rates = None if refresh else read_rates(path, facts, STATES)
-    is_cached = rates is not None
+    rates = None if refresh else read_rates(path, facts)
     if rates is None:
         rates = measure(device)
-        if is_sane(rates, STATES):
+        if is_sane(rates):
             write_rates(path, facts, rates)
-    return Probed(rates, time.perf_counter() - start, is_cached)
+    return rates
 
 
 def machine_facts(device: torch.device) -> Facts:
@@ -160,21 +145,21 @@ def default_folder(environ: Mapping[str, str]) -> Path:
     return (home / ".cache" if home.is_absolute() else Path(tempfile.gettempdir())) / "twinflow"
 
 
-def read_rates(path: Path, facts: Facts, formats: Sequence[str]) -> Rates | None:
+def read_rates(path: Path, facts: Facts) -> Rates | None:
     """The rates in a file. None if the file is missing, of another machine, or invalid."""
     # ValueError: not JSON or not UTF-8. RecursionError: JSON nested too deeply.
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["machine"] == facts:
             rates = Rates(**saved["rates"])
-            return rates if is_sane(rates, formats) else None
+            return rates if is_sane(rates) else None
     return None
 
 
-def is_sane(rates: Rates, formats: Sequence[str]) -> bool:
-    """Whether all rates are positive numbers, and the rates of the host exist for every format."""
+def is_sane(rates: Rates) -> bool:
+    """Whether all rates are positive numbers, and the rates of the host exist for every state format."""
     hosts = (rates.host_params, rates.host_params_copying)
-    if not all(isinstance(host, Mapping) and set(formats) <= set(host) for host in hosts):
+    if not all(isinstance(host, Mapping) and set(STATES) <= set(host) for host in hosts):
         return False
     alone = (rates.out_bytes, rates.in_bytes, rates.duplex_bytes, rates.device_bytes, rates.flops)
     return all(_is_positive(rate) for rate in (*alone, *hosts[0].values(), *hosts[1].values()))
