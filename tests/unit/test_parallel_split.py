@@ -19,6 +19,7 @@ from twinflow.models.gpt import GPT, Block, GPTConfig
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import materialize
 from twinflow.parallel import Part, PipelineModule, profile_layers, split_model
+from twinflow.parallel.specs import type_name
 from twinflow.parallel.split import parts_of
 
 LAYOUTS = [("1f1b", 1, 1), ("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
@@ -289,7 +290,7 @@ def test_a_subclass_of_a_known_model() -> None:
     model = make_hf("llama")
     base: Callable[..., Any] = type(model)
     mine = type("Mine", (base,), {})(model.config)  # type: ignore[arg-type]
-    assert [part.type_name for part in parts_of(mine)][:2] == ["Embedding", "LlamaDecoderLayer"]
+    assert [type_name(part) for part in parts_of(mine)][:2] == ["Embedding", "LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
