@@ -63,8 +63,7 @@ def shape_like(numel: float, sequence: int = 2048) -> Shape:
     layers = (numel - VOCAB_SIZE * hidden) / (12 * hidden**2 + 13 * hidden)
     step = 8 if layers >= 48 else 2
     num_layers = max(step, step * round(layers / step))
-    heads = hidden // (_HEAD_WIDTH if hidden % _HEAD_WIDTH == 0 else 64)
-    heads = 160 if hidden == 25600 else heads
+    heads = 160 if hidden == 25600 else hidden // _HEAD_WIDTH
     return Shape(num_layers, hidden, heads, sequence, name=f"GPT shape, {num_layers} x {hidden}")
 
 

@@ -131,10 +131,6 @@ class Group:
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]  # machines of the ranks
 
-    @property
-    def crosses(self) -> bool:
-        return len(self.nodes) > 1
-
 
 @dataclass(frozen=True)
 class Mapped:
@@ -145,11 +141,7 @@ class Mapped:
 
     def crosses(self, axis: str) -> bool:
         """Whether any group of an axis spans several machines."""
-        return any(group.crosses for group in self.groups[axis])
-
-    def num_crossing(self, axis: str) -> int:
-        """Number of groups of an axis that span several machines."""
-        return sum(group.crosses for group in self.groups[axis])
+        return any(len(group.nodes) > 1 for group in self.groups[axis])
 
 
 def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
