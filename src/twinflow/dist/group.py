@@ -177,7 +177,6 @@ def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:
 
 
 def alone() -> Group:
-    """A group of one process."""
     return Group(None, (0,), is_on_host=True)
 
 

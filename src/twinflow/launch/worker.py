@@ -42,8 +42,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank."""
-
     rank: int
     time_s: float
     exit_code: int

@@ -40,8 +40,6 @@ LATENCY_S: Final = (1.0e-5, 2.5e-5)
 
 @dataclass(frozen=True)
 class Link:
-    """The link that a group uses."""
-
     crosses: bool  # whether the group spans several machines
     rate: float  # bytes/s of one group's ring while all groups communicate
     latency_s: float

@@ -40,8 +40,6 @@ REGIONS: Final = ("heads", "attention", "region")
 
 @dataclass(frozen=True)
 class Style:
-    """A parsed style."""
-
     kind: str
     num_fused: int = 1
     unit: int = 1

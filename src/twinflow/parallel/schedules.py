@@ -53,7 +53,6 @@ class Schedule:
         return rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in forward order."""
         return stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
 

@@ -30,8 +30,6 @@ PLAYED: Final = 3  # layouts to simulate for each layout in the result
 
 @dataclass(frozen=True)
 class LayoutAsk:
-    """The model, the machines and the options of a search."""
-
     shape: Shape
     cluster: Cluster
     num_gpus: int

@@ -52,8 +52,6 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Played:
-    """Result of a simulated step."""
-
     makespan_s: float
     busy_s: tuple[float, ...]  # by rank
     peak_in_flight: tuple[int, ...]  # by rank: most pairs of stage and micro-batch whose activations are held at once

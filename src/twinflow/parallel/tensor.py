@@ -420,7 +420,6 @@ class SharedSoftmax:
         self._group = group
 
     def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """The rows of the targets on this rank."""
         return own_targets(targets, num_rows, self._group.rank)
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,6 @@ class TiedGradients:
             torch.autograd.backward([param.view_as(param)], [grad])
 
     def close(self) -> None:
-        """Remove the hook."""
         self._handle.remove()
 
 

@@ -99,8 +99,6 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline and data parallelism."""
-
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__((PIPE, DATA), (num_pp, num_dp))
 
@@ -134,9 +132,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A grid on machines."""
-
-    places: tuple[RankPlace, ...]
+    places: tuple[RankPlace, ...]  # by rank
     groups: Mapping[str, tuple[Group, ...]]  # by axis
 
     def crosses(self, axis: str) -> bool:

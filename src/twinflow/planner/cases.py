@@ -20,8 +20,6 @@ _MAX_LAYERS: Final = 1 << 18
 
 @dataclass(frozen=True)
 class Setting:
-    """The rates and the memory of a machine."""
-
     rates: Rates  # rates of one GPU with its share of the host
     memory: Memory
     link_rate: float = 0.0

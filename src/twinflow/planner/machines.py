@@ -50,8 +50,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """Memory and cores of a machine."""
-
     ram_bytes: int
     cores: int
     dram_rate: float  # bytes/s read and written by all cores together
