@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from twinflow.errors import wrong_state
 
@@ -94,10 +95,8 @@ class Group:
             out.copy_(total)
         else:
             size = -(-whole.numel() // self.world)
-            padded = whole
-            if size * self.world != whole.numel():
-                padded = torch.zeros(size * self.world, dtype=whole.dtype)
-                padded[: whole.numel()] = whole
+            rest = size * self.world - whole.numel()
+            padded = pad(whole, (0, rest)) if rest else whole
             self._count(padded.numel() * dtype.itemsize)
             # The sum is sent in the narrower one of the two dtypes.
             total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
