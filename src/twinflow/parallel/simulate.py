@@ -37,12 +37,8 @@ class StageTime:
     recompute_s: float = 0.0  # recomputation before the gradient of the input, with activation checkpointing
 
     def seconds(self, kind: str) -> float:
-        if kind == "F":
-            return self.forward_s
-        if kind == "W":
-            return self.weight_s
         backward = self.recompute_s + self.input_s
-        return backward + self.weight_s if kind == "B" else backward
+        return {"F": self.forward_s, "B": backward + self.weight_s, "I": backward, "W": self.weight_s}[kind]
 
     @property
     def total_s(self) -> float:

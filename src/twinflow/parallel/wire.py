@@ -197,7 +197,8 @@ class Wire:
             while key not in self._mailbox:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"The message {key} did not come within {self._timeout_s:.0f} s.")
+                    late = f"The message {key} did not come within {self._timeout_s:.0f} s."
+                    raise RuntimeError(f"{late} Look for the first error in the logs of all ranks.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
         return tuple(

@@ -5,7 +5,7 @@ The input side of the model needs its weights first in forward and has its gradi
 time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
 GPU. More resident state means less work for the host. Once the GPU alone determines the time of a step, more resident
 state would only need memory. The state of a streamed bucket is in host memory, is copied to the GPU for its update, and
-is copied back. They are chosen only if they are clearly faster.
+is copied back. Streamed buckets are chosen only if the step becomes clearly faster.
 """
 
 from __future__ import annotations
