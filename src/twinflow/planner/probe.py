@@ -353,8 +353,7 @@ def _measure_products(device: torch.device, share_s: float, part: int) -> float:
     if is_cuda:  # GPUs before Ampere have no bf16 units and train in fp16
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     generator = torch.Generator(device).manual_seed(0)
-    options = {"generator": generator, "dtype": dtype, "device": device}
-    inputs, weight, grad = (torch.randn(width, width, **options) for _ in range(3))
+    inputs, weight, grad = torch.randn(3, width, width, generator=generator, dtype=dtype, device=device)
 
     def products() -> None:
         linear(inputs, weight)
