@@ -81,14 +81,6 @@ def error_of(tail: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output on stderr")
 
 
-def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def end_with_parent(number: int) -> Callable[[], None]:
     """Returns a function that makes Linux send this signal to the calling process when its parent dies."""
     if sys.platform != "linux":
@@ -169,7 +161,8 @@ def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
     tail.finish(1.0)
     exit_code = code if code >= 0 else 128 - code
     if code != 0 and not stops_s:  # A rank that was told to stop is not the cause.
-        error = error_of(tail.text) if code > 0 else f"killed by {signal_name(-code)}"
+        killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        error = error_of(tail.text) if code > 0 else f"killed by {killer}"
         time_s = tail.traceback_s if code > 0 and tail.traceback_s is not None else ended_s
         write_all(2, Failure(rank, time_s, exit_code, attempt, error).line().encode())
     return exit_code

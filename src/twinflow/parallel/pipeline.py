@@ -98,11 +98,8 @@ class PipelineModule(nn.Module):
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
 
         ranks = [shape.rank_of(stage) for stage in range(shape.num_stages) for _ in self._layers_of(stage)]
-        made = specs.make_layers(
-            items,
-            [rank == self.index for rank in ranks],
-            lambda spec, i: specs.seeded(spec, base_seed + i, seed_fn or torch.manual_seed),
-        )
+        is_here = [rank == self.index for rank in ranks]
+        made = specs.make_layers(items, is_here, base_seed, seed_fn or torch.manual_seed)
         for owned, rank in zip(made, ranks, strict=True):
             for name, module in owned.items() if rank == self.index else ():
                 _register(self, name, module)

@@ -157,11 +157,12 @@ def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.M
 
 
 def make_layers(
-    items: Sequence[Item], is_here: Sequence[bool], build: Callable[[LayerSpec, int], nn.Module]
+    items: Sequence[Item], is_here: Sequence[bool], base_seed: int, seed_fn: Callable[[int], object]
 ) -> list[dict[str, nn.Module]]:
     """The modules of every layer of the model by name: all existing modules, and the specs of this rank.
 
-    A module that is used again has the name of its first use and is built by `build(spec, index)` of that use.
+    A module that is used again has the name of its first use. A spec is built from `base_seed` plus the index of its
+    first use.
     """
     homes = [_first_use(items, i) for i in range(len(items))]
     here = {home for home, is_own in zip(homes, is_here, strict=True) if is_own}
@@ -171,7 +172,7 @@ def make_layers(
         if isinstance(item, nn.Module):
             modules[home] = item
         elif isinstance(item, LayerSpec) and home in here:
-            modules[home] = build(item, home)
+            modules[home] = seeded(item, base_seed + home, seed_fn)
     made: list[dict[str, nn.Module]] = []
     for item, home in zip(items, homes, strict=True):
         if isinstance(item, TiedLayerSpec) and home in modules:
