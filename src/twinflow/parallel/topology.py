@@ -99,6 +99,8 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
+    """Pipeline and data parallelism. The ranks of a stage are neighbours."""
+
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__((PIPE, DATA), (num_pp, num_dp))
 
