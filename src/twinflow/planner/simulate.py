@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from typing import Final
 
 from twinflow.planner.formats import UPDATE_BYTES, state_bytes
@@ -228,11 +229,12 @@ class Play:
         self._start()
         rates = self.unit_rates[(_OUT in self.tasks) + (_IN in self.tasks)]
         busy = [unit for unit in _UNITS if unit in self.tasks]
-        ends = [self.left[unit] / rates[unit] for unit in busy]
-        ends += [self.decision_in] if self.decision_in > 0.0 else []
-        ends += [limit] if limit is not None else []
-        assert ends, "the step waits for weights that no task produces"
-        seconds = min(ends)
+        seconds = inf if limit is None else limit
+        for unit in busy:
+            seconds = min(seconds, self.left[unit] / rates[unit])
+        if self.decision_in > 0.0:
+            seconds = min(seconds, self.decision_in)
+        assert seconds < inf, "the step waits for weights that no task produces"
         self.now += seconds
         self.debt_s = max(0.0, self.debt_s - seconds)
         if self.decision_in > 0.0:
