@@ -176,7 +176,7 @@ def engine_of(shape: Shape, layout: Layout, rank: int, device: torch.device) -> 
     module = module_of(shape, layout, rank, device)
     ranks = replace(ALONE, world_size=layout.num_dp)
     replicas = Mirror(layout.num_dp)
-    ties = [TiedGradients(tie.param, Mirror(len(tie.ranks)), replicas) for tie in module.ties]
+    ties = [TiedGradients(module.get_parameter(tie.local), Mirror(len(tie.ranks)), replicas) for tie in module.ties]
     with mock.patch("twinflow.zero.shared.new_group", side_effect=lambda *_, **__: Mirror(layout.num_dp)):
         twin = make_optimizer(config, batch, module, None, None, ranks)
     wire = Void(rank, device, (layout.micro_batch, shape.sequence, shape.hidden))

@@ -165,15 +165,16 @@ class Recorder(Play):
 
     def _advance(self, limit: float | None) -> float:
         self._start()
-        at_work = {"out": self.out and self.out[1], "back": self.back and self.back[1], "host": self.update}
-        at_work["wait"] = 0 if limit is None else None
+        at_work = {unit: block for unit, (_, block) in self.tasks.items()}
+        if limit is None:
+            at_work["wait"] = 0
         start = self.begun + self.now
         taken = super()._advance(limit)
         for lane, block in at_work.items():
-            if block is not None:  # a span goes on where the one before it has ended
-                before = next((s for s in self.spans if s[:2] == (lane, block) and abs(s[3] - start) < 1e-6), None)
-                self.spans = [span for span in self.spans if span != before]
-                self.spans.append((lane, block, before[2] if before else start, start + taken))
+            # a span goes on where the one before it has ended
+            before = next((s for s in self.spans if s[:2] == (lane, block) and abs(s[3] - start) < 1e-6), None)
+            self.spans = [span for span in self.spans if span != before]
+            self.spans.append((lane, block, before[2] if before else start, start + taken))
         return taken
 
     def _run(self, seconds: float) -> None:
@@ -215,7 +216,7 @@ def overlap(p: Picture) -> None:
     p.lane(36, "model on the GPU", work + waits)
     p.lane(98, "gradients are copied to the host", spans("out"))
     p.lane(160, "the host updates masters and states", spans("host"))
-    p.lane(222, "new weights are copied to the GPU", spans("back"))
+    p.lane(222, "new weights are copied to the GPU", spans("in"))
     p.line(step, 32, step, 284, "mark dashed")
     p.text(step + 5, 300, "step() returns", anchor="middle")
     p.note(

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +19,7 @@ from twinflow.config.fields import HONOURED, REFUSED, UNUSED, dotted, is_on
 from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
 from twinflow.config.schema import RENAMES, Key, keys
 from twinflow.conflicts import CONFLICTS
-from twinflow.parallel.support import LIMITS
-from twinflow.parallel.support import table as support_table
+from twinflow.parallel.support import LIMITS, Combination, broken
 from twinflow.planner.costs import Bytes, Memory, Run, bytes_of, fits, placed_at
 from twinflow.planner.formats import STATES, WEIGHT_BYTES, state_bytes
 from twinflow.planner.machines import GPUS
@@ -312,12 +312,7 @@ def conflict_tables() -> str:
 
 def limit_table() -> str:
     """The conflicts with pipeline and tensor ranks."""
-    rows = []
-    for limit in LIMITS:
-        values = ", ".join(map(repr, limit.allowed))
-        option = limit.key if isinstance(limit.allowed[0], bool) else f"{limit.key}, except {values},"
-        remedy = limit.remedy or "Leave out one of the two."
-        rows.append((option, f"{' or '.join(sorted(limit.axes))} ranks", limit.reason, remedy))
+    rows = [(limit.key, f"{' or '.join(limit.axes)} ranks", limit.reason, limit.remedy) for limit in LIMITS]
     return f"\n{refusals(rows)}\n\n"
 
 
@@ -432,6 +427,35 @@ def stages_table() -> str:
         # With stage 0 every rank has the whole state.
         rows.append([name, f"{gb(alone.gpu_total)} / {gb(alone.host_total * world)}", *shared])
     return markdown(["model", "stage 0", "stages 1 and 2", "stage 3"], rows)
+
+
+# docs/3d.md
+
+
+def support_table() -> str:
+    """Which features work on which axes."""
+    features: list[tuple[str, Combination]] = [
+        *((f"ZeRO stage {stage}", Combination(stage=stage)) for stage in range(4)),
+        ("`offload_optimizer`, with any number as `ratio`", Combination(ratio=0.5)),
+        ("`offload_optimizer`, ratio `auto`", Combination(ratio="auto")),
+        ("`delayed_update`", Combination(delayed_update=True)),
+        ("`offload_param`", Combination(stage=3, offload_param=True)),
+        ("1-bit Adam", Combination(stage=1)),
+        ("activation checkpointing", Combination()),
+        ("checkpointing with inputs on the host (`cpu_checkpointing`)", Combination(cpu_checkpointing=True)),
+        ("checkpointing with partitioned inputs (`partition_activations`)", Combination(partition_activations=True)),
+        ("`tensor_parallel.sequence`", Combination(sequence=True)),
+        ("`tensor_parallel.sequence` with a Hugging Face model", Combination(sequence=True, foreign=True)),
+        ("sparse attention", Combination()),
+        ("sparse attention with a pattern for each head", Combination(head_patterns=True)),
+    ]
+    layouts = {"pipeline": (2, 1), "tensor": (1, 2), "pipeline x tensor": (2, 2)}
+    rows = [f"| | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    for name, asked in features:
+        found = [next(broken(replace(asked, pipe=p, model=m)), None) for p, m in layouts.values()]
+        cells = ["yes" if limit is None else f"no, because {limit.reason}" for limit in found]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name of the marks

@@ -263,18 +263,19 @@ def collectives_gap(group: Group) -> dict[str, float]:
     pairs = {
         "copy_in": ("same", "sum", None),
         "reduce_out": ("sum", "same", None),
-        "gather_last": ("join", "part", -1),
         "gather_sequence": ("join", "sum part", 1),
         "scatter_sequence": ("sum part", "join", 1),
         "split_sequence": ("part", "join", 1),
         "join_sequence": ("join", "part", 1),
+        "join_sequence, -1": ("join", "part", -1),
     }
     gaps = {}
     for name, (there, back, dim) in pairs.items():
         shape = (3, 4 * group.world, 4 * group.world)
         xs = [_of_rank(rank, shape) for rank in range(group.world)]
         x = xs[group.rank].requires_grad_()
-        y = getattr(collectives, name)(x, group)
+        call, *dims = name.split(", ")
+        y = getattr(collectives, call)(x, group, *map(int, dims))
         wanted = _whole_of_ranks(there, [other.detach() for other in xs], group.rank, dim or 0)
         grads = [_of_rank(100 + rank, tuple(y.shape)) for rank in range(group.world)]
         y.backward(grads[group.rank])

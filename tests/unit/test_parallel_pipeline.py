@@ -124,7 +124,7 @@ def test_ties_on_one_rank_and_on_two() -> None:
     for module in (first, last):
         (tie,) = module.ties
         assert (tie.name, tie.local, tie.ranks) == ("layers.0.weight", "layers.0.weight", (0, 2))
-        assert tie.param is module.get_parameter("layers.0.weight")
+        assert module.get_parameter(tie.local) is module.get_parameter("layers.0.weight")
         assert module.aliases == {}
 
 

@@ -19,6 +19,7 @@ from twinflow.models.gpt import GPT, Block, GPTConfig
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import materialize
 from twinflow.parallel import Part, PipelineModule, profile_layers, split_model
+from twinflow.parallel.specs import type_name
 from twinflow.parallel.split import parts_of
 
 LAYOUTS = [("1f1b", 1, 1), ("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
@@ -119,7 +120,7 @@ def test_ties_of_a_gpt(tied: bool) -> None:
     assert found == ([(name, name, (0, 2)), (name, "head.weight", (0, 2))] if tied else [])
     assert last.aliases == ({"head.weight": name} if tied else {})
     if tied:
-        assert last.ties[0].param is last.get_parameter("head.weight")
+        assert last.get_parameter(last.ties[0].local) is last.get_parameter("head.weight")
     both = split(make_gpt(tied), "zbv", 2, 2)[0]  # both ends on one rank: one parameter
     assert both.ties == ()
     assert (both.get_parameter("head.weight") is both.get_parameter(name)) == tied
@@ -289,7 +290,7 @@ def test_a_subclass_of_a_known_model() -> None:
     model = make_hf("llama")
     base: Callable[..., Any] = type(model)
     mine = type("Mine", (base,), {})(model.config)  # type: ignore[arg-type]
-    assert [part.type_name for part in parts_of(mine)][:2] == ["Embedding", "LlamaDecoderLayer"]
+    assert [type_name(part) for part in parts_of(mine)][:2] == ["Embedding", "LlamaDecoderLayer"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,14 +1,11 @@
-"""What does not go with pipeline or tensor ranks is refused with its reason, and the docs' table says the same."""
+"""What does not go with pipeline or tensor ranks is refused with its reason."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from twinflow.parallel.support import LIMITS, Combination, broken, check, table
+from twinflow.parallel.support import LIMITS, Combination, broken, check
 
-PAGE = Path(__file__).parents[2] / "docs" / "3d.md"
 REFUSED = {
     "zero_optimization.stage=3 cannot be used with tensor": Combination(model=2, stage=3),
     "offload_param.device='cpu' cannot be used with pipeline": Combination(pipe=2, stage=3, offload_param=True),
@@ -43,7 +40,3 @@ def test_every_limit_is_tried() -> None:
 def test_one_process_and_replicas_may_do_everything() -> None:
     for asked in REFUSED.values():
         check(Combination(1, 1, *list(vars(asked).values())[2:]))
-
-
-def test_the_docs_say_the_same() -> None:
-    assert table() in PAGE.read_text(), "run: python docs/tables.py"

@@ -111,7 +111,7 @@ def compressed_all_reduce(
 def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> None:
     """Moves `published`, which is equal on all ranks, towards the values of the owners. `own` is the part of this rank.
 
-    What the encoding loses is part of the next difference. Therefore no error tensor is needed.
+    The quantization error is part of the next difference. Therefore no error tensor is needed.
     """
     packing, code = packing_for(own.device), coding.code
     packed = torch.empty(group.world, code.row_bytes(own.numel()), dtype=torch.uint8, device=own.device)

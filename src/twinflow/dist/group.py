@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from twinflow.errors import wrong_state
 
@@ -94,10 +95,8 @@ class Group:
             out.copy_(total)
         else:
             size = -(-whole.numel() // self.world)
-            padded = whole
-            if size * self.world != whole.numel():
-                padded = torch.zeros(size * self.world, dtype=whole.dtype)
-                padded[: whole.numel()] = whole
+            rest = size * self.world - whole.numel()
+            padded = pad(whole, (0, rest)) if rest else whole
             self._count(padded.numel() * dtype.itemsize)
             # The sum is sent in the narrower one of the two dtypes.
             total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
@@ -140,11 +139,8 @@ class Group:
     def gather_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks in the order of the ranks, on the host."""
         rows = torch.empty(self.world, row.numel(), dtype=row.dtype)
-        if self.world == 1:
-            rows[0] = row
-        else:
-            self.sent_bytes += row.numel() * row.element_size() * (self.world - 1)
-            self._wait(_all_gather(rows.view(-1), row.contiguous(), self.handle, is_async=True))
+        rows[self.rank] = row
+        self.all_gather(rows.view(-1))
         return rows
 
     def _wait(self, work: Any) -> None:
@@ -159,9 +155,7 @@ class Group:
                     "the optimizer is closed or has failed",
                     "Look for the first error in the logs of all ranks.",
                 )
-            with suppress(
-                RuntimeError
-            ):  # A timeout: the ranks have not arrived yet. The last wait raises other errors.
+            with suppress(RuntimeError):  # The ranks have not arrived yet. The last wait raises other errors.
                 work.wait(_PATIENCE)
         work.wait()
 
@@ -182,7 +176,6 @@ def _reduce_scatter(part: Tensor, whole: Tensor, handle: Any) -> None:
 
 
 def alone() -> Group:
-    """A group of one process."""
     return Group(None, (0,), is_on_host=True)
 
 
@@ -192,7 +185,7 @@ def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedel
     """
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:
-        return Group(None, (0,), is_on_host=True)
+        return alone()
     is_some = ranks is not None  # Ranks outside the group do not make this call.
     handle = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=is_some)
     return Group(handle, members, is_on_host=backend == "gloo")

@@ -79,12 +79,10 @@ def choose_hosts(
     num_gpus: int | None = None,
 ) -> list[Host]:
     """The hosts and slots to use, in the order of the pool. `num_nodes` and `num_gpus` select the first ones."""
-    if include and exclude:
-        raise incompatible("--exclude", "--include", "each of them selects the slots", "Give only one of them.")
-    for option, count in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
-        if count is not None and (include or exclude):
-            other = "--include" if include else "--exclude"
-            raise incompatible(option, other, "each of them selects the slots", "Give only one of them.")
+    options = {"--include": include, "--exclude": exclude, "--num_nodes": num_nodes, "--num_gpus": num_gpus}
+    given = [option for option, value in options.items() if value not in (None, "")]
+    if (include or exclude) and len(given) > 1:
+        raise incompatible(given[1], given[0], "each of them selects the slots", "Give only one of them.")
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         expected = f"a number from 1 to {len(pool)}, the number of hosts"
         raise invalid_value("--num_nodes", num_nodes, expected, "List more hosts in a --hostfile.")
@@ -201,9 +199,8 @@ def _visible_devices(host: Host, visible: str) -> dict[str, str]:
     here = visible.split(",") if visible else [str(slot) for slot in range(host.num_slots)]
     if len(here) < host.num_slots:
         expected = f"a list of {host.num_slots} GPUs, one for each slot of {host.name}"
-        raise invalid_value(
-            "CUDA_VISIBLE_DEVICES", visible, expected, "Change this variable, or the slots in the hostfile."
-        )
+        remedy = "Change this variable, or the slots in the hostfile."
+        raise invalid_value("CUDA_VISIBLE_DEVICES", visible, expected, remedy)
     return {"CUDA_VISIBLE_DEVICES": ",".join(here[slot] for slot in host.slots)}
 
 

@@ -71,44 +71,35 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
     local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env else "LOCAL_WORLD_SIZE"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)  # DeepSpeed's launcher sets LOCAL_SIZE.
     _need(env, (*names, "MASTER_ADDR", "MASTER_PORT"), "Start the script with torchrun or `twinflow launch`.")
-    return _checked(env, names, env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+    return _checked(env, names, env["MASTER_ADDR"], DEFAULT_PORT)
 
 
 def _mpi(env: Mapping[str, str], names: Sequence[str], starter: str) -> RankEnvironment:
+    """The rank from variables of MPI, which do not include the address of rank 0. One machine does not need it."""
     _need(env, names, f"Start the script with {starter}.")
-    return _checked(env, names, _mpi_address(env, names[2], names[3]), _port(env, DEFAULT_PORT))
-
-
-def _mpi_address(env: Mapping[str, str], size: str, local_size: str) -> str:
-    """The address of rank 0. MPI does not provide it, and on one machine it is not needed."""
-    if "MASTER_ADDR" not in env and _number(env, size) != _number(env, local_size):
+    if "MASTER_ADDR" not in env and _number(env, names[2]) != _number(env, names[3]):
         remedy = "Set it with mpirun -x MASTER_ADDR=HOST."
         raise invalid_value("MASTER_ADDR", None, "the address of rank 0's machine", remedy)
-    return env.get("MASTER_ADDR", LOCAL_ADDRESS)
+    return _checked(env, names, env.get("MASTER_ADDR", LOCAL_ADDRESS), DEFAULT_PORT)
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     if "SLURM_STEP_NODELIST" not in env and env["SLURM_PROCID"] == "0" and env.get("SLURM_NTASKS", "1") == "1":
         return None  # A batch script with one task has a rank, but srun did not start it.
-    _need(
-        env,
-        ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
-        "Start the script with srun, or unset SLURM_PROCID for one process.",
-    )
-    counts = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
-    if counts is None:
-        _need(env, ("SLURM_STEP_TASKS_PER_NODE",), "Start the script with srun.")
-    assert counts is not None
+    names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"]
+    tasks_name = "SLURM_TASKS_PER_NODE" if "SLURM_TASKS_PER_NODE" in env else "SLURM_STEP_TASKS_PER_NODE"
+    remedy = "Start the script with srun, or unset SLURM_PROCID for one process."
+    _need(env, [*names, "SLURM_STEP_NODELIST", tasks_name], remedy)
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE", env[tasks_name])
     tasks = tasks_per_node(counts)
-    node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    node = _number(env, "SLURM_NODEID", 0)
     if node >= len(tasks):
         raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, because {counts!r} has {len(tasks)} nodes")
-    values = {**env, "tasks of this node": str(tasks[node])}
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "tasks of this node")
+    own = "tasks of this node"
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     # Two jobs on one node need different ports. The port depends on the job ID and is below the ephemeral ports.
-    job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
-    return _checked(values, names, address, _port(env, 20000 + job % 10000))
+    port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 10000
+    return _checked({**env, own: str(tasks[node])}, [*names, own], address, port)
 
 
 def first_host(nodelist: str) -> str:
@@ -140,27 +131,23 @@ def _need(env: Mapping[str, str], names: Sequence[str], remedy: str) -> None:
         )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in env:
+        return default
     if not re.fullmatch(r"[0-9]+", env[name]):
         raise invalid_value(name, env[name], "a whole number >= 0")
     return int(env[name])
 
 
-def _port(env: Mapping[str, str], default: int) -> int:
-    return _number(env, "MASTER_PORT") if "MASTER_PORT" in env else default
-
-
-def _checked(env: Mapping[str, str], names: Sequence[str], address: str, port: int) -> RankEnvironment:
+def _checked(env: Mapping[str, str], names: Sequence[str], address: str, default_port: int) -> RankEnvironment:
     """Checks that the rank is below the world size and the local rank is below the local size. `names`: rank, local
     rank, size, local size.
     """
-    rank, local_rank, world_size, local_size = (_number(env, name) for name in names)
-    for name, value, size_name, size in (
-        (names[0], rank, names[2], world_size),
-        (names[1], local_rank, names[3], local_size),
-    ):
-        if value >= size:
-            raise invalid_value(name, value, f"below {size_name}, which is {size}")
+    rank, local_rank, world_size, local_size = numbers = [_number(env, name) for name in names]
+    for i in (0, 1):
+        if numbers[i] >= numbers[i + 2]:
+            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}")
+    port = _number(env, "MASTER_PORT", default_port)
     if local_size > world_size:
         raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
     if not 1 <= port <= 65535:
@@ -200,11 +187,10 @@ def init_distributed(
     os.environ.update(gloo_variables(found, env))
     timeout = timedelta(seconds=timeout_s)
     store = _attempts_store(found, timeout)
-    chosen = backend
     if backend != "gloo":
         card = str(torch.cuda.get_device_properties().uuid) if has_cuda else ""
-        chosen = choose_backend(backend, shared_card(store, found, card, timeout))
-    distributed.init_process_group(chosen, store=store, timeout=timeout, rank=found.rank, world_size=found.world_size)
+        backend = choose_backend(backend, shared_card(store, found, card, timeout))
+    distributed.init_process_group(backend, store=store, timeout=timeout, rank=found.rank, world_size=found.world_size)
     return found
 
 
@@ -244,11 +230,8 @@ def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, 
     """
     if found.world_size == found.local_world_size or "GLOO_SOCKET_IFNAME" in env:
         return {}
-    for address in (found.master_addr, OUTSIDE):
-        name = interface_towards(address)
-        if name is not None:
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
+    name = interface_towards(found.master_addr) or interface_towards(OUTSIDE)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
 def interface_towards(address: str) -> str | None:

@@ -39,11 +39,10 @@ def check_same(store: Store, rank: int, world_size: int, facts: Mapping[str, str
         keys.set("result", json.dumps({"missing": missing, "different": {k: v for k, v in verdicts.items() if v}}))
     else:
         if wait_for(keys, ["facts"], timeout_s):
-            raise TimeoutError(f"Rank 0 did not call check_same within {timeout_s:g} s. See its output for the reason.")
+            raise _late("Rank 0 did not call check_same within", timeout_s)
         keys.set(f"verdict/{rank}", json.dumps(_difference(facts, keys)))
         if wait_for(keys, ["result"], timeout_s + PUBLISH_S):
-            message = f"Rank 0 did not answer in check_same within {timeout_s:g} s. See its output for the reason."
-            raise TimeoutError(message)
+            raise _late("Rank 0 did not answer in check_same within", timeout_s)
     result = json.loads(keys.get("result"))
     if result["missing"] or result["different"]:
         keys.set(f"read/{rank}", "1")
@@ -57,13 +56,15 @@ def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], tim
     ranks = {int(key.split("/")[1]): value for key, value in different.items()}
     if not ranks:
         late = ", ".join(key.split("/")[1] for key in missing)
-        return TimeoutError(
-            f"Rank {late} did not call check_same within {timeout_s:g} s. See its output for the reason."
-        )
+        return _late(f"Rank {late} did not call check_same within", timeout_s)
     who = rank if rank in ranks else min(ranks)
     name, here, there = ranks[who]
     remedy = "Start every rank with the same script, config and versions."
     return invalid_value(f"The value of {name} on rank {who}", here, f"{there!r}, as on rank 0", remedy)
+
+
+def _late(what: str, timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"{what} {timeout_s:g} s. See its output for the reason.")
 
 
 def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:

@@ -42,8 +42,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one rank."""
-
     rank: int
     time_s: float
     exit_code: int
@@ -81,14 +79,6 @@ def error_of(tail: str) -> str:
             if line.strip() and not line[0].isspace():
                 return line.strip()
     return next((line.strip() for line in reversed(lines) if line.strip()), "no output on stderr")
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def end_with_parent(number: int) -> Callable[[], None]:
@@ -146,24 +136,13 @@ def write_all(out: int, data: bytes) -> None:
             data = data[os.write(out, data) :]
 
 
-class Stop:
-    """A signal handler that records when this process was told to end."""
-
-    def __init__(self) -> None:
-        self.since_s: float | None = None
-
-    def __call__(self, number: int, frame: object) -> None:
-        if self.since_s is None:
-            self.since_s = time.monotonic()
-
-
 def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
     """Runs a rank until it ends. Returns the exit code, which is 128 + n after signal n as in a shell."""
     orphaned = end_with_parent(signal.SIGKILL)
     orphaned()
-    stop = Stop()
+    stops_s: list[float] = []  # when this process was told to end
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
+        signal.signal(number, lambda number, frame: stops_s.append(time.monotonic()))
     child = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
@@ -173,24 +152,20 @@ def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
     assert child.stdout is not None
     assert child.stderr is not None
     output, tail = Tail(child.stdout, 1), Tail(child.stderr, 2)
-    code = _wait(child, stop)
+    while (code := child.poll()) is None:
+        if stops_s and time.monotonic() - stops_s[0] > STOP_GRACE_S:
+            child.kill()
+        time.sleep(0.02)
     ended_s = time.time()
     output.finish(1.0)
     tail.finish(1.0)
     exit_code = code if code >= 0 else 128 - code
-    if code != 0 and stop.since_s is None:  # A rank that was told to stop is not the cause.
-        error = error_of(tail.text) if code > 0 else f"killed by {signal_name(-code)}"
+    if code != 0 and not stops_s:  # A rank that was told to stop is not the cause.
+        killer = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        error = error_of(tail.text) if code > 0 else f"killed by {killer}"
         time_s = tail.traceback_s if code > 0 and tail.traceback_s is not None else ended_s
         write_all(2, Failure(rank, time_s, exit_code, attempt, error).line().encode())
     return exit_code
-
-
-def _wait(child: subprocess.Popen[bytes], stop: Stop) -> int:
-    while (code := child.poll()) is None:
-        if stop.since_s is not None and time.monotonic() - stop.since_s > STOP_GRACE_S:
-            child.kill()
-        time.sleep(0.02)
-    return code
 
 
 def rank_words(words: list[str], local_rank: str) -> list[str]:

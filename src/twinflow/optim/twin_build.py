@@ -189,7 +189,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
     is_split = zero.grid.num_model > 1
     shared: dict[Tensor, str] = {p: "tensor" for p in model.parameters() if is_split and shard_of(p) is None}
     ties = model.ties if isinstance(model, PipelineModule) else ()
-    return shared | {tie.param: f"tie {tie.name}" for tie in ties}
+    return shared | {model.get_parameter(tie.local): f"tie {tie.name}" for tie in ties}
 
 
 def fitted(

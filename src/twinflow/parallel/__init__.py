@@ -12,17 +12,8 @@ if TYPE_CHECKING:
     from twinflow.parallel.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 # Imported on first access, because `twinflow plan` needs neither torch nor a model.
-_HOMES = {
-    "LayerSpec": "specs",
-    "Part": "specs",
-    "PipeDataParallelTopology": "topology",
-    "PipeModelDataParallelTopology": "topology",
-    "PipelineModule": "pipeline",
-    "ProcessTopology": "topology",
-    "TiedLayerSpec": "specs",
-    "profile_layers": "pipeline",
-    "split_model": "split",
-}
+_HOMES = {"LayerSpec": "specs", "Part": "specs", "PipelineModule": "pipeline", "TiedLayerSpec": "specs"}
+_HOMES |= {"profile_layers": "pipeline", "split_model": "split"}  # all other names are from topology
 __all__ = [
     "LayerSpec",
     "Part",
@@ -37,6 +28,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"twinflow.parallel.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"twinflow.parallel.{_HOMES.get(name, 'topology')}"), name)

@@ -34,11 +34,6 @@ def reduce_out(x: Tensor, group: Group) -> Tensor:
     return x if group.world == 1 else _go(x, partial(summed, group=group), _same)
 
 
-def gather_last(x: Tensor, group: Group) -> Tensor:
-    """The features of all ranks, replicated."""
-    return join_sequence(x, group, -1)
-
-
 def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
     """This rank's part of a replicated tensor. Backward gathers the gradient of the whole tensor."""
     return _along(x, group, dim, own_part, joined)

@@ -40,8 +40,6 @@ LATENCY_S: Final = (1.0e-5, 2.5e-5)
 
 @dataclass(frozen=True)
 class Link:
-    """The link that a group uses."""
-
     crosses: bool  # whether the group spans several machines
     rate: float  # bytes/s of one group's ring while all groups communicate
     latency_s: float
@@ -211,17 +209,11 @@ def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
     return max(0.0, fullest.gpu_bytes - memory.gpu_bytes) + max(0.0, over_host)
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """Time of one layer and micro-batch on a tensor rank, and the communication in a forward."""
+def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, float]:
+    """Time of one layer and micro-batch on a tensor rank, and the part of a forward that is communication.
 
-    time: StageTime
-    talk_s: float
-
-
-def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
-    """Time of a layer: matrix products, memory traffic, and two all-reduces each in forward, backward and
-    recomputation."""
+    The time includes matrix products, memory traffic, and two all-reduces each in forward, backward and recomputation.
+    """
     rates, tokens = rates_of(cluster.machine), shape.sequence * layout.micro_batch
     products, attention = (flops / layout.num_tp / rates.flops for flops in shape.layer_flops(tokens))
     traffic = GPT_TRAFFIC * shape.hidden * tokens / rates.device_bytes / layout.num_tp
@@ -232,40 +224,33 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> LayerTime:
     forward = max(products + attention + traffic, GPT_LAUNCH_S) + talk
     backward = max(products + 2.0 * attention + traffic, GPT_LAUNCH_S) + talk
     weight = max(products, GPT_LAUNCH_S / 2.0)
-    return LayerTime(StageTime(forward, backward, weight, forward if layout.checkpointing else 0.0), talk)
+    return StageTime(forward, backward, weight, forward if layout.checkpointing else 0.0), talk
 
 
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
-    """Time of every stage: its layers, the head on the last stage, and the communication of ZeRO-2 and 3 that compute
-    does not hide."""
-    layer, rates = layer_time(shape, layout, cluster).time, rates_of(cluster.machine)
-    tokens = shape.sequence * layout.micro_batch
-    head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates.flops
-
-    @cache
-    def stage_time(count: int, end: float) -> StageTime:
-        forward, backward, weight = (count * s + end for s in (layer.forward_s, layer.input_s, layer.weight_s))
-        time = StageTime(forward, backward, weight, count * layer.recompute_s)
-        return _with_zero_talk(time, count, shape, layout, cluster)
-
-    *others, last = stage_layers(shape, layout)
-    return (*(stage_time(count, 0.0) for count in others), stage_time(last, head))
-
-
-def _with_zero_talk(time: StageTime, count: int, shape: Shape, layout: Layout, cluster: Cluster) -> StageTime:
-    """Add communication that compute does not hide.
+    """Time of every stage: its layers, the head on the last stage, and the communication that compute does not hide.
 
     ZeRO-2 without a pipeline reduce-scatters gradients during every backward. ZeRO-3 also gathers weights during
     forward and backward.
     """
-    if layout.num_dp == 1 or not layout.reduces_each:
-        return time
-    ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
-    talk = link_of(cluster, layout, DATA).seconds(ring)
-    gathers = talk if layout.zero == 3 else 0.0
-    backward = time.recompute_s + time.input_s + time.weight_s
-    late = max(0.0, talk + gathers - backward)
-    return StageTime(max(time.forward_s, gathers), time.input_s + late, time.weight_s, time.recompute_s)
+    layer, _ = layer_time(shape, layout, cluster)
+    tokens = shape.sequence * layout.micro_batch
+    head = 2.0 * shape.end_numel * tokens / layout.num_tp / rates_of(cluster.machine).flops
+
+    @cache
+    def stage_time(count: int, end: float) -> StageTime:
+        forward, backward, weight = (count * s + end for s in (layer.forward_s, layer.input_s, layer.weight_s))
+        again = count * layer.recompute_s
+        if layout.num_dp > 1 and layout.reduces_each:
+            ring = ring_bytes(WEIGHT * count * shape.layer_numel / layout.num_tp, layout.num_dp)
+            talk = link_of(cluster, layout, DATA).seconds(ring)
+            gathers = talk if layout.zero == 3 else 0.0
+            forward = max(forward, gathers)
+            backward += max(0.0, talk + gathers - (again + backward + weight))
+        return StageTime(forward, backward, weight, again)
+
+    *others, last = stage_layers(shape, layout)
+    return (*(stage_time(count, 0.0) for count in others), stage_time(last, head))
 
 
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:
@@ -279,7 +264,7 @@ def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = Tru
     pipeline_s = step_seconds(pipe) if plays else rough_seconds(pipe)
     work_s = layout.num_micro_batches * sum(time.total_s for time in times) / layout.num_pp
     passes = 3 if layout.checkpointing else 2
-    talk_s = layer_time(shape, layout, cluster).talk_s
+    _, talk_s = layer_time(shape, layout, cluster)
     tensor_s = passes * talk_s * layout.num_micro_batches * shape.num_layers / layout.num_pp
     forward_s = max(time.forward_s for time in times) * layout.num_chunks
     whole_s = max(time.total_s for time in times) * layout.num_chunks

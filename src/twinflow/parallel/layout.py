@@ -90,10 +90,8 @@ def check_layout(layout: Layout, shape: Shape) -> None:
     if expected is not None and layout.num_chunks != expected:
         raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
     if layout.num_stages > shape.num_layers:
-        remedy = "Use fewer stages or chunks."
-        raise invalid_value(
-            "the number of stages", layout.num_stages, f"at most {shape.num_layers}, the number of layers", remedy
-        )
+        allowed = f"at most {shape.num_layers}, the number of layers"
+        raise invalid_value("the number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
     if shape.num_heads % layout.num_tp:
         raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
     if layout.schedule == "interleaved":

@@ -39,8 +39,6 @@ WORKSPACE: Final = float(64 << 20)  # memory that libraries allocate for matrix 
 
 @dataclass(frozen=True)
 class RankState:
-    """Weights, gradients and optimizer state of a rank."""
-
     weights: float
     gradients: float  # including sums over micro-batches
     states: float

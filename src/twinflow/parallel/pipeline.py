@@ -18,33 +18,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.errors import invalid_value
-from twinflow.parallel import partition
+from twinflow.parallel import partition, specs
 from twinflow.parallel.partition import LayerFacts
 from twinflow.parallel.schedules import Schedule, make_schedule
-from twinflow.parallel.specs import (
-    Item,
-    Part,
-    TiedLayerSpec,
-    checked,
-    is_loss,
-    make_layers,
-    num_params,
-    seeded,
-    type_name,
-)
+from twinflow.parallel.specs import Item, Part, TiedLayerSpec
 from twinflow.parallel.topology import PIPE, ProcessTopology
 
 LOSS: Final = -1  # used as a stage number: the part with the loss
 Seed = Callable[[int], object]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tie:
     """A parameter with copies on several pipeline ranks. Its gradient is the sum over the copies."""
 
     name: str  # name of its first use, equal on all ranks
-    local: str  # name on this rank
-    param: nn.Parameter
+    local: str  # name on this rank, which finds the parameter also after ZeRO has replaced it
     ranks: tuple[int, ...]  # pipeline ranks, in order
 
 
@@ -96,7 +85,7 @@ class PipelineModule(nn.Module):
         layer_seconds: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        items = checked(layers, loss_fn)
+        items = specs.checked(layers, loss_fn)
         if activation_checkpoint_interval < 0:
             raise invalid_value("activation_checkpoint_interval", activation_checkpoint_interval, "a whole number >= 0")
         self.num_ranks = _num_ranks(num_stages, topology)
@@ -108,22 +97,24 @@ class PipelineModule(nn.Module):
         self.bounds = partition.bounds(partition_method, self.facts, self.num_stages)
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
 
-        ranks = _ranks_of_layers(self.bounds, shape)
-        made = make_layers(
-            items,
-            [rank == self.index for rank in ranks],
-            lambda spec, i: seeded(spec, base_seed + i, seed_fn or torch.manual_seed),
-        )
+        ranks = [shape.rank_of(stage) for stage in range(shape.num_stages) for _ in self._layers_of(stage)]
+        is_here = [rank == self.index for rank in ranks]
+        made = specs.make_layers(items, is_here, base_seed, seed_fn or torch.manual_seed)
         for owned, rank in zip(made, ranks, strict=True):
             for name, module in owned.items() if rank == self.index else ():
                 _register(self, name, module)
-        self._ties, self.aliases = _find_ties(made, ranks, self.index)
+        # The parameters of this rank with copies on other ranks, in the same order on all ranks.
+        self.ties, self.aliases = _find_ties(made, ranks, self.index)
         self.reused = _find_reused(made, ranks, self.index)  # names of parameters that several layers of this rank use
-        self._loss_part: Part | None = items[-1] if self.has_last and is_loss(items[-1]) else None
+        self._loss_part: Part | None = items[-1] if self.has_last and specs.is_loss(items[-1]) else None
         self.loss = loss_fn if self.has_last else None
         self._runs = {
             stage: _group(
-                [_layer(i, items[i], made[i], checkpointable_layers) for i in self._layers_of(stage)],
+                [
+                    _layer(i, items[i], made[i], checkpointable_layers)
+                    for i in self._layers_of(stage)
+                    if not specs.is_loss(items[i])  # the loss needs a target
+                ],
                 activation_checkpoint_interval,
             )
             for stage in self.stages
@@ -139,14 +130,6 @@ class PipelineModule(nn.Module):
     def has_last(self) -> bool:
         """Whether this rank needs targets."""
         return self.num_stages - 1 in self.stages
-
-    @property
-    def ties(self) -> tuple[Tie, ...]:
-        """The parameters of this rank with copies on other ranks, in the same order on all ranks.
-
-        They are looked up at each access, because ZeRO replaces parameters.
-        """
-        return tuple(Tie(name, local, self.get_parameter(local), ranks) for name, local, ranks in self._ties)
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -187,7 +170,7 @@ class PipelineModule(nn.Module):
         shape = _shape(self.schedule, self.num_ranks, self.num_chunks)
         lines = [f"{'stage':>5}  {'rank':>4}  {'layers':>9}  {'parameters':>15}  types"]
         for stage in range(self.num_stages):
-            facts = self.facts[self.bounds[stage] : self.bounds[stage + 1]]
+            facts = [self.facts[i] for i in self._layers_of(stage)]
             counts = [fact.num_params for fact in facts if fact.num_params is not None]
             params = f"{sum(counts):,}" if len(counts) == len(facts) else "-"
             layers = f"{self.bounds[stage]}-{self.bounds[stage + 1] - 1}"
@@ -196,10 +179,7 @@ class PipelineModule(nn.Module):
         return "\n".join(lines)
 
     def _layers_of(self, stage: int) -> range:
-        """The layers of a stage without the loss, which needs a target."""
-        stop = self.bounds[stage + 1]
-        is_last = stage == self.num_stages - 1 and self._loss_part is not None
-        return range(self.bounds[stage], stop - 1 if is_last else stop)
+        return range(self.bounds[stage], self.bounds[stage + 1])
 
     def _run_loss(self, output: Any, target: Any = None) -> Any:
         """Runs the loss through `self(...)` like a stage, so that hooks that fetch weights are called."""
@@ -232,9 +212,8 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
     if found < 1:
         raise invalid_value("topology", topology, f"a topology with an axis {PIPE!r}")
     if num_stages not in (None, found):
-        raise invalid_value(
-            "num_stages", num_stages, [found], "That is the size in the topology. Leave num_stages out."
-        )
+        remedy = "That is the size in the topology. Leave num_stages out."
+        raise invalid_value("num_stages", num_stages, [found], remedy)
     return found
 
 
@@ -253,7 +232,7 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
     if topology is not None:
         if topology.world_size() != world:
             raise invalid_value("topology", topology, f"a topology of {world} ranks")
-        return topology.get_coord(rank).to_dict()[PIPE]
+        return int(topology.get_coord(rank).pipe)
     if world % num_ranks:
         raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
     return rank // (world // num_ranks)
@@ -263,9 +242,8 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
     """The assignment of stages to ranks, as a schedule with as many micro-batches as ranks, which is always valid."""
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
-        raise invalid_value(
-            "num_chunks", num_chunks, [shape.num_chunks], f"The schedule {name} always has this number of chunks."
-        )
+        remedy = f"The schedule {name} always has this number of chunks."
+        raise invalid_value("num_chunks", num_chunks, [shape.num_chunks], remedy)
     return shape
 
 
@@ -277,13 +255,9 @@ def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) 
         raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)} numbers, one for each layer")
     counts = method.lower() == partition.PARAMETERS
     return tuple(
-        LayerFacts(type_name(item), num_params(item, counts), None if seconds is None else seconds[i])
+        LayerFacts(specs.type_name(item), specs.num_params(item, counts), None if seconds is None else seconds[i])
         for i, item in enumerate(items)
     )
-
-
-def _ranks_of_layers(bounds: Sequence[int], shape: Schedule) -> list[int]:
-    return [shape.rank_of(stage) for stage in range(shape.num_stages) for _ in range(bounds[stage], bounds[stage + 1])]
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:
@@ -303,10 +277,8 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
 
 def _find_ties(
     made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
-) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
-    """The ties as (name of the first use, name on this rank, ranks). Also a dict from each other name on this rank to
-    the name of the first use.
-    """
+) -> tuple[tuple[Tie, ...], dict[str, str]]:
+    """The ties, and a dict from each other name on this rank to the name of the first use."""
     uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # ranks and names of all uses
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items():
@@ -318,8 +290,8 @@ def _find_ties(
         aliases.update({name: first for name in names if name != first})
         holders = tuple(sorted({rank for rank, _ in its}))
         if names and len(holders) > 1 and param.requires_grad:
-            ties.append((first, names[0], holders))
-    return ties, aliases
+            ties.append(Tie(first, names[0], holders))
+    return tuple(ties), aliases
 
 
 def _find_reused(made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int) -> frozenset[str]:
@@ -341,7 +313,7 @@ def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Seque
         assert module is not None
         call = partial(_call_as, module, item.forward_fn)
     has_params = module is not None and next(module.parameters(), None) is not None
-    return Layer(index, call, has_params if reruns is None else type_name(item) in reruns)
+    return Layer(index, call, has_params if reruns is None else specs.type_name(item) in reruns)
 
 
 def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
@@ -404,20 +376,17 @@ def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tu
     The module must have all layers, so build it with num_stages=1.
     """
     if module.num_ranks > 1:
-        raise invalid_value(
-            "the number of ranks", module.num_ranks, [1], "To measure the module, build it with num_stages=1."
-        )
+        remedy = "To measure the module, build it with num_stages=1."
+        raise invalid_value("the number of ranks", module.num_ranks, [1], remedy)
     value, found = single(inputs), []
     for call in module.calls():
-        seconds, output = zip(*(_timed(call, value) for _ in range(repeats)), strict=True)
-        value = single(output[0]) if isinstance(output[0], tuple) else output[0]
+        seconds = []
+        for _ in range(repeats):
+            start = perf_counter()
+            output = call(value)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(perf_counter() - start)
+        value = single(output) if isinstance(output, tuple) else output
         found.append(min(seconds))
     return tuple(found)
-
-
-def _timed(call: Callable[[Any], Any], value: Any) -> tuple[float, Any]:
-    start = perf_counter()
-    output = call(value)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return perf_counter() - start, output

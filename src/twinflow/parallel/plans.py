@@ -21,10 +21,9 @@ The collective on the input is `copy_in`, or `gather_sequence` with a split sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -41,8 +40,6 @@ REGIONS: Final = ("heads", "attention", "region")
 
 @dataclass(frozen=True)
 class Style:
-    """A parsed style."""
-
     kind: str
     num_fused: int = 1
     unit: int = 1
@@ -62,7 +59,7 @@ def parse_style(text: str) -> Style:
         return Style(kind, names=names)
     if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
         return Style(kind, names=names)
-    raise invalid_value("the style in a plan of tensor parallelism", text, STYLES)
+    raise invalid_value("a style in a tensor-parallel plan", text, STYLES)
 
 
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
@@ -80,9 +77,7 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
             found[name] = styles[matching[0]]
     if unused and not is_part:
         remedy = "Patterns are compared with the names in model.named_modules()."
-        raise invalid_value(
-            "a pattern in a plan of tensor parallelism", min(unused), "a pattern that matches a module", remedy
-        )
+        raise invalid_value("a pattern in a tensor-parallel plan", min(unused), "one that matches a module", remedy)
     return found
 
 
@@ -177,9 +172,7 @@ def _bert(config: Any) -> dict[str, str]:
     return {
         "*embeddings.word_embeddings": "vocab",
         "*layer.*.attention.self": "heads:num_attention_heads,all_head_size",
-        "*layer.*.attention.self.query": f"column:1:{_head_width(config)}",
-        "*layer.*.attention.self.key": f"column:1:{_head_width(config)}",
-        "*layer.*.attention.self.value": f"column:1:{_head_width(config)}",
+        "*layer.*.attention.self.[qkv]*": f"column:1:{_head_width(config)}",  # query, key and value
         "*layer.*.intermediate.dense": "column",
         "*layer.*.output.dense": "row",  # output of the attention and of the MLP
         "*layer.*.output.LayerNorm": "sequence",
@@ -190,6 +183,4 @@ def _bert(config: Any) -> dict[str, str]:
 
 
 # Plans by `config.model_type` of transformers 5.
-READY: Final[Mapping[str, Callable[[Any], dict[str, str]]]] = MappingProxyType(
-    {"llama": _llama, "mistral": _llama, "qwen2": _llama, "gpt2": _gpt2, "bert": _bert}
-)
+READY: Final = {"llama": _llama, "mistral": _llama, "qwen2": _llama, "gpt2": _gpt2, "bert": _bert}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,21 +33,13 @@ def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
     return replace(schedule, name="forward", num_micro_batches=num_micro_batches, actions=lists)
 
 
-class _Kept(NamedTuple):
-    """Data of a stage's forward that its backward needs. Backward starts at edges of the autograd graph, so outputs are
-    not kept.
-    """
-
-    inputs: Value
-    edges: tuple[GradientEdge | None, ...]
-
-
 @dataclass
 class _Step:
     """Data of one batch, by stage and micro-batch."""
 
     micro_batches: Sequence[MicroBatch]
-    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    # Inputs of a forward, and the edges of the autograd graph at which its backward starts. Outputs are not kept.
+    kept: dict[tuple[int, int], tuple[Value, list[GradientEdge | None]]] = field(default_factory=dict)
     deferred: dict[tuple[int, int], Batch] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)  # losses or outputs of the last stage, by micro-batch
 
@@ -123,15 +115,18 @@ class Runner:
             output = self._loss(output, action, step)
             step.results[action.micro_batch] = output.detach()
         outputs = _as_tuple(output)
-        edges = tuple(get_gradient_edge(one) if one is not None and one.requires_grad else None for one in outputs)
-        step.kept[action[1:]] = _Kept(inputs, edges)
+        edges = [get_gradient_edge(one) if one is not None and one.requires_grad else None for one in outputs]
+        step.kept[action[1:]] = inputs, edges
         self._send(action, outputs)
 
     def _backward(self, action: Action, step: _Step) -> None:
         """Compute the gradients of a stage's parameters, and send the gradients of its inputs to the previous stage."""
         inputs, edges = step.kept.pop(action[1:])
         key = needed(self.schedule, action)
-        grads = self._loss_grad(action, step) if key is None else self._wire.receive(key)
+        if key is not None:
+            grads = self._wire.receive(key)
+        else:  # the gradient of the scaled mean loss with respect to the loss of this micro-batch
+            grads = (torch.full_like(step.results[action.micro_batch], self._scale() / len(step.micro_batches)),)
         # Unused outputs get no gradient. A stage without trainable parameters has no edges.
         pairs = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and g is not None]
         if pairs:
@@ -173,10 +168,6 @@ class Runner:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise invalid_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor with one element")
         return loss
-
-    def _loss_grad(self, action: Action, step: _Step) -> Value:
-        """Gradient of the scaled mean loss with respect to the loss of this micro-batch."""
-        return (torch.full_like(step.results[action.micro_batch], self._scale() / len(step.micro_batches)),)
 
     def _send(self, action: Action, value: Value) -> None:
         key = made(self.schedule, action)

@@ -13,7 +13,7 @@ runs when a rank would otherwise wait, so there is nearly no bubble, with the me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -53,7 +53,6 @@ class Schedule:
         return rank_of(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in forward order."""
         return stages_of(rank, self.num_ranks, self.num_chunks, self.placement)
 
 
@@ -118,31 +117,28 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     for rank in range(p):
         behind = p - rank
         steps = [
-            *_repeat("F0", 2 * behind - 1),
-            *_repeat("F1 F0", rank),
-            *_repeat("F1 I1 W1", behind),
-            *_repeat("F0 I0 W0 F1 I1 W1", n - 2 * p + rank + 1),
-            *_repeat("I0 W0 F1 I1 W1", behind - 1),
-            *_repeat("I0 I1", rank),
-            *_repeat("I0 W0", behind),
-            *_repeat("W1", rank),
-            *_repeat("W0", rank),
+            "F0 " * (2 * behind - 1),
+            "F1 F0 " * rank,
+            "F1 I1 W1 " * behind,
+            "F0 I0 W0 F1 I1 W1 " * (n - 2 * p + rank + 1),
+            "I0 W0 F1 I1 W1 " * (behind - 1),
+            "I0 I1 " * rank,
+            "I0 W0 " * behind,
+            "W1 " * rank,
+            "W0 " * rank,
         ]
-        lists.append(_numbered(steps, stages_of(rank, p, 2, V), num_micro_batches))
+        lists.append(_numbered("".join(steps).split(), stages_of(rank, p, 2, V), num_micro_batches))
     return Schedule("zbv", p, num_micro_batches, 2, V, tuple(lists))
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """A schedule by name. `num_chunks` is used only by `interleaved`."""
-    makers: dict[str, Callable[[], Schedule]] = {
-        "gpipe": lambda: gpipe(num_ranks, num_micro_batches),
-        "1f1b": lambda: one_f_one_b(num_ranks, num_micro_batches),
-        "interleaved": lambda: interleaved(num_ranks, num_micro_batches, num_chunks),
-        "zbv": lambda: zbv(num_ranks, num_micro_batches),
-    }
+    makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
     if name not in makers:
         raise invalid_value("schedule", name, makers)
-    return makers[name]()
+    if name == "interleaved":
+        return interleaved(num_ranks, num_micro_batches, num_chunks)
+    return makers[name](num_ranks, num_micro_batches)
 
 
 def round_size(num_ranks: int, num_micro_batches: int) -> int:
@@ -218,10 +214,6 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         made += [forward, backward]
     return (*made, *backwards[len(forwards) - ahead :])
-
-
-def _repeat(pattern: str, times: int) -> list[str]:
-    return pattern.split() * times
 
 
 def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:

@@ -30,8 +30,6 @@ PLAYED: Final = 3  # layouts to simulate for each layout in the result
 
 @dataclass(frozen=True)
 class LayoutAsk:
-    """The model, the machines and the options of a search."""
-
     shape: Shape
     cluster: Cluster
     num_gpus: int
@@ -53,8 +51,14 @@ class Found:
 
 
 def search(ask: LayoutAsk, count: int = 5) -> Found:
-    """The `count` best layouts with different sizes of the three axes."""
-    check_ask(ask, count)
+    """The `count` best layouts with different sizes of the three axes. Raises a ValueError for invalid numbers."""
+    for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
+        if value < 1:
+            raise invalid_value(name, value, "a whole number >= 1")
+    per_node = ask.cluster.machine.num_gpus
+    if ask.num_gpus > per_node and ask.num_gpus % per_node:
+        remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
+        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of {per_node}, the GPUs in a machine", remedy)
     tried = [(lacking_bytes(ask.shape, layout, ask.cluster), layout) for layout in layouts(ask)]
     fitting = [estimate(ask.shape, layout, ask.cluster, plays=False) for lacks, layout in tried if not lacks]
     if not tried:
@@ -71,17 +75,6 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
     played = [estimate(ask.shape, e.layout, ask.cluster) for e in rough]
     best = _best_of_each(played, lambda e: _axes(e.layout))[:count]
     return Found(tuple(best), len(tried), len(fitting), None)
-
-
-def check_ask(ask: LayoutAsk, count: int) -> None:
-    """Raise a ValueError for numbers that are out of range."""
-    for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
-        if value < 1:
-            raise invalid_value(name, value, "a whole number >= 1")
-    per_node = ask.cluster.machine.num_gpus
-    if ask.num_gpus > per_node and ask.num_gpus % per_node:
-        remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
-        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of {per_node}, the GPUs in a machine", remedy)
 
 
 def layouts(ask: LayoutAsk) -> Iterator[Layout]:
@@ -163,13 +156,11 @@ def _simplicity(layout: Layout) -> tuple[bool, int, int, bool, int]:
 
 def _best_of_each(found: Sequence[Estimate], key: Callable[[Estimate], tuple[object, ...]]) -> list[Estimate]:
     """The best layout of every kind, the fastest first. Of nearly equally fast layouts the simplest is chosen."""
-    fastest: dict[tuple[object, ...], float] = {}
+    kinds: dict[tuple[object, ...], list[Estimate]] = {}
     for one in found:
-        fastest[key(one)] = min(one.seconds.step_s, fastest.get(key(one), math.inf))
-    close: dict[tuple[object, ...], Estimate] = {}
-    for one in found:
-        if one.seconds.step_s <= CLOSE * fastest[key(one)]:
-            kind = key(one)
-            if kind not in close or _simplicity(one.layout) < _simplicity(close[kind].layout):
-                close[kind] = one
-    return sorted(close.values(), key=lambda one: one.seconds.step_s)
+        kinds.setdefault(key(one), []).append(one)
+    best = []
+    for kind in kinds.values():
+        limit = CLOSE * min(one.seconds.step_s for one in kind)
+        best.append(min((one for one in kind if one.seconds.step_s <= limit), key=lambda one: _simplicity(one.layout)))
+    return sorted(best, key=lambda one: one.seconds.step_s)

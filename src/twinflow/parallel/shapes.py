@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
 
 from twinflow.errors import invalid_value
 from twinflow.planner.models import ModelCost
 
-# Widths of published large GPT shapes, each with the smallest number of parameters for which it is used.
-_WIDTHS: Final = (
-    (0.0, 1024),
-    (0.7e9, 1536),
-    (2e9, 3072),
-    (5e9, 4096),
-    (12e9, 6144),
-    (25e9, 8192),
-    (60e9, 10240),
-    (100e9, 12288),
-    (250e9, 16384),
-    (420e9, 20480),
-    (800e9, 25600),
-)
+# Widths of published large GPT shapes, and the numbers of parameters from which the next width is used.
+_WIDTHS: Final = (1024, 1536, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 20480, 25600)
+_NEXT_WIDTH: Final = (0.7e9, 2e9, 5e9, 12e9, 25e9, 60e9, 100e9, 250e9, 420e9, 800e9)
 _HEAD_WIDTH: Final = 128
 VOCAB_SIZE: Final = 51_200  # vocabulary of GPT-2, rounded up to a number that tensor ranks divide
 
@@ -69,25 +59,16 @@ class Shape:
 def shape_like(numel: float, sequence: int = 2048) -> Shape:
     """A GPT shape with about `numel` parameters: a published width and the depth for it. The depth of deep models is a
     multiple of 8."""
-    hidden = max(pair for pair in _WIDTHS if numel >= pair[0])[1]
+    hidden = _WIDTHS[bisect_right(_NEXT_WIDTH, numel)]
     layers = (numel - VOCAB_SIZE * hidden) / (12 * hidden**2 + 13 * hidden)
     step = 8 if layers >= 48 else 2
     num_layers = max(step, step * round(layers / step))
-    heads = hidden // (_HEAD_WIDTH if hidden % _HEAD_WIDTH == 0 else 64)
-    heads = 160 if hidden == 25600 else heads
+    heads = 160 if hidden == 25600 else hidden // _HEAD_WIDTH
     return Shape(num_layers, hidden, heads, sequence, name=f"GPT shape, {num_layers} x {hidden}")
 
 
 def shape_of(model: ModelCost, sequence: int) -> Shape:
     """The shape of a planner model, with equal blocks. Heads are assumed to have width 128, or 64 in narrow models."""
     heads = max(1, model.attention_width // (_HEAD_WIDTH if model.attention_width >= 2048 else 64))
-    num_layers = len(model.blocks)
-    return Shape(
-        num_layers=num_layers,
-        hidden=model.hidden,
-        num_heads=heads,
-        sequence=sequence,
-        vocab_size=model.vocab_size,
-        name=model.name,
-        layer_numel=round(sum(model.blocks) / num_layers),
-    )
+    layer_numel = round(sum(model.blocks) / len(model.blocks))
+    return Shape(len(model.blocks), model.hidden, heads, sequence, model.vocab_size, model.name, layer_numel)

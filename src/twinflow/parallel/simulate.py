@@ -37,12 +37,8 @@ class StageTime:
     recompute_s: float = 0.0  # recomputation before the gradient of the input, with activation checkpointing
 
     def seconds(self, kind: str) -> float:
-        if kind == "F":
-            return self.forward_s
-        if kind == "W":
-            return self.weight_s
         backward = self.recompute_s + self.input_s
-        return backward + self.weight_s if kind == "B" else backward
+        return {"F": self.forward_s, "B": backward + self.weight_s, "I": backward, "W": self.weight_s}[kind]
 
     @property
     def total_s(self) -> float:
@@ -52,8 +48,6 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Played:
-    """Result of a simulated step."""
-
     makespan_s: float
     busy_s: tuple[float, ...]  # by rank
     peak_in_flight: tuple[int, ...]  # by rank: most pairs of stage and micro-batch whose activations are held at once
@@ -81,16 +75,13 @@ def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0
         raise invalid_value("a stage time or send_s", "negative", "a number >= 0")
     check_schedule(schedule)
     starts, makespan = _play(schedule, times, send_s)
-    _check_done(schedule, starts)
-    seconds = [{kind: time.seconds(kind) for kind in KINDS} for time in times]
-    busy = tuple(sum(seconds[a.stage][a.kind] for a in actions) for actions in schedule.actions)
+    busy = tuple(sum(times[a.stage].seconds(a.kind) for a in actions) for actions in schedule.actions)
     peaks = tuple(count_in_flight(actions) for actions in schedule.actions)
     return Played(makespan, busy, peaks, tuple(map(tuple, starts)))
 
 
 def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tuple[list[list[float]], float]:
-    """Start times of the actions of each rank, and the end of the last action. A rank that waits forever has fewer
-    starts.
+    """Start times of the actions of each rank, and the end of the last action.
 
     Results are numbered: the output of stage s for micro-batch i has the number s * m + i. Its gradient has that number
     plus the number of outputs. `waiting` has the rank that waits for a result. Only one rank needs each result.
@@ -133,10 +124,6 @@ def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tupl
                 if waiting[made] >= 0:
                     todo.append(waiting[made])
         now[rank] = time
-    return starts, max(now)
-
-
-def _check_done(schedule: Schedule, starts: Sequence[Sequence[float]]) -> None:
     stuck = [
         f"rank {rank} at {actions[len(started)]}"
         for rank, (actions, started) in enumerate(zip(schedule.actions, starts, strict=True))
@@ -145,6 +132,7 @@ def _check_done(schedule: Schedule, starts: Sequence[Sequence[float]]) -> None:
     if stuck:
         remedy = f"These ranks wait for each other: {', '.join(stuck[:8])}."
         raise invalid_value("schedule", schedule.name, "a schedule without a deadlock", remedy)
+    return starts, max(now)
 
 
 @dataclass(frozen=True)
@@ -186,6 +174,4 @@ def rank_seconds(pipe: Pipeline) -> list[float]:
 
 def _makespan(pipe: Pipeline, num_micro_batches: int) -> float:
     made = make_schedule(pipe.name, pipe.num_ranks, num_micro_batches, pipe.num_chunks)
-    starts, makespan = _play(made, pipe.times, pipe.send_s)
-    _check_done(made, starts)
-    return makespan
+    return _play(made, pipe.times, pipe.send_s)[1]

@@ -27,17 +27,13 @@ class LayerSpec:
             raise invalid_value("typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
-    @property
-    def type_name(self) -> str:
-        return self.typename.__name__
-
     def build(self) -> nn.Module:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
         given = [repr(value) for value in self.module_args]
         given += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
-        return f"{type(self).__name__}({', '.join([self.type_name, *given])})"
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
 
 
 class TiedLayerSpec(LayerSpec):
@@ -98,28 +94,6 @@ class Part:
     is_block: bool = False  # one of the model's equal layers: it may be recomputed in backward
     is_loss: bool = False
 
-    @property
-    def type_name(self) -> str:
-        """The class of its first module."""
-        return type(next(iter(self.modules.values()))).__name__
-
-
-def count_trainable(*modules: nn.Module) -> int:
-    """Number of trainable parameters. A shared parameter is counted once."""
-    params = {param for module in modules for param in module.parameters() if param.requires_grad}
-    return sum(param.numel() for param in params)
-
-
-def count_spec(spec: LayerSpec) -> int:
-    """Number of trainable parameters of a spec. The layer is built on the meta device and discarded."""
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return count_trainable(spec.build())
-    except (NotImplementedError, RuntimeError) as error:
-        reason = "counting its parameters fails, as it cannot be built on the meta device"
-        remedy = "Use partition_method='uniform' or 'type:REGEX'."
-        raise incompatible("partition_method='parameters'", str(spec), reason, remedy) from error
-
 
 def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
     """The layers as a list. Raises a ValueError for an item that cannot be run."""
@@ -135,9 +109,8 @@ def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
             remedy = "A part with is_loss=True must be the last layer, without another loss_fn."
             raise invalid_value(f"layer {i}", "a loss", "a layer without a loss", remedy)
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
-            raise invalid_value(
-                f"the class of layer {i}, tied as {item.key!r},", item.type_name, [first[item.key].type_name]
-            )
+            name = f"the class of layer {i}, tied as {item.key!r},"
+            raise invalid_value(name, type_name(item), [type_name(first[item.key])])
     if loss_fn is not None and not callable(loss_fn):
         raise invalid_value("loss_fn", loss_fn, "a function of the output and the target")
     return items
@@ -149,19 +122,30 @@ def is_loss(item: Item) -> bool:
 
 
 def type_name(item: Item) -> str:
-    """The name of a layer's class, or of a function."""
-    if isinstance(item, (LayerSpec, Part)):
-        return item.type_name
+    """The name of a layer's class (of a part: the class of its first module), or of a function."""
+    if isinstance(item, LayerSpec):
+        return item.typename.__name__
+    if isinstance(item, Part):
+        item = next(iter(item.modules.values()))
     return type(item).__name__ if isinstance(item, nn.Module) else getattr(item, "__name__", type(item).__name__)
 
 
 def num_params(item: Item, counts_specs: bool) -> int | None:
-    """Number of trainable parameters of a layer. None for a spec that is not to be counted."""
+    """Number of trainable parameters of a layer. A shared parameter is counted once. None for a spec that is not to be
+    counted. To count a spec, its layer is built on the meta device and discarded.
+    """
+    modules = list(item.modules.values()) if isinstance(item, Part) else [item] if isinstance(item, nn.Module) else []
     if isinstance(item, LayerSpec):
-        return count_spec(item) if counts_specs else None
-    if isinstance(item, Part):
-        return count_trainable(*item.modules.values())
-    return count_trainable(item) if isinstance(item, nn.Module) else 0
+        if not counts_specs:
+            return None
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                modules = [item.build()]
+        except (NotImplementedError, RuntimeError) as error:
+            reason = "counting its parameters fails, as it cannot be built on the meta device"
+            remedy = "Use partition_method='uniform' or 'type:REGEX'."
+            raise incompatible("partition_method='parameters'", str(item), reason, remedy) from error
+    return sum(param.numel() for param in nn.ModuleList(modules).parameters() if param.requires_grad)
 
 
 def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.Module:
@@ -173,11 +157,12 @@ def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.M
 
 
 def make_layers(
-    items: Sequence[Item], is_here: Sequence[bool], build: Callable[[LayerSpec, int], nn.Module]
+    items: Sequence[Item], is_here: Sequence[bool], base_seed: int, seed_fn: Callable[[int], object]
 ) -> list[dict[str, nn.Module]]:
     """The modules of every layer of the model by name: all existing modules, and the specs of this rank.
 
-    A module that is used again has the name of its first use and is built by `build(spec, index)` of that use.
+    A module that is used again has the name of its first use. A spec is built from `base_seed` plus the index of its
+    first use.
     """
     homes = [_first_use(items, i) for i in range(len(items))]
     here = {home for home, is_own in zip(homes, is_here, strict=True) if is_own}
@@ -187,7 +172,7 @@ def make_layers(
         if isinstance(item, nn.Module):
             modules[home] = item
         elif isinstance(item, LayerSpec) and home in here:
-            modules[home] = build(item, home)
+            modules[home] = seeded(item, base_seed + home, seed_fn)
     made: list[dict[str, nn.Module]] = []
     for item, home in zip(items, homes, strict=True):
         if isinstance(item, TiedLayerSpec) and home in modules:

@@ -1,17 +1,17 @@
 """Splits an existing model into pipeline parts that keep their names. Each rank keeps its own parts.
 
 A model defines its parts by a method `pipeline_parts()`. Adapters here define the parts of some causal language models
-of Hugging Face. They are found by the name of the class, so nothing is imported. Their layers get the same arguments as
-in the model's own forward: positions from 0 on, and the mask of the attention in use. Inputs are token numbers without
-padding. Targets are the unshifted labels that the model expects: the model's loss shifts them.
+of Hugging Face (transformers 5). They are found by the name of the class, so that twinflow does not import
+transformers. Their layers get the same arguments as in the model's own forward: positions from 0 on, and the mask of
+the attention in use. Inputs are token numbers without padding. Targets are the unshifted labels that the model expects:
+the model's loss shifts them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -71,16 +71,10 @@ def parts_of(model: nn.Module) -> list[Part]:
 def _gpt2(model: Any) -> list[Part]:
     base = model.transformer
     first = {"transformer.wte": base.wte, "transformer.wpe": base.wpe, "transformer.drop": base.drop}
-    mask = _maker_of(base, "create_causal_mask")
-    blocks = [
-        Part({f"transformer.h.{i}": block}, partial(_gpt2_block, block, model.config, mask), is_block=True)
-        for i, block in enumerate(base.h)
-    ]
-    return [
-        Part(first, partial(_gpt2_embed, base.wte, base.wpe, base.drop)),
-        *blocks,
-        _head("transformer.ln_f", base.ln_f, model),
-    ]
+    parts = [Part(first, partial(_gpt2_embed, base.wte, base.wpe, base.drop))]
+    for i, block in enumerate(base.h):
+        parts.append(Part({f"transformer.h.{i}": block}, partial(_gpt2_block, block, model.config), is_block=True))
+    return [*parts, _head("transformer.ln_f", base.ln_f, model)]
 
 
 def _gpt2_embed(tokens: nn.Module, positions: nn.Module, dropout: nn.Module, ids: Tensor) -> Any:
@@ -88,9 +82,9 @@ def _gpt2_embed(tokens: nn.Module, positions: nn.Module, dropout: nn.Module, ids
     return dropout(x + positions(_positions(x)))
 
 
-def _gpt2_block(block: nn.Module, config: Any, make_mask: Callable[..., Any], x: Tensor) -> Any:
+def _gpt2_block(block: nn.Module, config: Any, x: Tensor) -> Any:
     positions = _positions(x)
-    return block(x, None, _mask(make_mask, config, x, positions), use_cache=False, position_ids=positions)
+    return block(x, None, _mask(config, False, x, positions), use_cache=False, position_ids=positions)
 
 
 def _decoder(model: Any) -> list[Part]:
@@ -106,17 +100,16 @@ def _decoder(model: Any) -> list[Part]:
 def _decoder_block(base: Any, config: Any, index: int) -> Part:
     types = getattr(config, "layer_types", None)
     slides = types[index] == SLIDING if types else getattr(config, "sliding_window", None) is not None
-    mask = _maker_of(base, "create_sliding_window_causal_mask" if slides else "create_causal_mask")
     block, rotary = base.layers[index], base.rotary_emb
     modules = {f"model.layers.{index}": block, "model.rotary_emb": rotary}
-    return Part(modules, partial(_run_decoder, block, rotary, config, mask), is_block=True)
+    return Part(modules, partial(_run_decoder, block, rotary, config, slides), is_block=True)
 
 
-def _run_decoder(block: nn.Module, rotary: nn.Module, config: Any, make_mask: Callable[..., Any], x: Tensor) -> Any:
+def _run_decoder(block: nn.Module, rotary: nn.Module, config: Any, slides: bool, x: Tensor) -> Any:
     positions = _positions(x)
     return block(
         x,
-        attention_mask=_mask(make_mask, config, x, positions),
+        attention_mask=_mask(config, slides, x, positions),
         position_ids=positions,
         past_key_values=None,
         use_cache=False,
@@ -139,26 +132,17 @@ def _positions(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device).unsqueeze(0)
 
 
-def _maker_of(base: nn.Module, name: str) -> Callable[..., Any]:
-    """The function that makes the masks of this model: the one with this name in the model's source file."""
-    for cls in type(base).__mro__:
-        found: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), name, None)
-        if found is not None:
-            return found
-    expected = f"a class whose module defines {name}"
-    raise invalid_value("the class of the model to split", type(base).__name__, expected, "Use transformers >= 5.")
-
-
-def _mask(make: Callable[..., Any], config: Any, x: Tensor, positions: Tensor) -> Any:
+def _mask(config: Any, slides: bool, x: Tensor, positions: Tensor) -> Any:
+    """The mask that the model's own forward would make. `slides`: the attention has a sliding window."""
+    name = "create_sliding_window_causal_mask" if slides else "create_causal_mask"
+    make = getattr(sys.modules["transformers.masking_utils"], name)  # the model has imported this module
     return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions)
 
 
 # Adapters by class. A subclass uses the adapter of its base class.
-ADAPTERS: Final[Mapping[str, Callable[[Any], list[Part]]]] = MappingProxyType(
-    {
-        "GPT2LMHeadModel": _gpt2,
-        "LlamaForCausalLM": _decoder,
-        "MistralForCausalLM": _decoder,
-        "Qwen2ForCausalLM": _decoder,
-    }
-)
+ADAPTERS: Final = {
+    "GPT2LMHeadModel": _gpt2,
+    "LlamaForCausalLM": _decoder,
+    "MistralForCausalLM": _decoder,
+    "Qwen2ForCausalLM": _decoder,
+}

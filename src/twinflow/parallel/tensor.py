@@ -28,17 +28,8 @@ from torch.overrides import TorchFunctionMode
 from twinflow.dist.group import Group
 from twinflow.errors import incompatible, invalid_value
 from twinflow.loss import IGNORE_INDEX, LOSS_CHUNK, Targets, chunked_cross_entropy
-from twinflow.parallel.collectives import (
-    SEQUENCE_DIM,
-    copy_in,
-    gather_last,
-    gather_sequence,
-    join_sequence,
-    reduce_out,
-    scatter_sequence,
-    split_sequence,
-    summed,
-)
+from twinflow.parallel import collectives
+from twinflow.parallel.collectives import SEQUENCE_DIM
 from twinflow.parallel.deferral import is_conv1d, linear
 from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
@@ -182,17 +173,14 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
 
 def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
     """Replace whole parameters by this rank's parts in all modules. Shared parameters stay shared."""
-    made = {key: _part(cut) for key, cut in cuts.items()}
+    made = {}
+    for key, cut in cuts.items():
+        made[key] = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
+        mark(made[key], cut.shard)
     for module in modules:
         for name, param in module._parameters.items():
             if id(param) in made:
                 module._parameters[name] = made[id(param)]
-
-
-def _part(cut: Cut) -> nn.Parameter:
-    part = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
-    mark(part, cut.shard)
-    return part
 
 
 def _set_sizes(module: Any, style: Style, world: int) -> None:
@@ -217,11 +205,11 @@ class Split:
 
     def take_in(self, x: Tensor) -> Tensor:
         """The whole input of a split layer."""
-        return gather_sequence(x, self.group) if self.sequence else copy_in(x, self.group)
+        return collectives.gather_sequence(x, self.group) if self.sequence else collectives.copy_in(x, self.group)
 
     def give_out(self, x: Tensor) -> Tensor:
         """The sum of the outputs of all ranks. With `sequence`: this rank's part of it."""
-        return scatter_sequence(x, self.group) if self.sequence else reduce_out(x, self.group)
+        return collectives.scatter_sequence(x, self.group) if self.sequence else collectives.reduce_out(x, self.group)
 
     def sum_gradient(self, param: Tensor | None) -> None:
         """Sum the gradient of a whole parameter over the ranks before it is accumulated.
@@ -230,7 +218,7 @@ class Split:
         every forward, because a parameter may be replaced, or may start to require a gradient.
         """
         if param is not None and self.sequence and param.requires_grad and not hasattr(param, _SUMMED):
-            param.register_hook(partial(summed, group=self.group))  # type: ignore[no-untyped-call]
+            param.register_hook(partial(collectives.summed, group=self.group))  # type: ignore[no-untyped-call]
             setattr(param, _SUMMED, True)
 
 
@@ -279,12 +267,12 @@ def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
     is_elsewhere = (local < 0) | (local >= num_rows)
     own_padding = padding - start if padding is not None and 0 <= padding - start < num_rows else None
     rows = F.embedding(local.masked_fill(is_elsewhere, 0), module.weight, own_padding)
-    return reduce_out(rows.masked_fill(is_elsewhere[..., None], 0.0), group)
+    return collectives.reduce_out(rows.masked_fill(is_elsewhere[..., None], 0.0), group)
 
 
 def _head(module: Any, group: Group, x: Tensor, targets: Tensor | None = None) -> Tensor:
     if targets is None:
-        return gather_last(linear(module, copy_in(x, group), module.bias), group)
+        return collectives.join_sequence(linear(module, collectives.copy_in(x, group), module.bias), group, dim=-1)
     assert module.bias is None
     return vocab_parallel_cross_entropy(x.flatten(0, -2), module.weight, targets.flatten(), group)
 
@@ -318,13 +306,13 @@ def _stream(
     forward: Callable[..., Any], first: str, group: Group, what: tuple[str, ...], /, *args: Any, **kwargs: Any
 ) -> Any:
     if "enter" in what:
-        args, kwargs = _changed(partial(split_sequence, group=group), first, args, kwargs)
+        args, kwargs = _changed(partial(collectives.split_sequence, group=group), first, args, kwargs)
     result = forward(*args, **kwargs)
     if "leave" not in what:
         return result
     if isinstance(result, tuple):
-        return (join_sequence(result[0], group), *result[1:])
-    return join_sequence(result, group)
+        return (collectives.join_sequence(result[0], group), *result[1:])
+    return collectives.join_sequence(result, group)
 
 
 def _first_name(forward: Callable[..., Any]) -> str:
@@ -422,7 +410,7 @@ def vocab_parallel_cross_entropy(
     ignored. A target that is outside of the vocabulary makes the loss infinite. The gradient of `hidden` is replicated:
     each rank computes its share, and the shares are summed.
     """
-    return chunked_cross_entropy(copy_in(hidden, group), weight, targets, chunk, SharedSoftmax(group))
+    return chunked_cross_entropy(collectives.copy_in(hidden, group), weight, targets, chunk, SharedSoftmax(group))
 
 
 class SharedSoftmax:
@@ -432,7 +420,6 @@ class SharedSoftmax:
         self._group = group
 
     def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """The rows of the targets on this rank."""
         return own_targets(targets, num_rows, self._group.rank)
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

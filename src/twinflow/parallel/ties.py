@@ -12,7 +12,7 @@ between stages:
 3. Each replica puts zeros into the other parts of its gradient. The usual reduction over replicas, which does not know
    about ties, then adds all parts to the whole sum.
 
-What stages send has the dtype of the parameter, or `dtype`.
+Stages send their sums in the dtype of the parameter, or in `dtype`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class TiedGradients:
             torch.autograd.backward([param.view_as(param)], [grad])
 
     def close(self) -> None:
-        """Remove the hook."""
         self._handle.remove()
 
 

@@ -8,33 +8,21 @@ communicate most are in one machine, and those that communicate least use the ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from typing import Any
 
 from twinflow.errors import invalid_value
 
 PIPE, DATA, MODEL = "pipe", "data", "model"
 
 
-@dataclass(frozen=True)
-class Coord:
-    """The position of a rank on every axis: `coord.pipe`, or as a mapping `coord.to_dict()`."""
-
-    axes: tuple[str, ...]
-    values: tuple[int, ...]
-
-    def __getattr__(self, axis: str) -> int:
-        if axis.startswith("_") or axis not in self.axes:
-            raise AttributeError(axis)
-        return self.values[self.axes.index(axis)]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.values)
-
-    def to_dict(self) -> dict[str, int]:
-        """A mapping from axis to index."""
-        return dict(zip(self.axes, self.values, strict=True))
+@cache
+def _coord_class(axes: tuple[str, ...]) -> Any:
+    return namedtuple("Coord", axes)  # the names are known only at run time
 
 
 class ProcessTopology:
@@ -46,7 +34,10 @@ class ProcessTopology:
         for axis, dim in zip(axes, dims, strict=True):
             if dim < 1:
                 raise invalid_value(f"the size of axis {axis}", dim, "a whole number >= 1")
-        self.axes, self.dims = tuple(axes), tuple(dims)
+        self.axes = tuple(axes)
+        self.dims = tuple(dims)
+        coord = _coord_class(self.axes)
+        self._coords = [coord(*place) for place in product(*map(range, self.dims))]  # by rank
 
     def world_size(self) -> int:
         return math.prod(self.dims)
@@ -64,32 +55,22 @@ class ProcessTopology:
         if set(coords) != set(self.axes):
             remedy = "To give only some axes, use filter_match."
             raise invalid_value("the list of axes", sorted(coords), f"all of {list(self.axes)}", remedy)
-        self._check(coords)
-        rank = 0
-        for axis, dim in zip(self.axes, self.dims, strict=True):
-            rank = rank * dim + coords[axis]
-        return rank
+        return self.filter_match(**coords)[0]
 
-    def get_coord(self, rank: int) -> Coord:
-        """The position of a rank."""
+    def get_coord(self, rank: int) -> Any:
+        """The position of a rank on every axis, as a named tuple: `coord.pipe`, or as a dict `coord._asdict()`."""
         if not 0 <= rank < self.world_size():
             raise invalid_value("rank", rank, f"a number from 0 to {self.world_size() - 1}")
-        values = []
-        for dim in reversed(self.dims):
-            rank, value = divmod(rank, dim)
-            values.append(value)
-        return Coord(self.axes, tuple(reversed(values)))
+        return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ only on this axis. Empty for an unknown axis."""
         if axis not in self.axes:
             return []
-        others = [a for a in self.axes if a != axis]
-        places = product(*(range(self.get_dim(a)) for a in others))
-        return [
-            [self.get_rank(**{axis: i}, **dict(zip(others, place, strict=True))) for i in range(self.get_dim(axis))]
-            for place in places
-        ]
+        groups: dict[object, list[int]] = {}
+        for rank, coord in enumerate(self._coords):
+            groups.setdefault(coord._replace(**{axis: 0}), []).append(rank)
+        return list(groups.values())
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """All ranks at one index of an axis."""
@@ -100,28 +81,25 @@ class ProcessTopology:
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
             raise invalid_value("axis", unknown[0], self.axes)
-        self._check(filter_kwargs)
-        ranges = [[filter_kwargs[a]] if a in filter_kwargs else range(self.get_dim(a)) for a in self.axes]
-        return [self.get_rank(**dict(zip(self.axes, place, strict=True))) for place in product(*ranges)]
+        for axis, index in filter_kwargs.items():
+            if not 0 <= index < self.get_dim(axis):
+                raise invalid_value(axis, index, f"a number from 0 to {self.get_dim(axis) - 1}")
+        wanted = filter_kwargs.items()
+        return [rank for rank, coord in enumerate(self._coords) if wanted <= coord._asdict().items()]
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """The position of a rank as text for file names, for example `model_00`, without `omit_axes`."""
-        coord = self.get_coord(rank).to_dict()
+        coord = self.get_coord(rank)._asdict()
         return outer_sep.join(f"{a}{inner_sep}{coord[a]:02d}" for a in self.axes if a not in omit_axes)
-
-    def _check(self, coords: Mapping[str, int]) -> None:
-        for axis, index in coords.items():
-            if not 0 <= index < self.get_dim(axis):
-                raise invalid_value(axis, index, f"a number from 0 to {self.get_dim(axis) - 1}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(zip(self.axes, self.dims, strict=True))})"
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline and data parallelism."""
+    """Pipeline and data parallelism. The ranks of a stage are neighbours."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__((PIPE, DATA), (num_pp, num_dp))
@@ -153,25 +131,15 @@ class Group:
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]  # machines of the ranks
 
-    @property
-    def crosses(self) -> bool:
-        return len(self.nodes) > 1
-
 
 @dataclass(frozen=True)
 class Mapped:
-    """A grid on machines."""
-
-    places: tuple[RankPlace, ...]
+    places: tuple[RankPlace, ...]  # by rank
     groups: Mapping[str, tuple[Group, ...]]  # by axis
 
     def crosses(self, axis: str) -> bool:
         """Whether any group of an axis spans several machines."""
-        return any(group.crosses for group in self.groups[axis])
-
-    def num_crossing(self, axis: str) -> int:
-        """Number of groups of an axis that span several machines."""
-        return sum(group.crosses for group in self.groups[axis])
+        return any(len(group.nodes) > 1 for group in self.groups[axis])
 
 
 def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
@@ -185,7 +153,7 @@ def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int |
     check_product(num_pp, num_mp, num_dp, num_pp * num_mp * num_dp if world is None else world)
     topology = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
     places = tuple(
-        RankPlace(rank, rank // per_node, rank % per_node, **topology.get_coord(rank).to_dict())
+        RankPlace(rank, rank // per_node, rank % per_node, **topology.get_coord(rank)._asdict())
         for rank in range(topology.world_size())
     )
     groups = {

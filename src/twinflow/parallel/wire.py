@@ -36,21 +36,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
+from twinflow.dist.group import TIMEOUT, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.store import group_store, own_keys, wait_for
 from twinflow.parallel.schedules import Action, Schedule
 
 T = TypeVar("T")
 Value = tuple[Tensor | None, ...]
+Message = list[tuple[Tensor | None, bool]]  # a received value: each tensor, and whether it requires a gradient
 
 HEADER_NUMEL: Final = 512  # int64 numbers in a header; constant, because the receiver has to know the size
-DTYPES: Final = tuple(
-    getattr(torch, name)
-    for name in (
-        *("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"),
-        *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64"),
-    )
+DTYPES: Final = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint16, torch.uint32, torch.uint64),
 )
 _KINDS: Final = ("F", "B")
 _PATIENCE_S: Final = 0.5  # interval of the checks for a timeout
@@ -75,13 +74,6 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     shape: tuple[int, ...]
-
-
-class Message(NamedTuple):
-    """A received value."""
-
-    tensors: Value
-    requires_grad: tuple[bool, ...]
 
 
 def needed(schedule: Schedule, action: Action) -> Key | None:
@@ -185,8 +177,9 @@ class Wire:
         with self._changed:
             self._check()
             if key.receiver == self._index:
-                flags = tuple(one is not None and one.requires_grad for one in value)
-                self._mailbox[key] = Message(tuple(None if one is None else one.detach() for one in value), flags)
+                self._mailbox[key] = [
+                    (one, False) if one is None else (one.detach(), one.requires_grad) for one in value
+                ]
                 return
         tensors = [_bytes_of(one) for one in value if one is not None and one.numel()]
         self.sent_bytes += sum(one.numel() for one in tensors)
@@ -204,14 +197,14 @@ class Wire:
             while key not in self._mailbox:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"The message {key} did not come within {self._timeout_s:.0f} s.")
+                    late = f"The message {key} did not come within {self._timeout_s:.0f} s."
+                    raise RuntimeError(f"{late} Look for the first error in the logs of all ranks.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
-        tensors = [None if one is None else self._links.arrived(one) for one in message.tensors]
-        for one, flag in zip(tensors, message.requires_grad, strict=True):
-            if flag and one is not None:
-                one.requires_grad_()
-        return tuple(tensors)
+        return tuple(
+            None if one is None else self._links.arrived(one).requires_grad_(requires_grad)
+            for one, requires_grad in message
+        )
 
     def fail(self, error: BaseException) -> None:
         """Report an error. Ranks that wait for this one fail soon."""
@@ -324,10 +317,10 @@ class _Links:
     def send(self, receiver: int, header: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
         """Start to send the header and the tensors. Yields the work and the memory of each part."""
         up, rank = receiver > self._index, self._ranks[receiver]
-        yield _isend(header, rank, self._headers[up]), header
+        yield dist.isend(header, rank, group=self._headers[up].handle), header
         for tensor in tensors:
             body = tensor if self._is_direct else tensor.cpu()
-            yield _isend(body, rank, self._bodies[up]), body
+            yield dist.isend(body, rank, group=self._bodies[up].handle), body
 
     def receive(self, sender: int, key: Key) -> Message:
         """Receive the next message of a rank, which must be `key`. Blocks until the message is complete."""
@@ -338,13 +331,15 @@ class _Links:
         if found != key:
             raise RuntimeError(f"{found} came, but {key} was expected. The schedules of the ranks differ.")
         device = self._device if self._is_direct else torch.device("cpu")
-        tensors = tuple(spec and torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
-        for tensor in tensors:
+        message: Message = []
+        for spec in specs:
+            tensor = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=device)
             if tensor is not None and tensor.numel():
                 dist.recv(_bytes_of(tensor), rank, group=self._bodies[up].handle)
+            message.append((tensor, spec is not None and spec.requires_grad))
         if self._is_direct:
             torch.cuda.current_stream().synchronize()
-        return Message(tensors, tuple(spec is not None and spec.requires_grad for spec in specs))
+        return message
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, ready for the stream of the computing thread."""
@@ -424,10 +419,6 @@ def _soon(work: Callable[[], T]) -> T | None:
 
 def _not_sent(receiver: int, error: RuntimeError) -> RuntimeError:
     return RuntimeError(f"A message to pipeline rank {receiver} could not be sent: {error}")
-
-
-def _isend(tensor: Tensor, rank: int, group: Group) -> Any:
-    return dist.isend(tensor, rank, group=group.handle)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

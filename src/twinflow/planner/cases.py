@@ -7,21 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from twinflow.planner.costs import (
-    Bytes,
-    Memory,
-    Placed,
-    Run,
-    bytes_of,
-    clip_decision_of,
-    fits,
-    items_of,
-    placed_at,
-    placing_size,
-    room_of,
-    timing_of,
-    ways_of,
-)
+from twinflow.planner import costs
+from twinflow.planner.costs import Bytes, Memory, Run
 from twinflow.planner.formats import STATES
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
@@ -33,8 +20,6 @@ _MAX_LAYERS: Final = 1 << 18
 
 @dataclass(frozen=True)
 class Setting:
-    """The rates and the memory of a machine."""
-
     rates: Rates  # rates of one GPU with its share of the host
     memory: Memory
     link_rate: float = 0.0
@@ -102,23 +87,27 @@ def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> lis
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     """The case with a given share of the state on the host."""
-    used = bytes_of(run, placed_at(run, ratio), setting.memory)
-    timing = timing_of(run, setting.rates, setting.link_rate)
-    items = at_ratio(items_of(run, timing), ratio)
-    prediction = predict(items, timing, setting.rates, run.states, clip_decision_of(run, used), ways_of(run))
+    used = costs.bytes_of(run, costs.placed_at(run, ratio), setting.memory)
+    timing = costs.timing_of(run, setting.rates, setting.link_rate)
+    items = at_ratio(costs.items_of(run, timing), ratio)
+    prediction = predict(
+        items, timing, setting.rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run)
+    )
     return Case(kind, run, ratio, used, used.missing(setting.memory), prediction)
 
 
 def best_case(run: Run, setting: Setting) -> Case:
     """The case with the fastest ratio that fits. If no ratio fits, the case that lacks the least memory."""
-    room, size = room_of(run, setting.memory), placing_size(run, setting.memory)
-    if not fits(run, setting.memory):
+    room, size = costs.room_of(run, setting.memory), costs.placing_size(run, setting.memory)
+    if not costs.fits(run, setting.memory):
         resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
         return case_at("best ratio", run, setting, 1.0 - resident)
-    timing = timing_of(run, setting.rates, setting.link_rate)
-    decision = clip_decision_of(run, bytes_of(run, Placed(run.own_numel), setting.memory))
-    best = best_ratio(items_of(run, timing), timing, setting.rates, run.states, decision, room, size, ways_of(run))
-    return case_at("best ratio", run, setting, best.ratio)
+    timing = costs.timing_of(run, setting.rates, setting.link_rate)
+    decision = costs.clip_decision_of(run, costs.bytes_of(run, costs.Placed(run.own_numel), setting.memory))
+    ratio, _ = best_ratio(
+        costs.items_of(run, timing), timing, setting.rates, run.states, decision, room, size, costs.ways_of(run)
+    )
+    return case_at("best ratio", run, setting, ratio)
 
 
 def recommended(cases: Sequence[Case]) -> Case | None:
@@ -144,6 +133,6 @@ def largest_layers(run: Run, memory: Memory) -> int:
     """Number of blocks of the deepest model of this shape that fits. 0 if not even one block fits."""
 
     def is_too_large(num_layers: int) -> bool:
-        return not fits(replace(run, model=run.model.with_layers(num_layers)), memory)
+        return not costs.fits(replace(run, model=run.model.with_layers(num_layers)), memory)
 
     return bisect_left(range(1, _MAX_LAYERS), True, key=is_too_large)

@@ -1,8 +1,8 @@
 """Rates of machines from data sheets and from measurements on other machines. `probe.py` measures the rates of this
 machine.
 
-Memory is what a process can allocate: the memory of the GPU without the 0.6 GB of CUDA. Rates of matrix products and
-memory are those of large kernels, not peaks.
+`Gpu.memory_bytes` is the memory that a process can allocate: the memory of the GPU without the 0.6 GB of CUDA. Rates of
+matrix products and memory are those of large kernels, not peaks.
 
 Measured: PCIe of the H200: 55 GB/s to the host, 55 GB/s to the GPU, 50 GB/s each way at once. Fitted to training steps
 on the H200: 740 TFLOPS of matrix products (outside of a training step they reach 790) and 3.8 TB/s of memory bandwidth.
@@ -50,8 +50,6 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """Memory and cores of a machine."""
-
     ram_bytes: int
     cores: int
     dram_rate: float  # bytes/s read and written by all cores together

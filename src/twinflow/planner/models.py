@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,19 +19,9 @@ GPT_TRAFFIC: Final = 52.0
 # blocks took 57 and 70 ms.
 HF_LAUNCH_S: Final = 2.2e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
-# Widths of GPT-2 shapes in papers on offload, each with the smallest number of parameters for which it is used.
-_WIDTHS: Final = (
-    (0.0, 768),
-    (0.3e9, 1024),
-    (0.7e9, 1600),
-    (2e9, 2048),
-    (3.5e9, 2304),
-    (5e9, 3072),
-    (9e9, 4096),
-    (16e9, 8192),
-    (65e9, 9216),
-    (100e9, 12288),
-)
+# Widths of GPT-2 shapes in papers on offload, and the numbers of parameters from which the next width is used.
+_WIDTHS: Final = (768, 1024, 1600, 2048, 2304, 3072, 4096, 8192, 9216, 12288)
+_NEXT_WIDTH: Final = (0.3e9, 0.7e9, 2e9, 3.5e9, 5e9, 9e9, 16e9, 65e9, 100e9)
 
 
 @dataclass(frozen=True)
@@ -151,7 +142,7 @@ def from_counts(
 def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> ModelCost:
     """A GPT-2 shape with about `numel` parameters. The width is as in papers on offload, and the depth follows from
     it."""
-    hidden = max((least, width) for least, width in _WIDTHS if numel >= least)[1]
+    hidden = _WIDTHS[bisect_right(_NEXT_WIDTH, numel)]
     layer = 12 * hidden * hidden + 13 * hidden
     num_layers = max(1, round((numel - (vocab_size + context) * hidden) / layer))
     heads = hidden // (64 if hidden <= 1600 else 128)

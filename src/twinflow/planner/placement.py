@@ -5,7 +5,7 @@ The input side of the model needs its weights first in forward and has its gradi
 time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
 GPU. More resident state means less work for the host. Once the GPU alone determines the time of a step, more resident
 state would only need memory. The state of a streamed bucket is in host memory, is copied to the GPU for its update, and
-is copied back. They are chosen only if they are clearly faster.
+is copied back. Streamed buckets are chosen only if the step becomes clearly faster.
 """
 
 from __future__ import annotations
@@ -36,14 +36,6 @@ class Choice:
     places: tuple[str, ...]
     prediction: Prediction
     why: str
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best share of elements whose state is on the host."""
-
-    ratio: float
-    prediction: Prediction
 
 
 def choose(
@@ -92,7 +84,7 @@ def best_ratio(
     room: Memory,
     size: StateBytes | None = None,
     ways: Ways | None = None,
-) -> Best:
+) -> tuple[float, Prediction]:
     """The best share of elements whose state is on the host, without streamed buckets. A bucket may be split.
 
     Raises a MemoryError if nothing fits.
@@ -117,7 +109,7 @@ def best_ratio(
     for _ in range(5 if high > low else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if run(middle).step_s <= goal else (low, middle)
-    return Best(low, run(low))
+    return low, run(low)
 
 
 def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:

@@ -53,14 +53,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from twinflow import native
-from twinflow.device import Device, Event, Stream, device_for
+from twinflow.device import Device, Event, device_for
 from twinflow.errors import invalid_value
 from twinflow.files import write_whole
 from twinflow.native.cgroup import free_host_bytes, read_text
@@ -95,31 +95,16 @@ Work = Callable[[int], None]  # runs an operation as often as its argument says,
 T = TypeVar("T")
 
 
-class Probed(NamedTuple):
-    """Rates, the seconds that it took to get them, and whether they are from the cache."""
-
-    rates: Rates
-    seconds: float
-    is_cached: bool
-
-
 def load_or_measure(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Rates:
     """The rates of this machine, from the cache or measured. `refresh`: measure in any case."""
-    return probe(device, folder=folder, refresh=refresh).rates
-
-
-def probe(device: torch.device, *, folder: Path | None = None, refresh: bool = False) -> Probed:
-    """Like `load_or_measure`, with the time it took and whether the rates are from the cache."""
-    start = time.perf_counter()
     facts = machine_facts(device)
     path = rates_file(facts, folder)
-    rates = None if refresh else read_rates(path, facts, STATES)
-    is_cached = rates is not None
+    rates = None if refresh else read_rates(path, facts)
     if rates is None:
         rates = measure(device)
-        if is_sane(rates, STATES):
+        if is_sane(rates):
             write_rates(path, facts, rates)
-    return Probed(rates, time.perf_counter() - start, is_cached)
+    return rates
 
 
 def machine_facts(device: torch.device) -> Facts:
@@ -160,21 +145,21 @@ def default_folder(environ: Mapping[str, str]) -> Path:
     return (home / ".cache" if home.is_absolute() else Path(tempfile.gettempdir())) / "twinflow"
 
 
-def read_rates(path: Path, facts: Facts, formats: Sequence[str]) -> Rates | None:
+def read_rates(path: Path, facts: Facts) -> Rates | None:
     """The rates in a file. None if the file is missing, of another machine, or invalid."""
     # ValueError: not JSON or not UTF-8. RecursionError: JSON nested too deeply.
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["machine"] == facts:
             rates = Rates(**saved["rates"])
-            return rates if is_sane(rates, formats) else None
+            return rates if is_sane(rates) else None
     return None
 
 
-def is_sane(rates: Rates, formats: Sequence[str]) -> bool:
-    """Whether all rates are positive numbers, and the rates of the host exist for every format."""
+def is_sane(rates: Rates) -> bool:
+    """Whether all rates are positive numbers, and the rates of the host exist for every state format."""
     hosts = (rates.host_params, rates.host_params_copying)
-    if not all(isinstance(host, Mapping) and set(formats) <= set(host) for host in hosts):
+    if not all(isinstance(host, Mapping) and set(STATES) <= set(host) for host in hosts):
         return False
     alone = (rates.out_bytes, rates.in_bytes, rates.duplex_bytes, rates.device_bytes, rates.flops)
     return all(_is_positive(rate) for rate in (*alone, *hosts[0].values(), *hosts[1].values()))
@@ -250,7 +235,8 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
     streams = device_for(device)
     try:
         copies = _Copies(streams, device, _COPY_BYTES // part)
-        rates = [copies.num_bytes / _seconds_each(work, share_s) for work in (copies.out, copies.back, copies.both)]
+        works = [partial(copies.run, directions) for directions in ((0,), (1,), (0, 1))]
+        rates = [copies.num_bytes / _seconds_each(work, share_s) for work in works]
         alone, copying = {}, {}
         numel = _HOST_NUMEL // part
         grad, weight = (_random_pinned(streams, numel, scale) for scale in (1e-2, 2e-2))
@@ -301,31 +287,19 @@ class _Copies:
 
     def __init__(self, streams: Device, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._out, self._in = streams.stream("out"), streams.stream("in")
+        self._streams = [streams.stream("out"), streams.stream("in")]
         # Buffers are written before they are read: unwritten memory maps to one page of zeros, which is fast to read.
         self._host = [streams.pinned(num_bytes, torch.uint8).zero_() for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         _wait(device)  # the streams of the copies are not ordered after the stream that wrote the zeros
 
-    def out(self, count: int) -> None:
-        """Copy from device to host."""
+    def run(self, directions: Sequence[int], count: int) -> None:
+        """Copy `count` times in each direction, and wait for all copies. 0: to the host, 1: to the device."""
         for _ in range(count):
-            self._queue_out()
-        self._out.synchronize()
-
-    def back(self, count: int) -> None:
-        """Copy from host to device."""
-        for _ in range(count):
-            self._queue_in()
-        self._in.synchronize()
-
-    def both(self, count: int) -> None:
-        """Copy `count` times in each direction, and wait for both."""
-        for _ in range(count):
-            self._queue_out()
-            self._queue_in()
-        self._out.synchronize()
-        self._in.synchronize()
+            for direction in directions:
+                self._queue(direction)
+        for direction in directions:
+            self._streams[direction].synchronize()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -333,8 +307,7 @@ class _Copies:
         the slower."""
         stop = threading.Event()
         with ThreadPoolExecutor(2) as executor:
-            ways = ((self._out, self._queue_out), (self._in, self._queue_in))
-            threads = [executor.submit(_keep_busy, stream, queue, stop) for stream, queue in ways]
+            threads = [executor.submit(self._keep_busy, direction, stop) for direction in (0, 1)]
             try:
                 yield
             finally:
@@ -342,33 +315,26 @@ class _Copies:
             for thread in threads:
                 thread.result()
 
-    def _queue_out(self) -> None:
-        self._out.run(lambda: self._host[0].copy_(self._device[0], non_blocking=True))
+    def _queue(self, direction: int) -> None:
+        pair = self._host[direction], self._device[direction]
+        target, source = reversed(pair) if direction else pair
+        self._streams[direction].run(lambda: target.copy_(source, non_blocking=True))
 
-    def _queue_in(self) -> None:
-        self._in.run(lambda: self._device[1].copy_(self._host[1], non_blocking=True))
-
-
-def _keep_busy(stream: Stream, queue: Callable[[], None], stop: threading.Event) -> None:
-    events: deque[Event] = deque()
-    while not stop.is_set():
-        queue()
-        events.append(stream.record())
-        if len(events) > _MAX_IN_FLIGHT:
-            events.popleft().synchronize()  # sleeps, so that the update threads can use this core
-    stream.synchronize()
+    def _keep_busy(self, direction: int, stop: threading.Event) -> None:
+        events: deque[Event] = deque()
+        while not stop.is_set():
+            self._queue(direction)
+            events.append(self._streams[direction].record())
+            if len(events) > _MAX_IN_FLIGHT:
+                events.popleft().synchronize()  # sleeps, so that the update threads can use this core
+        self._streams[direction].synchronize()
 
 
 def _measure_memory(device: torch.device, share_s: float, part: int) -> float:
     """Bytes/s that an elementwise operation reads and writes."""
     numel = _MEMORY_NUMEL // part
     source, target = (torch.ones(numel, dtype=torch.float32, device=device) for _ in range(2))
-
-    def work(count: int) -> None:
-        for _ in range(count):
-            torch.mul(source, 0.5, out=target)
-        _wait(device)
-
+    work = _repeated(partial(torch.mul, source, 0.5, out=target), device)
     return (source.nbytes + target.nbytes) / _seconds_each(work, share_s)
 
 
@@ -379,18 +345,23 @@ def _measure_products(device: torch.device, share_s: float, part: int) -> float:
     if is_cuda:  # GPUs before Ampere have no bf16 units and train in fp16
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     generator = torch.Generator(device).manual_seed(0)
-    inputs, weight, grad = (
-        torch.randn(width, width, generator=generator, dtype=dtype, device=device) for _ in range(3)
-    )
+    inputs, weight, grad = torch.randn(3, width, width, generator=generator, dtype=dtype, device=device)
 
+    def products() -> None:
+        linear(inputs, weight)
+        torch.mm(grad, weight)
+        torch.mm(grad.t(), inputs)
+
+    return 3 * 2 * width**3 / _seconds_each(_repeated(products, device), share_s)
+
+
+def _repeated(operation: Callable[[], object], device: torch.device) -> Work:
     def work(count: int) -> None:
         for _ in range(count):
-            linear(inputs, weight)
-            torch.mm(grad, weight)
-            torch.mm(grad.t(), inputs)
+            operation()
         _wait(device)
 
-    return 3 * 2 * width**3 / _seconds_each(work, share_s)
+    return work
 
 
 def _wait(device: torch.device) -> None:

@@ -23,18 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from twinflow.errors import incompatible, invalid_value
-from twinflow.planner.costs import (
-    GPU_RESERVE,
-    Bytes,
-    Memory,
-    Run,
-    bytes_of,
-    clip_decision_of,
-    items_of,
-    placed_at,
-    timing_of,
-    ways_of,
-)
+from twinflow.planner import costs
+from twinflow.planner.costs import GPU_RESERVE, Bytes, Memory, Run
 from twinflow.planner.formats import WEIGHT_BYTES
 from twinflow.planner.machines import Machine, link_rate, rates_of
 from twinflow.planner.placement import CLOSE, at_ratio
@@ -205,7 +195,7 @@ def largest_batch(run: Run, cluster: Cluster, ratio: float, total_batch: int) ->
 
 def used_bytes(run: Run, ratio: float, memory: Memory) -> Bytes:
     """Bytes that the runtime allocates, with the unsharded gradients of blocks that wait for their reduce-scatter."""
-    used = bytes_of(run, placed_at(run, ratio), memory)
+    used = costs.bytes_of(run, costs.placed_at(run, ratio), memory)
     if run.world == 1:
         return used
     whole = SCATTERS * WEIGHT_BYTES[run.weights] * max(run.model.blocks, default=0)
@@ -220,9 +210,11 @@ def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> 
     """
     rates, memory = rates_of(cluster.local(run.world)), cluster.memory(run.world)
     used = used_bytes(run, RATIOS[kind], memory)
-    compute = timing_of(run, rates)  # without communication
+    compute = costs.timing_of(run, rates)  # without communication
     items, timing, talk = with_talk(run, compute, cluster.ring_rate(run.world), gathers_first)
-    last = predict(at_ratio(items, RATIOS[kind]), timing, rates, run.states, clip_decision_of(run, used), ways_of(run))
+    last = predict(
+        at_ratio(items, RATIOS[kind]), timing, rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run)
+    )
     others_s = (run.micro_batches - 1) * (compute.forward_s + max(compute.backward_s, talk.scatter_s))
     return Point(kind, run, used, talk, compute.gpu_s, others_s + last.step_s, last)
 
@@ -235,7 +227,7 @@ def with_talk(run: Run, compute: Timing, rate: float, gathers_first: bool) -> tu
     possible. If a gather is late, all gathers after it are delayed too.
     """
     timing = replace(compute, micro_batches=1)
-    items = items_of(run, timing)
+    items = costs.items_of(run, timing)
     if run.world == 1:
         return items, timing, Talk(0.0, 0.0, 0.0, 0.0)
     seconds = [ring_bytes(WEIGHT_BYTES[run.weights] * item.numel * run.world, run.world) / rate for item in items]

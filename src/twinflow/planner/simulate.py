@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from typing import Final
 
 from twinflow.planner.formats import UPDATE_BYTES, state_bytes
@@ -24,6 +25,9 @@ _DECISION_S: Final = 1e-3  # from the end of backward until the host has read th
 _MAX_STEPS: Final = 6
 _SAME: Final = 2e-3  # relative difference below which two steps count as equally long
 _EPS: Final = 1e-9
+# The units beside the GPU: copies to the host, copies to the GPU, updates on the host.
+_UNITS: Final = ("out", "in", "host")
+_OUT, _IN, _HOST = _UNITS
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,16 @@ class Play:
     def __init__(
         self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways
     ) -> None:
-        self.items, self.timing, self.rates, self.decision, self.ways = items, timing, rates, decision, ways
+        self.items, self.timing, self.decision, self.ways = items, timing, decision, ways
         self.device_s = [item.numel * UPDATE_BYTES[states] / rates.device_bytes for item in items]
         self.stream_bytes = state_bytes(states).streamed
         host, copying = rates.host_params[states], rates.host_params_copying[states]
-        self.host_rates = (host, 0.5 * (host + copying), copying)  # indexed by the number of directions that copy
+        # Rates of the units, by the number of directions that copy.
+        self.unit_rates = (
+            {_OUT: rates.out_bytes, _IN: rates.in_bytes, _HOST: host},
+            {_OUT: rates.out_bytes, _IN: rates.in_bytes, _HOST: 0.5 * (host + copying)},
+            {_OUT: rates.duplex_bytes, _IN: rates.duplex_bytes, _HOST: copying},
+        )
         self.program = self._program()
         self.is_fresh = [True] * len(items)  # whether the GPU has the weights that the next forward needs
         self.has_grad = [False] * len(items)
@@ -140,10 +149,8 @@ class Play:
         self.to_send: list[tuple[float, int]] = []  # weights that are updated on the host
         self.ahead: list[int] = []  # buckets updated before the norm is known
         self.to_store: list[int] = []  # streamed states to copy back to the host
-        self.out: tuple[str, int] | None = None  # current tasks; `*_left` is their remaining work
-        self.back: tuple[str, int] | None = None
-        self.update: int | None = None
-        self.out_left = self.back_left = self.update_left = 0.0
+        self.tasks: dict[str, tuple[str, int]] = {}  # kind and item of the current task of each busy unit
+        self.left: dict[str, float] = {}  # remaining bytes of a copy, remaining elements of an update
         self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
         self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
 
@@ -169,7 +176,8 @@ class Play:
 
     def step(self) -> Prediction:
         """Simulate one more step and return its times."""
-        self.now = self.host_s = self.out_s = self.in_s = self.waited_s = self.undecided_s = 0.0
+        self.now = self.waited_s = self.undecided_s = 0.0
+        self.busy_s = dict.fromkeys(_UNITS, 0.0)
         for what, value in self.program:
             if what == "work":
                 self._run(value)
@@ -185,14 +193,15 @@ class Play:
                 self.is_open, self.ahead_left = False, self.decision.ahead_numel
             elif what == "end" and self.decision.clips:
                 self.decision_in = _DECISION_S
-        return Prediction(self.now, self._bound_by(), self.host_s, self.out_s, self.in_s, self.waited_s)
+        busy = self.busy_s
+        return Prediction(self.now, self._bound_by(), busy[_HOST], busy[_OUT], busy[_IN], self.waited_s)
 
     def _bound_by(self) -> str:
         if self.waited_s < 0.03 * self.now:
             return "gpu"
         if self.undecided_s > 0.5 * self.waited_s:
             return "gate"
-        return "host" if self.host_s >= max(self.out_s, self.in_s) else "copies"
+        return "host" if self.busy_s[_HOST] >= max(self.busy_s[_OUT], self.busy_s[_IN]) else "copies"
 
     def _run(self, seconds: float) -> None:
         """The GPU computes for some seconds, after its pending updates."""
@@ -218,66 +227,51 @@ class Play:
     def _advance(self, limit: float | None) -> float:
         """Advance to the next event, at most by `limit` seconds of GPU work. Returns the seconds that passed."""
         self._start()
-        rates = self.rates
-        copies = (self.out is not None) + (self.back is not None)
-        out_rate = rates.duplex_bytes if copies == 2 else rates.out_bytes
-        back_rate = rates.duplex_bytes if copies == 2 else rates.in_bytes
-        host_rate = self.host_rates[copies]
-        seconds = limit if limit is not None else float("inf")
-        if self.out is not None:
-            seconds = min(seconds, self.out_left / out_rate)
-        if self.back is not None:
-            seconds = min(seconds, self.back_left / back_rate)
-        if self.update is not None:
-            seconds = min(seconds, self.update_left / host_rate)
+        rates = self.unit_rates[(_OUT in self.tasks) + (_IN in self.tasks)]
+        busy = [unit for unit in _UNITS if unit in self.tasks]
+        seconds = inf if limit is None else limit
+        for unit in busy:
+            seconds = min(seconds, self.left[unit] / rates[unit])
         if self.decision_in > 0.0:
             seconds = min(seconds, self.decision_in)
-        assert seconds < float("inf"), "the step waits for weights that no task produces"
+        assert seconds < inf, "the step waits for weights that no task produces"
         self.now += seconds
         self.debt_s = max(0.0, self.debt_s - seconds)
         if self.decision_in > 0.0:
             self.decision_in -= seconds
             if self.decision_in <= _EPS:
                 self._open()
-        if self.out is not None:
-            self.out_s += seconds
-            self.out_left -= seconds * out_rate
-            if self.out_left <= 1.0:
-                self._out_done()
-        if self.back is not None:
-            self.in_s += seconds
-            self.back_left -= seconds * back_rate
-            if self.back_left <= 1.0:
-                self._back_done()
-        if self.update is not None:
-            self.host_s += seconds
-            self.update_left -= seconds * host_rate
-            if self.update_left <= 1.0:
-                self._update_done()
-        elif not self.is_open and self.to_out:
+        for unit in busy:
+            self.busy_s[unit] += seconds
+            self.left[unit] -= seconds * rates[unit]
+            if self.left[unit] <= 1.0:
+                self._finish(*self.tasks.pop(unit))
+        if _HOST not in busy and not self.is_open and self.to_out:
             self.undecided_s += seconds
         return seconds
 
     def _start(self) -> None:
         """Start the next task of every idle unit."""
-        if self.update is None and self.arrived:
-            self.update = heappop(self.arrived)[1]
-            self.update_left = self.items[self.update].numel + _HOST_TASK_S * self.host_rates[0]
-        if self.out is None:
-            self._start_out()
-        if self.back is None:
-            self._start_back()
+        if _HOST not in self.tasks and self.arrived:
+            self._begin(_HOST, "update", heappop(self.arrived)[1], 1.0, _HOST_TASK_S)
+        if _OUT not in self.tasks:
+            if self.to_out and self.free_slots and (i := self._next_out()) is not None:
+                self.free_slots -= 1
+                self._begin(_OUT, "gradient", i, self.ways.grad_bytes, _COPY_TASK_S)
+            elif self.to_store:
+                self._begin(_OUT, "store state", self.to_store.pop(0), self.stream_bytes, _COPY_TASK_S)
+        if _IN not in self.tasks:
+            if self.to_send:
+                self._begin(_IN, "weight", heappop(self.to_send)[1], self.ways.weight_bytes, _COPY_TASK_S)
+            elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
+                self.free_stages -= 1
+                self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
+                self.next_stage = (self.next_stage + 1) % len(self.stream_order)
 
-    def _start_out(self) -> None:
-        if self.to_out and self.free_slots and (i := self._next_out()) is not None:
-            self.free_slots -= 1
-            self.out, moved = ("grad", i), self.items[i].numel * self.ways.grad_bytes
-        elif self.to_store:
-            i = self.to_store.pop(0)
-            self.out, moved = ("state", i), self.items[i].numel * self.stream_bytes
-        else:
-            return
-        self.out_left = moved + _COPY_TASK_S * self.rates.out_bytes
+    def _begin(self, unit: str, kind: str, i: int, width: float, overhead_s: float) -> None:
+        """Start a task with `width` bytes (of an update: 1) for each element of item `i`."""
+        self.tasks[unit] = kind, i
+        self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
 
     def _next_out(self) -> int | None:
         """The gradient that is needed first, among those that may be updated.
@@ -294,47 +288,24 @@ class Play:
         self.ahead_left -= self.items[found[1]].numel
         return found[1]
 
-    def _start_back(self) -> None:
-        if self.to_send:
-            i = heappop(self.to_send)[1]
-            self.back, moved = ("weight", i), self.items[i].numel * self.ways.weight_bytes
-        elif self.stream_order and self.free_stages:
-            i = self.stream_order[self.next_stage]
-            if self.is_staged[i]:
-                return
-            self.next_stage = (self.next_stage + 1) % len(self.stream_order)
-            self.free_stages -= 1
-            self.back, moved = ("state", i), self.items[i].numel * self.stream_bytes
-        else:
-            return
-        self.back_left = moved + _COPY_TASK_S * self.rates.in_bytes
-
-    def _out_done(self) -> None:
-        assert self.out is not None
-        (kind, i), self.out = self.out, None
-        if kind == "grad":
+    def _finish(self, kind: str, i: int) -> None:
+        """Update the state after a task of item `i` is done."""
+        if kind == "gradient":
             heappush(self.arrived, (self.items[i].need, i))
+        elif kind == "update":
+            self.free_slots += 1
+            if self.is_open:
+                heappush(self.to_send, (self.items[i].need, i))
+            else:
+                self.ahead.append(i)
+        elif kind == "weight":
+            self.is_fresh[i] = True
+        elif kind == "load state":
+            self.is_staged[i] = True
+            self._try_streamed(i)
         else:
             self.is_staged[i] = False
             self.free_stages += 1
-
-    def _back_done(self) -> None:
-        assert self.back is not None
-        (kind, i), self.back = self.back, None
-        if kind == "weight":
-            self.is_fresh[i] = True
-        else:
-            self.is_staged[i] = True
-            self._try_streamed(i)
-
-    def _update_done(self) -> None:
-        assert self.update is not None
-        i, self.update = self.update, None
-        self.free_slots += 1
-        if self.is_open:
-            heappush(self.to_send, (self.items[i].need, i))
-        else:
-            self.ahead.append(i)
 
     def _open(self) -> None:
         """The norm is known: send the weights that were updated before, and continue with the waiting buckets."""
