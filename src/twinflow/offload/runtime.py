@@ -129,6 +129,7 @@ class Runtime:
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
+        self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
         # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
         self._is_covered = False  # weights are guarded, and no backward has begun since
@@ -511,6 +512,14 @@ class Runtime:
             stand_in = grad
             grad = stand_in.arrived
             stand_in.arrived = None
+            if grad is not None and param.watched is not None:
+                grad = param.watched.add_(grad)
+        elif grad is not None and param.watched is not None:
+            if taken is not None and taken.arrived is grad:
+                taken.arrived = None
+                grad = param.watched.add_(grad)
+            else:
+                self._is_disturbed = True  # the user has replaced the stand-in in `.grad`
         elif grad is not None and param.hits and self._is_taking and not param.is_sharded:
             if taken is None or taken.arrived is not grad:  # the user has replaced the stand-in in `.grad`
                 self._return_gradients(f"{param.name}.grad was changed")
@@ -526,11 +535,13 @@ class Runtime:
             refusals.check_seen(param)
         param.hits += 1
         param.was_hit = True
-        if self._early.watches and not param.is_late and not grad.requires_grad:
-            if param.hits > self.settings.num_gathered:
+        if self._early.watches and not grad.requires_grad:
+            if param.hits > self.settings.num_gathered and not param.is_late:
                 self._set_late(param)
-            elif param.hits == self.settings.num_gathered:
-                self._has_complete = True
+            elif param.is_late or param.hits == self.settings.num_gathered:
+                self._has_complete |= not param.is_late
+                if self._watched_options is None:
+                    self._watched_options = self.options()
                 if not param.is_sharded:
                     param.watched = grad
                     param.tensor.grad = self._stand_in(param)
@@ -592,10 +603,12 @@ class Runtime:
     def expects_more(self, tensor: Tensor) -> bool:
         """Whether the runtime will take the next gradient of this parameter too."""
         param = self._by_tensor[tensor]
+        if not self._is_taking:
+            return param.is_late and param.watched is not None and not torch.is_grad_enabled()
         is_open = param.is_late or param.hits < self.settings.num_gathered
-        if self._is_taking and not is_open and self.can_undo:
+        if not is_open and self.can_undo:
             self._late_from_now.add(param)  # a loop that adds gradients like this once does so in every step
-        return bool(self._is_taking) and (is_open or self.steps.is_part_open)
+        return is_open or self.steps.is_part_open
 
     def give_back(self, tensor: Tensor) -> None:
         """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""
@@ -669,7 +682,7 @@ class Runtime:
     def _check_params(self) -> None:
         """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
         changes.check_flags(self._untrained)
-        changed = changes.find_changed(self.params, self.buckets, self.wait)
+        changed = changes.find_changed(self.params, self.buckets, self._wait)
         if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
             changed = self.params
         if changed:
@@ -686,6 +699,7 @@ class Runtime:
             if self._is_taking and (reason := self._find_change()):
                 self._return_gradients(reason)
             if not self._is_taking:
+                self._is_disturbed |= self._has_watched_change()
                 self._look_at_gradients()
             self.steps.close_part()
             self.steps.fill_parts()
@@ -712,7 +726,7 @@ class Runtime:
         job = self.steps.job
         if job is None or job.is_part:
             return ""
-        option = refusals.changed_option(job, self.options(), self._option_names)
+        option = refusals.changed_option(job.options, self.options(), self._option_names)
         if option:
             return option
         if not self.can_undo:  # this step's own updates may have written to the weights
@@ -721,6 +735,16 @@ class Runtime:
         written = changes.written(param for param in self.params if param.was_hit and param.is_seen)
         moved = [] if written else changes.moved(self.buckets)
         return f"{(written or moved)[0].name} was written" if written or moved else ""
+
+    def _has_watched_change(self) -> bool:
+        """Whether a gradient was replaced or an option was changed after the backward of a watched step."""
+        if self._watched_options is None:
+            return False
+        for param in self.params:
+            grad = param.tensor.grad
+            if grad is not param.taken if param.watched is not None else not param.hits and _is_foreign(grad):
+                return True
+        return bool(refusals.changed_option(self._watched_options, self.options(), self._option_names))
 
     def _look_at_gradients(self) -> None:
         """Check the gradients of a step that were left in `.grad`, and note which parameters have one."""
@@ -771,11 +795,17 @@ class Runtime:
         self._is_taking = None
         self._is_disturbed = False
         self._has_complete = False
+        self._watched_options = None
 
     # Outside of the training loop.
 
     def wait(self) -> None:
         """Block until all updates that have begun are done, and all weights that the next forward uses are copied."""
+        self._is_disturbed |= self._early.watches and self._has_complete
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait as `wait` does, but for the runtime itself: this is not an access of the user."""
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
@@ -822,11 +852,12 @@ class Runtime:
         """
         for queue in self._all_queues:
             queue.forget()
-        self._is_disturbed |= self._early.watches and self._has_complete
+        is_disturbed = self._is_disturbed or (self._early.watches and self._has_complete)
         if self._is_taking and self._has_complete and not self.can_undo:
             raise self._too_late("zero_grad() was called")
         self._drop()
         self._reset()
+        self._is_disturbed = is_disturbed  # until the next step, which the policy counts
 
     def _drop(self) -> None:
         """Drop the open step: its gradients, its sums, and its updates that run ahead of the clipping decision."""

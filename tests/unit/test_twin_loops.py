@@ -1,0 +1,164 @@
+"""Training loops that once gave another result than torch, hung, or got an error that the documents exclude."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+STEPS = 8
+Loop = Callable[[nn.Sequential, torch.optim.Optimizer], None]
+pytestmark = pytest.mark.timeout(60)
+in_all_modes = pytest.mark.parametrize(
+    ("early", "max_grad_norm"), [(False, None), ("auto", None), ("auto", 0.3), (True, 0.3)]
+)
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """The optimizer of torch that a TwinOptimizer with `max_grad_norm` replaces."""
+
+    max_grad_norm: float | None = None
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.max_grad_norm)
+        super().step()
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(number)
+    return torch.randn(4, 6, generator=made), torch.randn(4, 2, generator=made)
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    x, y = batch(number)
+    return F.mse_loss(model(x), y)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    loss_of(model, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(
+    loop: Loop,
+    early: bool | str,
+    max_grad_norm: float | None,
+    make: Callable[[], nn.Sequential] = new_model,
+    ratio: float = 1.0,
+    bucket_numel: int = 128,
+) -> None:
+    """Asserts that the loop ends with torch's weights."""
+    model = make()
+    optimizer = ClippedAdamW(model.parameters(), lr=1e-2)
+    optimizer.max_grad_norm = max_grad_norm
+    loop(model, optimizer)
+    trained = make()
+    twin = TwinOptimizer(
+        trained,
+        lr=1e-2,
+        early=early,
+        max_grad_norm=max_grad_norm,
+        ratio=ratio,
+        tuning=Tuning(bucket_numel=bucket_numel),
+    )
+    for stream in ("in", "out"):
+        twin.runtime.device.delay(stream, 0.0003)
+    try:
+        loop(trained, twin)
+        for (name, wanted), found in zip(model.named_parameters(), trained.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    finally:
+        twin.close()
+
+
+# What a loop does between backward and step, seen in the steps before updates start early.
+
+
+def changes_options(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reads_the_state(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        optimizer.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def drops_gradients_of_each_task(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    params = list(model.parameters())
+    for number in range(STEPS):
+        found = []
+        for task in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 2 * number + task).backward()
+            found.append([p.grad.clone() for p in params if p.grad is not None])
+        optimizer.zero_grad()
+        for param, one, other in zip(params, *found, strict=True):
+            param.grad = one + 0.5 * other
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def sums_by_hand(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    params = list(model.parameters())
+    for number in range(STEPS):
+        sums = [torch.zeros_like(param) for param in params]
+        for micro in range(2):
+            model.zero_grad()
+            loss_of(model, 2 * number + micro).backward()
+            for total, param in zip(sums, params, strict=True):
+                assert param.grad is not None
+                total += param.grad
+        for total, param in zip(sums, params, strict=True):
+            param.grad = total
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def drops_a_gradient_in_a_hook(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    handle = model.get_parameter("2.weight").register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    for number in range(STEPS):
+        step(model, optimizer, number)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        changes_options,
+        reads_the_state,
+        drops_gradients_of_each_task,
+        sums_by_hand,
+        drops_a_gradient_in_a_hook,
+    ],
+)
+@in_all_modes
+def test_what_a_loop_does_in_every_step_is_seen_before_updates_start_early(
+    loop: Loop, early: bool | str, max_grad_norm: float | None
+) -> None:
+    check(loop, early, max_grad_norm)
