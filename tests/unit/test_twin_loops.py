@@ -147,6 +147,15 @@ def drops_a_gradient_in_a_hook(model: nn.Sequential, optimizer: torch.optim.Opti
     handle.remove()
 
 
+def keeps_zero_gradients(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(STEPS):
+        x, y = batch(number)
+        hidden = model[2:](model[:2](x)) if number % 2 else model[4](model[0](x))
+        F.mse_loss(hidden, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -155,6 +164,7 @@ def drops_a_gradient_in_a_hook(model: nn.Sequential, optimizer: torch.optim.Opti
         drops_gradients_of_each_task,
         sums_by_hand,
         drops_a_gradient_in_a_hook,
+        keeps_zero_gradients,
     ],
 )
 @in_all_modes
