@@ -172,3 +172,47 @@ def test_what_a_loop_does_in_every_step_is_seen_before_updates_start_early(
     loop: Loop, early: bool | str, max_grad_norm: float | None
 ) -> None:
     check(loop, early, max_grad_norm)
+
+
+# Gradients that a step has used.
+
+
+def is_passed_by_another_backward(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """Trains a discriminator. The generator's backward runs through it and leaves gradients in it."""
+    torch.manual_seed(1)
+    generator = nn.Linear(6, 6)
+    other = torch.optim.AdamW(generator.parameters(), lr=1e-2)
+    for number in range(STEPS):
+        x, y = batch(number)
+        made = generator(x)
+        loss = F.mse_loss(model(made.detach()), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss = -F.mse_loss(model(made), y)
+        other.zero_grad()
+        loss.backward()
+        other.step()
+
+
+@in_all_modes
+def test_gradients_that_zero_grad_drops_may_be_added_to_used_ones(
+    early: bool | str, max_grad_norm: float | None
+) -> None:
+    check(is_passed_by_another_backward, early, max_grad_norm)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_step_with_gradients_that_were_added_to_used_ones_is_refused(max_grad_norm: float | None) -> None:
+    model = new_model()
+    optimizer = TwinOptimizer(model, lr=1e-2, early=True, max_grad_norm=max_grad_norm)
+    for number in range(2):
+        step(model, optimizer, number)
+    loss_of(model, 2).backward()
+    optimizer.step()
+    loss_of(model, 3).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight, because its gradient was not reset after the last step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, 4)
+    optimizer.close()

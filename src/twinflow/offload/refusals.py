@@ -97,6 +97,6 @@ def used_twice(param: Param) -> RuntimeError:
     """Return the error for a `step` that finds in `.grad` a gradient that the last step has used."""
     return wrong_state(
         f"step() cannot update {param.name}",
-        "no backward() has made a new gradient since the last step, and the memory of the last gradient is reused",
+        "its gradient was not reset after the last step, which has used the gradient and reused its memory",
         "Call zero_grad() after step(), or build the optimizer with early=False to use gradients again as torch does",
     )

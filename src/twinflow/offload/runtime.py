@@ -719,6 +719,7 @@ class Runtime:
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
             if isinstance(grad, TakenGradient) and grad.is_used and not param.hits:
+                self.complete_written()
                 raise refusals.used_twice(param)
             is_taken = bool(param.hits) and not param.is_sharded
             if grad is not param.taken if is_taken else _is_foreign(grad):
