@@ -216,3 +216,32 @@ def test_a_step_with_gradients_that_were_added_to_used_ones_is_refused(max_grad_
     optimizer.zero_grad()
     step(model, optimizer, 4)
     optimizer.close()
+
+
+# Memory.
+
+
+def changes_the_memory_format(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(STEPS):
+        if number in (3, 6):
+            model.to(memory_format=torch.channels_last if number == 3 else torch.contiguous_format)  # type: ignore[call-overload]
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def new_convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+
+
+@in_all_modes
+def test_the_memory_format_may_change_between_steps(early: bool | str, max_grad_norm: float | None) -> None:
+    check(changes_the_memory_format, early, max_grad_norm, make=new_convolutions, bucket_numel=1024)
+
+
+@pytest.mark.parametrize(("ratio", "bucket_numel"), [(0.0, 1024), (1.0, 128)])
+def test_a_memory_format_that_does_not_fit_the_state_is_refused(ratio: float, bucket_numel: int) -> None:
+    with pytest.raises(RuntimeError, match=r"0\.weight cannot be updated, because it is no longer contiguous"):
+        check(changes_the_memory_format, False, None, new_convolutions, ratio, bucket_numel)

@@ -685,16 +685,22 @@ class Executor:
         """Block until the copy of this rank's weights of a job is queued. Returns False after the timeout."""
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
+    def take_sent(self, bucket: Bucket) -> list[int]:
+        """Return the slices whose weights were sent since the last call."""
+        sent = (c_uint8 * len(bucket.slices))()
+        if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
+            return []
+        return [i for i, is_sent in enumerate(sent) if is_sent]
+
     def land(self, bucket: Bucket) -> None:
         """Copy weights from the device buffer `bucket.landing` into parameters that are not contiguous.
 
         The copy runs on the calling thread's current stream. Slices without an update are not copied.
         """
         assert bucket.landing is not None
-        sent = (c_uint8 * len(bucket.slices))()
-        if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
+        found = self.take_sent(bucket)
+        if not found:
             return
-        found = [i for i, is_sent in enumerate(sent) if is_sent]
         with torch.no_grad(), plain():
             for i in found:
                 piece, into = bucket.slices[i], bucket.targets[i]
