@@ -218,6 +218,25 @@ def test_a_step_with_gradients_that_were_added_to_used_ones_is_refused(max_grad_
     optimizer.close()
 
 
+# A weight that a backward reads after its gradient is complete.
+
+
+def trains_what_a_forward_has_frozen(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(STEPS):
+        model[2].requires_grad_(False)
+        first = loss_of(model, number)
+        model[2].requires_grad_(True)
+        (first + loss_of(model, number + STEPS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("early", [True, "auto"])
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_weight_that_one_of_two_forwards_has_used_without_a_gradient(early: bool | str, ratio: float) -> None:
+    check(trains_what_a_forward_has_frozen, early, None, ratio=ratio)
+
+
 # Memory.
 
 

@@ -130,6 +130,10 @@ class Runtime:
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
         self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
+        # Parameters that a forward of this step has used without a gradient. If one of them gets a gradient from
+        # another forward, no hook shows when backward has read the weight for the last time. No update may then run
+        # before `step`.
+        self._used_frozen: set[Param] = set()
         # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
         self._is_covered = False  # weights are guarded, and no backward has begun since
@@ -333,8 +337,11 @@ class Runtime:
                     self._set_late(param)
         self._hold(self._forwards.held(block))
         weight_guard.uncover(self._forwards.guarded(block))
+        is_recorded = torch.is_grad_enabled() and not self.can_undo
         for param in self._forwards.used(block):
             param.is_seen = True
+            if is_recorded and not param.tensor.requires_grad:
+                self._used_frozen.add(param)
 
     def _hold(self, held: Held) -> None:
         """Make the model wait for the weights of these buckets."""
@@ -451,7 +458,7 @@ class Runtime:
                     self._return_gradients("backward(create_graph=True) ran")
                 self._is_taking = False  # these gradients have an autograd graph, which a copy would not have
             if self._is_taking is None and found:
-                self._is_taking = self._early.takes
+                self._is_taking = self._early.takes and not any(p.tensor.requires_grad for p in self._used_frozen)
             if self._is_covered:  # blocks that are recomputed use their weights again
                 self._is_covered = False
                 weight_guard.uncover([p.tensor for p in self.params if not p.hits and not self._lives_away(p.tensor)])
@@ -797,6 +804,7 @@ class Runtime:
         self._is_disturbed = False
         self._has_complete = False
         self._watched_options = None
+        self._used_frozen.clear()
 
     # Outside of the training loop.
 
