@@ -264,3 +264,9 @@ def test_the_memory_format_may_change_between_steps(early: bool | str, max_grad_
 def test_a_memory_format_that_does_not_fit_the_state_is_refused(ratio: float, bucket_numel: int) -> None:
     with pytest.raises(RuntimeError, match=r"0\.weight cannot be updated, because it is no longer contiguous"):
         check(changes_the_memory_format, False, None, new_convolutions, ratio, bucket_numel)
+
+
+def test_an_expanded_parameter_is_refused() -> None:
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.ones(1, 4).expand(3, 4))})
+    with pytest.raises(ValueError, match=r"scale stride is \(0, 1\), but must be greater than 0.*clone"):
+        TwinOptimizer(model)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from twinflow.errors import incompatible, wrong_state
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
@@ -34,9 +34,20 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters share memory: each would have a master weight of its own."""
+    """Raise ValueError if elements of a parameter, or two parameters, share memory: each would have a master weight."""
+    spans: list[tuple[int, int, str]] = []
     with plain():
-        spans = sorted((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in named if not t.is_meta)
+        for name, t in named:
+            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+                raise invalid_value(
+                    f"{name} stride",
+                    t.stride(),
+                    "greater than 0: elements of an expanded tensor share memory and cannot be trained one by one",
+                    "Make the parameter from expanded.clone(memory_format=torch.contiguous_format)",
+                )
+            if not t.is_meta:
+                spans.append((t.data_ptr(), t.numel() * t.element_size(), name))
+    spans.sort()
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
             raise incompatible(
