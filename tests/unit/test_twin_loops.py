@@ -270,3 +270,65 @@ def test_an_expanded_parameter_is_refused() -> None:
     model = nn.ParameterDict({"scale": nn.Parameter(torch.ones(1, 4).expand(3, 4))})
     with pytest.raises(ValueError, match=r"scale stride is \(0, 1\), but must be greater than 0.*clone"):
         TwinOptimizer(model)
+
+
+# Forked processes.
+
+
+def answer_of(child: Callable[[], str]) -> str:
+    """Runs a function in a forked process and returns its result; "timeout" if there is none in time."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = child()
+        except BaseException as error:
+            text = repr(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    is_ready = select.select([reading], [], [], 20)[0]
+    if not is_ready:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    found = os.read(reading, 10000).decode() if is_ready else "timeout"
+    os.close(reading)
+    os.close(writing)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_process_that_is_forked_after_a_step_can_use_the_model(early: bool, ratio: float) -> None:
+    model = new_model()
+    optimizer = TwinOptimizer(model, lr=1e-2, early=early, max_grad_norm=1.0, ratio=ratio)
+    optimizer.runtime.device.delay("in", 0.005)
+
+    def train() -> str:
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = loss_of(model, 9)
+        before.backward()
+        other.step()
+        return repr((before.item(), loss_of(model, 9).item()))
+
+    step(model, optimizer, 0)
+    found = answer_of(train)
+    step(model, optimizer, 1)
+    optimizer.close()
+    again = new_model()
+    plain = ClippedAdamW(again.parameters(), lr=1e-2)
+    plain.max_grad_norm = 1.0
+    step(again, plain, 0)
+    assert found.startswith("(")
+    first, second = map(float, found.strip("()").split(","))
+    assert first == pytest.approx(loss_of(again, 9).item(), abs=1e-6)
+    assert second < first
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_optimizer_is_refused_in_a_forked_process() -> None:
+    model = new_model()
+    optimizer = TwinOptimizer(model, lr=1e-2)
+    step(model, optimizer, 0)
+    assert "this process was forked after the optimizer was built" in answer_of(lambda: str(step(model, optimizer, 1)))
+    optimizer.close()

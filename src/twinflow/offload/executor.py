@@ -109,6 +109,7 @@ class Executor:
         self.num_weight_slots = num_weight_slots
         self.error: BaseException | None = None  # the first exception of a background thread
         self.is_closing = False
+        self.is_forked = False  # this process was forked from the one that has built the executor
         self.changed = threading.Condition()  # guards the Python tables and wakes the Python threads
         self._rule = rule  # None: a user's own optimizer, in Python
         self._library = executor_library()
@@ -154,6 +155,12 @@ class Executor:
                 return
             if self.device.error is None:
                 raise WorkerError("the offload worker failed: a copy between host and device has failed")
+        if self.is_forked:
+            raise wrong_state(
+                "the optimizer cannot be used",
+                "this process was forked after the optimizer was built, and has neither its threads nor its state",
+                "Use the optimizer in the process that has built it, or build another one here",
+            )
         error = self.error or self.device.error
         if error is not None:
             raise WorkerError(f"the offload worker failed: {error!r}") from error

@@ -32,6 +32,7 @@ after the work that uses the old weights. `Executor.make_due` names the job whos
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -180,6 +181,7 @@ class Runtime:
         self._owner = owner
         self._early = EarlyPolicy(settings.early, num_watched(settings, self.can_undo, self._has_ranks))
         weight_guard.claim((param.tensor for param in params), self)
+        _RUNTIMES.add(self)
 
     @property
     def updater(self) -> Updater:
@@ -880,6 +882,24 @@ class Runtime:
         elif self.steps.num_parts:
             self.steps.forget_sums()
 
+    def before_fork(self) -> None:
+        """Wait for the weights, because no thread would copy them in the child. No native thread has a lock then."""
+        if not self.is_closed and self.executor.error is None:
+            self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
+            if self.steps.last is not None and self.steps.last.is_released:
+                self.executor.wait_until_done(self.steps.last)
+
+    def after_fork(self) -> None:
+        """In a forked process: make the model an ordinary one, because the threads and the state are not here.
+
+        Weights that live on the host are not here either. Their use raises an error.
+        """
+        self._end.detach()
+        self.executor.is_forked = True
+        self.executor.is_closing = True
+        if self.param_offload is None:
+            self._detach()
+
     def close(self) -> None:
         """Wait for all updates, then remove the hooks and end the threads. An open step is not completed."""
         if self.executor.is_closing:
@@ -895,18 +915,42 @@ class Runtime:
         finally:
             if self.param_offload is not None and self.executor.error is None:
                 self.param_offload.close()
-            for handle in self._handles:
-                handle.remove()
-            if self._hooks is not None:
-                self._hooks.remove()
-            self.model_owner.pop("_twinflow_owner", None)
-            weight_guard.release(param.tensor for param in self.params)
-            if self.param_offload is not None:
-                weight_guard.release(self.param_offload.tensors)
+            self._detach()
             self._end()
-            for param in self.params:
-                if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
-                    param.tensor.grad = None
+
+    def _detach(self) -> None:
+        """Remove the hooks from the model, the guards from its weights, and the stand-ins from `.grad`."""
+        for handle in self._handles:
+            handle.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.model_owner.pop("_twinflow_owner", None)
+        weight_guard.release(param.tensor for param in self.params)
+        if self.param_offload is not None:
+            weight_guard.release(self.param_offload.tensors)
+        for param in self.params:
+            if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
+                param.tensor.grad = None
+
+
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_FORKED: list[Runtime] = []  # keeps the runtimes of the parent process: freeing them would wait for their threads
+
+
+def _before_fork() -> None:
+    for runtime in list(_RUNTIMES):
+        runtime.before_fork()
+
+
+def _after_fork() -> None:
+    _FORKED.extend(_RUNTIMES)
+    _RUNTIMES.clear()
+    for runtime in _FORKED:
+        runtime.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _keep(store: Store) -> None:
