@@ -272,6 +272,45 @@ def test_an_expanded_parameter_is_refused() -> None:
         TwinOptimizer(model)
 
 
+# Weights on the host: writes through `.data` and `set_`.
+
+
+def new_offloaded() -> tuple[nn.Sequential, TwinOptimizer]:
+    model = new_model()
+    return model, TwinOptimizer(model, lr=1e-2, offload_params=True)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_state_dict_has_what_was_written_through_data(is_held: bool) -> None:
+    model, optimizer = new_offloaded()
+    step(model, optimizer, 0)
+    weight = model.get_parameter("4.bias")
+    alias = weight.data if is_held else None
+    (weight.data if alias is None else alias).fill_(3.0)
+    assert model.state_dict()["4.bias"].tolist() == [3.0, 3.0]
+    optimizer.close()
+
+
+def test_a_write_through_data_persists_if_a_weight_is_read_before_it() -> None:
+    model, optimizer = new_offloaded()
+    step(model, optimizer, 0)
+    weight = model.get_parameter("4.bias")
+    weight.data.copy_(torch.ones_like(weight))  # `.data` is read first
+    assert weight.tolist() == [1.0, 1.0]
+    optimizer.close()
+
+
+def test_a_state_dict_has_the_values_of_set() -> None:
+    model, optimizer = new_offloaded()
+    step(model, optimizer, 0)
+    with torch.no_grad():
+        model.get_parameter("4.bias").set_(torch.full((2,), 3.0))
+    assert model.state_dict()["4.bias"].tolist() == [3.0, 3.0]
+    assert model[4].state_dict()["bias"].tolist() == [3.0, 3.0]
+    step(model, optimizer, 1)
+    optimizer.close()
+
+
 # Forked processes.
 
 
