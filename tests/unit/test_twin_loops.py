@@ -174,6 +174,42 @@ def test_what_a_loop_does_in_every_step_is_seen_before_updates_start_early(
     check(loop, early, max_grad_norm)
 
 
+# Backwards between the forwards of a step.
+
+
+def runs_backward_before_a_later_forward(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    """The two last layers are heads with losses of their own. Each backward ends at the input of the heads."""
+    for number in range(STEPS):
+        x, y = batch(number)
+        hidden = model[1](model[0](x))
+        shared = hidden.detach().requires_grad_()
+        F.mse_loss(model[4](shared), y).backward()
+        model[2](shared).square().mean().backward()
+        hidden.backward(shared.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Heads(nn.Module):
+    """The same layers outside of all blocks, and no forward of the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, layer in enumerate(new_model()):
+            self.add_module(f"layer{index}", layer)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.get_submodule(f"layer{index}")
+
+
+@pytest.mark.parametrize("make", [new_model, Heads])
+@in_all_modes
+def test_a_backward_may_come_before_a_later_forward_of_the_step(
+    make: Callable[[], nn.Sequential], early: bool | str, max_grad_norm: float | None
+) -> None:
+    check(runs_backward_before_a_later_forward, early, max_grad_norm, make=make)
+
+
 # Gradients that a step has used.
 
 

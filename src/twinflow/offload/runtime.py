@@ -463,7 +463,8 @@ class Runtime:
                 self._is_taking = self._early.takes and not any(p.tensor.requires_grad for p in self._used_frozen)
             if self._is_covered:  # blocks that are recomputed use their weights again
                 self._is_covered = False
-                weight_guard.uncover([p.tensor for p in self.params if not p.hits and not self._lives_away(p.tensor)])
+                again = [p.tensor for p in self.params if p.is_seen and not p.hits]  # others wait when they are used
+                weight_guard.uncover([tensor for tensor in again if not self._lives_away(tensor)])
             if self._is_taking:
                 self._take(queue, found)
             else:
