@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -208,6 +209,24 @@ def test_a_backward_may_come_before_a_later_forward_of_the_step(
     make: Callable[[], nn.Sequential], early: bool | str, max_grad_norm: float | None
 ) -> None:
     check(runs_backward_before_a_later_forward, early, max_grad_norm, make=make)
+
+
+def runs_backwards_in_threads(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(5 * STEPS):
+        x, y = batch(number)
+        losses = [F.mse_loss(model[0](x)[:, :2], y), model[2](y.repeat(1, 4)).square().mean(), model[4].weight.sum()]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@in_all_modes
+def test_several_backwards_may_run_at_the_same_time(early: bool | str, max_grad_norm: float | None) -> None:
+    check(runs_backwards_in_threads, early, max_grad_norm)
 
 
 # Gradients that a step has used.

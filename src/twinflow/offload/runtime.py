@@ -20,8 +20,9 @@ effect as with torch. If updates have already changed weights or state during ba
 Before the error is raised, the step is completed with the gradients so far.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
-run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
-`Param` and open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
+run at the same time, because backward() blocks its caller. Only backwards of several threads may run at the same time:
+`_taking` orders their calls of `take_queue`. Otherwise the runtime has no lock, and the fields of `Runtime`, `Param` and
+open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
 Submitted tasks belong to the native executor (`mutex_` in csrc/executor.h), to `DeviceWork` (`_lock`) or to the reducer
 (`Executor.changed`).
 
@@ -128,6 +129,7 @@ class Runtime:
         self._handles: list[RemovableHandle] = []
         self._untrained: dict[str, nn.Parameter] = {}  # parameters that were frozen when the hooks were attached
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
+        self._taking = threading.RLock()  # held while gradients of a queue are taken; several backwards may run at once
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
         self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
@@ -437,6 +439,10 @@ class Runtime:
 
     def take_queue(self, queue: GradientQueue) -> None:
         """Take the gradients of a queue, unless this step's gradients stay in `.grad`."""
+        with self._taking:
+            self._take_queue(queue)
+
+    def _take_queue(self, queue: GradientQueue) -> None:
         self.executor.check()
         if self._take_whole(queue):
             return
