@@ -327,6 +327,19 @@ def test_an_expanded_parameter_is_refused() -> None:
         TwinOptimizer(model)
 
 
+def test_a_scripted_model_is_refused_and_its_parameters_can_be_trained() -> None:
+    model = torch.jit.script(new_model())
+    with pytest.raises(ValueError, match=r"model is 'RecursiveScriptModule', but must be.*pass model\.parameters\(\)"):
+        TwinOptimizer(model, lr=1e-2)
+    optimizer = TwinOptimizer(model.parameters(), lr=1e-2)
+    step(model, optimizer, 0)
+    again = new_model()
+    step(again, torch.optim.AdamW(again.parameters(), lr=1e-2), 0)
+    for found, wanted in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    optimizer.close()
+
+
 # Weights on the host: writes through `.data` and `set_`.
 
 
