@@ -20,9 +20,9 @@ effect as with torch. If updates have already changed weights or state during ba
 Before the error is raised, the step is completed with the gradients so far.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
-run at the same time, because backward() blocks its caller. Only backwards of several threads may run at the same time:
-`_taking` orders their calls of `take_queue`. Otherwise the runtime has no lock, and the fields of `Runtime`, `Param` and
-open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
+run at the same time, because backward() blocks its caller. Only backwards of several threads may run at the same time;
+the lock `_taking` orders their calls of `take_queue`. There is no other lock in the runtime: the fields of `Runtime`,
+`Param` and open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
 Submitted tasks belong to the native executor (`mutex_` in csrc/executor.h), to `DeviceWork` (`_lock`) or to the reducer
 (`Executor.changed`).
 
