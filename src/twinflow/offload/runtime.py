@@ -39,6 +39,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 
 import torch
@@ -557,7 +558,8 @@ class Runtime:
             elif param.is_late or param.hits == self.settings.num_gathered:
                 self._has_complete |= not param.is_late
                 if self._watched_options is None:
-                    self._watched_options = self.options()
+                    with suppress(ValueError):  # an invalid option is refused in `step`, as without `early`
+                        self._watched_options = self.options()
                 if not param.is_sharded:
                     param.watched = grad
                     param.tensor.grad = self._stand_in(param)
