@@ -25,6 +25,7 @@ class Refusal:
 
 TOO_LATE = "updates of this step have already been made during backward"
 USED = "used by step()"
+NOT_RESET = "its gradient was not reset after the last step"
 
 
 def is_written(cell: Combination) -> bool:
@@ -54,9 +55,9 @@ REFUSALS: dict[str, list[Refusal]] = {
     "module_dict_and_parameter_list": [Refusal("members of ModuleLists and Sequentials", is_on_host)],
     "callback_in_backward": [Refusal(TOO_LATE, is_written)],
     "gradients_read_after_step": [Refusal(USED, is_early)],
-    "zero_grad_never": [Refusal("that step() has used", is_early), Refusal(TOO_LATE, is_written)],
-    "zero_grad_in_every_other_step": [Refusal("that step() has used", is_early)],
-    "step_twice": [Refusal("no backward() has made a new gradient since the last step", is_early)],
+    "zero_grad_never": [Refusal(NOT_RESET, is_early), Refusal(USED, is_early), Refusal(TOO_LATE, is_written)],
+    "zero_grad_in_every_other_step": [Refusal(NOT_RESET, is_early)],
+    "step_twice": [Refusal(NOT_RESET, is_early)],
 }
 
 

@@ -118,6 +118,10 @@ class BucketKeeper(Protocol):
         """Stores the addresses of a new bucket, or of a bucket whose parameters or state have moved."""
         ...
 
+    def take_sent(self, bucket: Bucket) -> list[int]:
+        """Returns the slices whose weights were sent since the last call."""
+        ...
+
     def set_deadline(self, bucket: Bucket, deadline: int) -> None:
         """Sets the position of the bucket in the order in which the next forward needs weights."""
         ...
@@ -197,17 +201,21 @@ class Bucket:
 
     def find_targets(self) -> None:
         """Makes `targets` from the present memory of the parameters and registers the bucket with the executor."""
+        is_new = False  # whether `landing` is new
         if not self.offloads_params:
             with plain():
                 self.targets = [target(p.local, piece) for p, piece in zip(self.params, self.slices, strict=True)]
                 self.addresses = [param.local.data_ptr() for param in self.params]
             is_scattered = any(one.dim() != 1 for one in self.targets) and self.plan.place == HOST
-            if is_scattered and self.landing is None:
+            is_new = is_scattered and self.landing is None
+            if is_new:
                 where = self.targets[0].device
                 self.landing = torch.zeros(self.plan.numel, dtype=self.plan.dtype, device=where)
             elif not is_scattered:
                 self.landing = None
         self.executor.register(self)
+        if is_new:
+            self.executor.take_sent(self)  # weights that were sent before are in the parameters, and not in `landing`
 
     def move(self, plan: BucketPlan, updater: Updater, store: Store) -> None:
         """Replaces plan, updater and store, because the state has moved to another place."""

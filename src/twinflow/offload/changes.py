@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from twinflow.errors import incompatible, wrong_state
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
@@ -34,9 +34,20 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters share memory: each would have a master weight of its own."""
+    """Raise ValueError if elements of a parameter, or two parameters, share memory: each would have a master weight."""
+    spans: list[tuple[int, int, str]] = []
     with plain():
-        spans = sorted((t.data_ptr(), t.numel() * t.element_size(), name) for name, t in named if not t.is_meta)
+        for name, t in named:
+            if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+                raise invalid_value(
+                    f"{name} stride",
+                    t.stride(),
+                    "greater than 0: elements of an expanded tensor share memory and cannot be trained one by one",
+                    "Make the parameter from expanded.clone(memory_format=torch.contiguous_format)",
+                )
+            if not t.is_meta:
+                spans.append((t.data_ptr(), t.numel() * t.element_size(), name))
+    spans.sort()
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
             raise incompatible(
@@ -71,21 +82,26 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
     here = [param for param in params if not any(bucket.offloads_params for bucket in param.buckets)]
     check_memory((param.name, param.local) for param in here)
     for bucket in buckets:
-        for i, param in enumerate(bucket.params):
-            before, now = bucket.targets[i], param.local
-            if param in found and (now.dtype, now.device) != (before.dtype, before.device):
+        for before, param, piece in zip(bucket.targets, bucket.params, bucket.slices, strict=True):
+            if param not in found:
+                continue
+            now = param.local
+            if (now.dtype, now.device) != (before.dtype, before.device):
                 raise wrong_state(
                     f"{param.name} cannot be updated",
                     f"it was moved from {before.dtype} on {before.device} to {now.dtype} on {now.device}",
                     "Convert and move the model before building the optimizer",
                 )
+            needs_contiguous = piece.numel < now.numel() or (bucket.plan.place != HOST and bucket.plan.can_alias)
+            if needs_contiguous and not now.is_contiguous():
+                raise wrong_state(
+                    f"{param.name} cannot be updated",
+                    "it is no longer contiguous, but its state on the device, or in several buckets, was laid out for "
+                    "a contiguous parameter",
+                    "Choose the memory format before building the optimizer",
+                )
+    for bucket in buckets:
         bucket.find_targets()
-        if bucket.plan.place != HOST and bucket.plan.can_alias and any(t.dim() != 1 for t in bucket.targets):
-            raise wrong_state(
-                f"{found[0].name} cannot be updated",
-                "it is no longer contiguous, but its state on the device was laid out for a contiguous parameter",
-                "Choose the memory format before building the optimizer",
-            )
     return found
 
 
@@ -96,11 +112,13 @@ def written(params: Iterable[Param]) -> list[Param]:
 
 def find_changed(params: Sequence[Param], buckets: Iterable[Bucket], wait: Callable[[], None]) -> list[Param]:
     """Return the parameters whose values or memory the user has changed. `wait` blocks until all updates have ended."""
-    has_moved = find_moved(params, buckets)
-    if not has_moved and not written(params):
+    buckets = list(buckets)
+    if not moved(buckets) and not written(params):
         return []
-    wait()  # the runtime itself may have written: an update whose weights no forward has waited for yet
-    return list(dict.fromkeys([*has_moved, *written(params)]))
+    # The runtime itself may have written: an update whose weights no forward has waited for yet. It must not write any
+    # more when the buckets get other memory.
+    wait()
+    return list(dict.fromkeys([*find_moved(params, buckets), *written(params)]))
 
 
 def check_changed(params: Sequence[Param], has_unsent: bool) -> None:

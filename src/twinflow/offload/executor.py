@@ -109,6 +109,7 @@ class Executor:
         self.num_weight_slots = num_weight_slots
         self.error: BaseException | None = None  # the first exception of a background thread
         self.is_closing = False
+        self.is_forked = False  # this process was forked from the one that has built the executor
         self.changed = threading.Condition()  # guards the Python tables and wakes the Python threads
         self._rule = rule  # None: a user's own optimizer, in Python
         self._library = executor_library()
@@ -154,6 +155,12 @@ class Executor:
                 return
             if self.device.error is None:
                 raise WorkerError("the offload worker failed: a copy between host and device has failed")
+        if self.is_forked:
+            raise wrong_state(
+                "the optimizer cannot be used",
+                "this process was forked after the optimizer was built, and has neither its threads nor its state",
+                "Use the optimizer in the process that has built it, or build another one here",
+            )
         error = self.error or self.device.error
         if error is not None:
             raise WorkerError(f"the offload worker failed: {error!r}") from error
@@ -685,16 +692,22 @@ class Executor:
         """Block until the copy of this rank's weights of a job is queued. Returns False after the timeout."""
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
+    def take_sent(self, bucket: Bucket) -> list[int]:
+        """Return the slices whose weights were sent since the last call."""
+        sent = (c_uint8 * len(bucket.slices))()
+        if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
+            return []
+        return [i for i, is_sent in enumerate(sent) if is_sent]
+
     def land(self, bucket: Bucket) -> None:
         """Copy weights from the device buffer `bucket.landing` into parameters that are not contiguous.
 
         The copy runs on the calling thread's current stream. Slices without an update are not copied.
         """
         assert bucket.landing is not None
-        sent = (c_uint8 * len(bucket.slices))()
-        if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
+        found = self.take_sent(bucket)
+        if not found:
             return
-        found = [i for i, is_sent in enumerate(sent) if is_sent]
         with torch.no_grad(), plain():
             for i in found:
                 piece, into = bucket.slices[i], bucket.targets[i]

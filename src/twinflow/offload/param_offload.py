@@ -16,7 +16,7 @@ this rank's part and gathers the other parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -212,15 +212,17 @@ class ParamOffload:
 
         They must be searched, because torch has no hook for `set_`.
         """
+        away = (weights for weights in self._blocks.values() if not weights.is_here)
+        return self._replaced(pair for weights in away for buffer in weights.buffers for pair in buffer.views)
+
+    def _replaced(self, views: Iterable[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
         found: list[tuple[nn.Parameter, Tensor]] = []
         check_transform()
         with plain():
-            for weights in self._blocks.values():
-                for buffer in weights.buffers if not weights.is_here else ():
-                    for param, view in buffer.views:
-                        if param.data_ptr() != self._nan(view).data_ptr():
-                            found.append((param, param.detach()))
-                            param.data = self._nan(view)
+            for param, view in views:
+                if param.data_ptr() != self._nan(view).data_ptr():
+                    found.append((param, param.detach()))
+                    param.data = self._nan(view)
         return found
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
@@ -279,8 +281,13 @@ class ParamOffload:
 
     def _hide(self, module: nn.Module, *_: object) -> None:
         """Removes the guard before state_dict() reads the parameters. `_show` replaces the values afterwards."""
-        params = [param for param in module._parameters.values() if param is not None and param in self._places]
-        buckets = [buffer.bucket for buffer, _ in map(self._places.__getitem__, params) if buffer.bucket is not None]
+        params = [p for p in module._parameters.values() if isinstance(p, nn.Parameter) and p in self._places]
+        here = {id(buffer) for weights in self._blocks.values() if weights.is_here for buffer in weights.buffers}
+        places = [(param, *self._places[param]) for param in params]
+        for param, values in self._replaced((p, view) for p, buffer, view in places if id(buffer) not in here):
+            self._on_write(param, values, False, True)
+        self.store_loans()
+        buckets = [buffer.bucket for _, buffer, _ in places if buffer.bucket is not None]
         self._executor.wait_for_weights(buckets)
         uncover(params)
 

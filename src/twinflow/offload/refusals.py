@@ -14,7 +14,6 @@ from torch import Tensor
 
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.job import Job
 from twinflow.offload.torch_state import changes as changed_options
 from twinflow.rules.rule import Options
 
@@ -30,12 +29,12 @@ def check_layout(param: Param, grad: Tensor | None) -> None:
         )
 
 
-def changed_option(job: Job, now: Sequence[Options], names: Container[str] | None) -> str:
-    """Return a phrase that names the first option that was changed since the job began, or "" if none was.
+def changed_option(before: Sequence[Options], now: Sequence[Options], names: Container[str] | None) -> str:
+    """Return a phrase that names the first option that was changed since backward, or "" if none was.
 
-    `names` limits the comparison to these options; None compares all options.
+    `before`: the options during backward. `names` limits the comparison to these options; None compares all options.
     """
-    for i, (group, seen) in enumerate(zip(now, job.options, strict=True)):
+    for i, (group, seen) in enumerate(zip(now, before, strict=True)):
         known = {name: value for name, value in group.items() if names is None or name in names}
         comparable = {name: value for name, value in known.items() if name in seen and _can_compare(value)}
         for name in changed_options(comparable, seen):
@@ -98,6 +97,6 @@ def used_twice(param: Param) -> RuntimeError:
     """Return the error for a `step` that finds in `.grad` a gradient that the last step has used."""
     return wrong_state(
         f"step() cannot update {param.name}",
-        "no backward() has made a new gradient since the last step, and the memory of the last gradient is reused",
+        "its gradient was not reset after the last step, which has used the gradient and reused its memory",
         "Call zero_grad() after step(), or build the optimizer with early=False to use gradients again as torch does",
     )

@@ -20,7 +20,8 @@ effect as with torch. If updates have already changed weights or state during ba
 Before the error is raised, the step is completed with the gradients so far.
 
 Threads: the user's thread (forward, `step`, `wait`) and autograd's thread (`take_queue`) call the runtime. They never
-run at the same time, because backward() blocks its caller. So the runtime has no lock, and the fields of `Runtime`,
+run at the same time, because backward() blocks its caller. Only backwards of several threads may run at the same time;
+the lock `_taking` orders their calls of `take_queue`. There is no other lock in the runtime: the fields of `Runtime`,
 `Param` and open jobs belong to the thread that currently calls the runtime. Any thread may read a weight (`settle`).
 Submitted tasks belong to the native executor (`mutex_` in csrc/executor.h), to `DeviceWork` (`_lock`) or to the reducer
 (`Executor.changed`).
@@ -32,11 +33,13 @@ after the work that uses the old weights. `Executor.make_due` names the job whos
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 
 import torch
@@ -127,8 +130,14 @@ class Runtime:
         self._handles: list[RemovableHandle] = []
         self._untrained: dict[str, nn.Parameter] = {}  # parameters that were frozen when the hooks were attached
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
+        self._taking = threading.RLock()  # held while gradients of a queue are taken; several backwards may run at once
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
+        self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
+        # Parameters that a forward of this step has used without a gradient. If one of them gets a gradient from
+        # another forward, no hook shows when backward has read the weight for the last time. No update may then run
+        # before `step`.
+        self._used_frozen: set[Param] = set()
         # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
         self._is_covered = False  # weights are guarded, and no backward has begun since
@@ -175,6 +184,7 @@ class Runtime:
         self._owner = owner
         self._early = EarlyPolicy(settings.early, num_watched(settings, self.can_undo, self._has_ranks))
         weight_guard.claim((param.tensor for param in params), self)
+        _RUNTIMES.add(self)
 
     @property
     def updater(self) -> Updater:
@@ -332,8 +342,11 @@ class Runtime:
                     self._set_late(param)
         self._hold(self._forwards.held(block))
         weight_guard.uncover(self._forwards.guarded(block))
+        is_recorded = torch.is_grad_enabled() and not self.can_undo
         for param in self._forwards.used(block):
             param.is_seen = True
+            if is_recorded and not param.tensor.requires_grad:
+                self._used_frozen.add(param)
 
     def _hold(self, held: Held) -> None:
         """Make the model wait for the weights of these buckets."""
@@ -427,6 +440,10 @@ class Runtime:
 
     def take_queue(self, queue: GradientQueue) -> None:
         """Take the gradients of a queue, unless this step's gradients stay in `.grad`."""
+        with self._taking:
+            self._take_queue(queue)
+
+    def _take_queue(self, queue: GradientQueue) -> None:
         self.executor.check()
         if self._take_whole(queue):
             return
@@ -450,10 +467,11 @@ class Runtime:
                     self._return_gradients("backward(create_graph=True) ran")
                 self._is_taking = False  # these gradients have an autograd graph, which a copy would not have
             if self._is_taking is None and found:
-                self._is_taking = self._early.takes
+                self._is_taking = self._early.takes and not any(p.tensor.requires_grad for p in self._used_frozen)
             if self._is_covered:  # blocks that are recomputed use their weights again
                 self._is_covered = False
-                weight_guard.uncover([p.tensor for p in self.params if not p.hits and not self._lives_away(p.tensor)])
+                again = [p.tensor for p in self.params if p.is_seen and not p.hits]  # others wait when they are used
+                weight_guard.uncover([tensor for tensor in again if not self._lives_away(tensor)])
             if self._is_taking:
                 self._take(queue, found)
             else:
@@ -511,6 +529,14 @@ class Runtime:
             stand_in = grad
             grad = stand_in.arrived
             stand_in.arrived = None
+            if grad is not None and param.watched is not None:
+                grad = param.watched.add_(grad)
+        elif grad is not None and param.watched is not None:
+            if taken is not None and taken.arrived is grad:
+                taken.arrived = None
+                grad = param.watched.add_(grad)
+            else:
+                self._is_disturbed = True  # the user has replaced the stand-in in `.grad`
         elif grad is not None and param.hits and self._is_taking and not param.is_sharded:
             if taken is None or taken.arrived is not grad:  # the user has replaced the stand-in in `.grad`
                 self._return_gradients(f"{param.name}.grad was changed")
@@ -526,11 +552,14 @@ class Runtime:
             refusals.check_seen(param)
         param.hits += 1
         param.was_hit = True
-        if self._early.watches and not param.is_late and not grad.requires_grad:
-            if param.hits > self.settings.num_gathered:
+        if self._early.watches and not grad.requires_grad:
+            if param.hits > self.settings.num_gathered and not param.is_late:
                 self._set_late(param)
-            elif param.hits == self.settings.num_gathered:
-                self._has_complete = True
+            elif param.is_late or param.hits == self.settings.num_gathered:
+                self._has_complete |= not param.is_late
+                if self._watched_options is None:
+                    with suppress(ValueError):  # an invalid option is refused in `step`, as without `early`
+                        self._watched_options = self.options()
                 if not param.is_sharded:
                     param.watched = grad
                     param.tensor.grad = self._stand_in(param)
@@ -592,10 +621,12 @@ class Runtime:
     def expects_more(self, tensor: Tensor) -> bool:
         """Whether the runtime will take the next gradient of this parameter too."""
         param = self._by_tensor[tensor]
+        if not self._is_taking:
+            return param.is_late and param.watched is not None and not torch.is_grad_enabled()
         is_open = param.is_late or param.hits < self.settings.num_gathered
-        if self._is_taking and not is_open and self.can_undo:
+        if not is_open and self.can_undo:
             self._late_from_now.add(param)  # a loop that adds gradients like this once does so in every step
-        return bool(self._is_taking) and (is_open or self.steps.is_part_open)
+        return is_open or self.steps.is_part_open
 
     def give_back(self, tensor: Tensor) -> None:
         """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""
@@ -669,7 +700,7 @@ class Runtime:
     def _check_params(self) -> None:
         """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
         changes.check_flags(self._untrained)
-        changed = changes.find_changed(self.params, self.buckets, self.wait)
+        changed = changes.find_changed(self.params, self.buckets, self._wait)
         if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
             changed = self.params
         if changed:
@@ -686,6 +717,7 @@ class Runtime:
             if self._is_taking and (reason := self._find_change()):
                 self._return_gradients(reason)
             if not self._is_taking:
+                self._is_disturbed |= self._has_watched_change()
                 self._look_at_gradients()
             self.steps.close_part()
             self.steps.fill_parts()
@@ -705,6 +737,7 @@ class Runtime:
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
             if isinstance(grad, TakenGradient) and grad.is_used and not param.hits:
+                self.complete_written()
                 raise refusals.used_twice(param)
             is_taken = bool(param.hits) and not param.is_sharded
             if grad is not param.taken if is_taken else _is_foreign(grad):
@@ -712,7 +745,7 @@ class Runtime:
         job = self.steps.job
         if job is None or job.is_part:
             return ""
-        option = refusals.changed_option(job, self.options(), self._option_names)
+        option = refusals.changed_option(job.options, self.options(), self._option_names)
         if option:
             return option
         if not self.can_undo:  # this step's own updates may have written to the weights
@@ -721,6 +754,16 @@ class Runtime:
         written = changes.written(param for param in self.params if param.was_hit and param.is_seen)
         moved = [] if written else changes.moved(self.buckets)
         return f"{(written or moved)[0].name} was written" if written or moved else ""
+
+    def _has_watched_change(self) -> bool:
+        """Whether a gradient was replaced or an option was changed after the backward of a watched step."""
+        if self._watched_options is None:
+            return False
+        for param in self.params:
+            grad = param.tensor.grad
+            if grad is not param.taken if param.watched is not None else not param.hits and _is_foreign(grad):
+                return True
+        return bool(refusals.changed_option(self._watched_options, self.options(), self._option_names))
 
     def _look_at_gradients(self) -> None:
         """Check the gradients of a step that were left in `.grad`, and note which parameters have one."""
@@ -771,11 +814,18 @@ class Runtime:
         self._is_taking = None
         self._is_disturbed = False
         self._has_complete = False
+        self._watched_options = None
+        self._used_frozen.clear()
 
     # Outside of the training loop.
 
     def wait(self) -> None:
         """Block until all updates that have begun are done, and all weights that the next forward uses are copied."""
+        self._is_disturbed |= self._early.watches and self._has_complete
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait as `wait` does, but for the runtime itself: this is not an access of the user."""
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
@@ -822,11 +872,12 @@ class Runtime:
         """
         for queue in self._all_queues:
             queue.forget()
-        self._is_disturbed |= self._early.watches and self._has_complete
+        is_disturbed = self._is_disturbed or (self._early.watches and self._has_complete)
         if self._is_taking and self._has_complete and not self.can_undo:
             raise self._too_late("zero_grad() was called")
         self._drop()
         self._reset()
+        self._is_disturbed = is_disturbed  # until the next step, which the policy counts
 
     def _drop(self) -> None:
         """Drop the open step: its gradients, its sums, and its updates that run ahead of the clipping decision."""
@@ -839,6 +890,24 @@ class Runtime:
             self._is_taking, self._is_disturbed = is_taking, is_disturbed
         elif self.steps.num_parts:
             self.steps.forget_sums()
+
+    def before_fork(self) -> None:
+        """Wait for the weights, because no thread would copy them in the child. No native thread has a lock then."""
+        if not self.is_closed and self.executor.error is None:
+            self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
+            if self.steps.last is not None and self.steps.last.is_released:
+                self.executor.wait_until_done(self.steps.last)
+
+    def after_fork(self) -> None:
+        """In a forked process: make the model an ordinary one, because the threads and the state are not here.
+
+        Weights that live on the host are not here either. Their use raises an error.
+        """
+        self._end.detach()
+        self.executor.is_forked = True
+        self.executor.is_closing = True
+        if self.param_offload is None:
+            self._detach()
 
     def close(self) -> None:
         """Wait for all updates, then remove the hooks and end the threads. An open step is not completed."""
@@ -855,18 +924,42 @@ class Runtime:
         finally:
             if self.param_offload is not None and self.executor.error is None:
                 self.param_offload.close()
-            for handle in self._handles:
-                handle.remove()
-            if self._hooks is not None:
-                self._hooks.remove()
-            self.model_owner.pop("_twinflow_owner", None)
-            weight_guard.release(param.tensor for param in self.params)
-            if self.param_offload is not None:
-                weight_guard.release(self.param_offload.tensors)
+            self._detach()
             self._end()
-            for param in self.params:
-                if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
-                    param.tensor.grad = None
+
+    def _detach(self) -> None:
+        """Remove the hooks from the model, the guards from its weights, and the stand-ins from `.grad`."""
+        for handle in self._handles:
+            handle.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.model_owner.pop("_twinflow_owner", None)
+        weight_guard.release(param.tensor for param in self.params)
+        if self.param_offload is not None:
+            weight_guard.release(self.param_offload.tensors)
+        for param in self.params:
+            if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
+                param.tensor.grad = None
+
+
+_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_FORKED: list[Runtime] = []  # keeps the runtimes of the parent process: freeing them would wait for their threads
+
+
+def _before_fork() -> None:
+    for runtime in list(_RUNTIMES):
+        runtime.before_fork()
+
+
+def _after_fork() -> None:
+    _FORKED.extend(_RUNTIMES)
+    _RUNTIMES.clear()
+    for runtime in _FORKED:
+        runtime.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _keep(store: Store) -> None:

@@ -9,7 +9,7 @@ A stand-in is in one of three states:
     taken     the runtime has the gradient; using the stand-in makes the runtime put all gradients back
     held      the stand-in refers to the gradient; using it puts the gradient, or a copy of it, into `.grad`
     used      `step()` has used the gradient and reused its memory; using the stand-in raises an error, unless the
-              operation overwrites all values
+              operation overwrites all values; what another backward adds to it is lost
 
 `__torch_function__` intercepts operations that Python code calls. `__torch_dispatch__` intercepts operations that C++
 code calls. The only such operation is autograd's addition of the gradient of another backward.
@@ -86,8 +86,8 @@ class TakenGradient(Tensor):
                 raise wrong_state(
                     "the gradient cannot be read",
                     "it was used by step() and its memory has been reused",
-                    "Read .grad between backward() and step(), or build the optimizer with early=False, which keeps "
-                    "gradients until zero_grad()",
+                    "Read .grad between backward() and step() and call zero_grad() after step(), or build the "
+                    "optimizer with early=False, which keeps gradients until zero_grad()",
                 )
             giver.give_back(param)
             assert self.held is not None, "the runtime must give the gradient to the stand-in too"
@@ -145,12 +145,9 @@ class TakenGradient(Tensor):
         param = self._param()
         giver = self._giver()
         if self.is_used and self.held is None:
-            raise wrong_state(
-                "backward() cannot add to gradients that step() has used",
-                "their memory has been reused",
-                "Call zero_grad() between step() and the next backward(), or build the optimizer with early=False to "
-                "add to them as torch does",
-            )
+            # The sum is unknown, and most loops drop it: the backward of another model has passed through this one, and
+            # zero_grad() follows. `step` and reads raise an error if it does not.
+            return self
         if self.held is None and giver is not None and param is not None and giver.expects_more(param):
             more = more if self.arrived is None else self.arrived + more
             self.arrived = more

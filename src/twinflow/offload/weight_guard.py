@@ -313,7 +313,8 @@ def _operate_away(
         copies[id(tensor)] = values
     if func == _GET_DATA:  # `detach` and not `.data`, so that writes to the alias change the version of the copy
         alias = copies[id(args[0])].detach()
-        _need(_first(args)).lend(_first(args), alias, is_counted=False)
+        # The owner gets another tensor, so that it can count the users of the memory.
+        _need(_first(args)).lend(_first(args), alias.detach(), is_counted=False)
         return alias
     if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) needs a tensor of p's class
         alias = copies[id(args[0])].detach()

@@ -399,8 +399,9 @@ class TwinOptimizer(Outcomes):
                 elif isinstance(grad, TakenGradient):
                     param.grad = torch.zeros_like(param)
                 else:
-                    grad.detach_()
-                    grad.zero_()
+                    if grad.grad_fn is not None:
+                        grad.detach_()
+                    grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: StateDict) -> None:
         """Raises ValueError after construction, because buckets are planned once.

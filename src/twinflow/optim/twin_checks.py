@@ -101,6 +101,13 @@ def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     """Raises ValueError for models that would train with wrong results."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise conflict("TwinOptimizer", "DistributedDataParallel")
+    if model is not None and any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise invalid_value(
+            "model",
+            type(model).__name__,
+            "a module without parts from torch.jit, because hooks cannot be put on them",
+            "Script the module after training, or pass model.parameters(), with which step() waits for the update",
+        )
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
