@@ -144,7 +144,7 @@ def _shown(key: Key) -> str:
 def _off(key: Key) -> str:
     if key.rule.switch is None:
         return ", ".join(json.dumps(value) for value in (key.default, *key.rule.off))
-    return "`enabled` false" if key.rule.switch is is_on else "left out"
+    return "`enabled` false" if key.rule.switch is is_on else "none (leave the key out)"
 
 
 def _cell(text: str) -> str:

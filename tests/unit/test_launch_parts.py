@@ -198,7 +198,7 @@ def test_rank_environments(env: dict[str, str], wanted: RankEnvironment | None) 
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, "without SLURM_STEP_NODELIST.*srun"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOCAL_RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "without MPI_LOCALRANKID"),
-        (MPICH, "MASTER_ADDR is None"),
+        (MPICH, "MASTER_ADDR is not set.*mpiexec -genv MASTER_ADDR HOST"),
         (TORCHRUN | {"RANK": "x"}, "RANK is 'x', but must be a whole number"),
         (TORCHRUN | {"RANK": "4"}, "RANK is 4, but must be below WORLD_SIZE, which is 4"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, but must be at most WORLD_SIZE"),

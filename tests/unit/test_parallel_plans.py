@@ -57,7 +57,7 @@ def test_styles(text: str, style: Style) -> None:
     ["", "columns", "column:0", "column:x", "column:1:2:3", "row:1", "heads:", "heads:a b", "stream", "stream:x"],
 )
 def test_styles_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="a style in a tensor-parallel plan"):
+    with pytest.raises(ValueError, match="A style in a tensor-parallel plan"):
         parse_style(text)
 
 

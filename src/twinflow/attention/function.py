@@ -31,11 +31,14 @@ CACHED_CORNERS = 8  # maximum number of layouts of each PatternAttention
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout | SparsityConfig, *, backend: str = "auto", **extras: Any
 ) -> Tensor:
-    """Attention of q [B, H, queries, D] to k and v [B, heads, keys, D] over the blocks that a layout keeps.
+    """Computes the attention of q to k and v, over the blocks of scores that `layout` keeps.
 
-    `layout` may be a pattern. Its layout for this length is then built once and cached. `extras` are the fields of
-    `twinflow.attention.Extras`. `backend`: "auto" uses Triton on CUDA and plain torch elsewhere. "flex" is torch's
-    flex_attention, which does not support all options. Raises ValueError for arguments that do not fit together.
+    q is [batch, heads, queries, head_dim]. k and v are [batch, kv_heads, keys, head_dim], where kv_heads is a divisor
+    of heads. The result has the shape of q. If `layout` is a pattern, its layout for this length is built once and
+    cached. `extras` are the fields of `twinflow.attention.Extras`.
+
+    `backend`: "auto" uses Triton on CUDA and plain torch elsewhere. "flex" is torch's flex_attention, which does not
+    support all options. Raises ValueError for arguments that do not fit together.
     """
     if backend not in BACKENDS:
         raise invalid_value("backend", backend, BACKENDS)

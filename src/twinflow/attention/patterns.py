@@ -65,7 +65,7 @@ class SparsityConfig:
             if isinstance(values, str) or not isinstance(values, Sequence):
                 raise invalid_value(name, values, f"a list of whole numbers >= {least}")
             for value in values:
-                check_count(name, value, least)
+                check_count(f"An entry of {name}", value, least)
             object.__setattr__(self, name, tuple(values))
         starts, ends = getattr(self, "global_block_indices", ()), getattr(self, "global_block_end_indices", None)
         if ends is not None and (len(ends) != len(starts) or any(a >= b for a, b in zip(starts, ends, strict=True))):
@@ -187,7 +187,7 @@ class VariableSparsityConfig(SparsityConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.local_window_blocks:
-            raise invalid_value("local_window_blocks", self.local_window_blocks, "at least one width")
+            raise invalid_value("local_window_blocks", self.local_window_blocks, "a list with at least one width")
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         widths = torch.tensor(self.local_window_blocks)

@@ -267,8 +267,8 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
 
     Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. No file is
     changed: a checkpoint that a crash left under a temporary name is read under that name. If the file `latest` is
-    missing, the newest checkpoint that was saved as the latest is opened. If `latest` names a folder that does not
-    exist, the same is done, with a warning.
+    missing, the newest checkpoint that was saved with `save_latest=True` is opened. If `latest` names a folder that
+    does not exist, that checkpoint is opened too, with a warning.
     """
     root = Path(root)
     if root.exists() and not root.is_dir():
@@ -321,7 +321,7 @@ def _default_tag(root: Path) -> str | None:
         raise errors[-1]
     if found:
         tags = ", ".join(repr(one.tag) for one in found)
-        text = f"{root} has no file {LATEST!r}, and no checkpoint was saved as the latest one"
+        text = f"{root} has no file {LATEST!r}, and no checkpoint was saved with save_latest=True"
         raise ValueError(f"{text}. Give one of the tags {tags}.")
     _refuse_foreign(root)
     return None

@@ -51,7 +51,8 @@ def _strip(value: Any, path: str, leaves: list[Entry]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (str, int, float)):
-                raise invalid_value(f"A key of {path}", key, "a string or a number", "Checkpoints are never pickled.")
+                remedy = "Convert the key, because checkpoints are never pickled."
+                raise invalid_value(f"A key of {path}", key, "a string or a number", remedy)
         if any(not isinstance(key, str) or key in _MARKS for key in value):
             return {_ITEMS: [[key, _strip(item, f"{path}/{key}", leaves)] for key, item in value.items()]}
         return {key: _strip(item, f"{path}/{key}", leaves) for key, item in value.items()}
@@ -62,8 +63,8 @@ def _strip(value: Any, path: str, leaves: list[Entry]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     allowed = "None, bool, int, float, str, list, tuple, dict or a tensor"
-    remedy = "Convert the value: checkpoints are never pickled."
-    raise invalid_value(path, f"a {type(value).__name__}", allowed, remedy)
+    remedy = "Convert the value, because checkpoints are never pickled."
+    raise ValueError(f"{path} is of type {type(value).__name__}, but must be {allowed}. {remedy}")
 
 
 def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:

@@ -59,6 +59,7 @@ _STAGE_CHOOSES = "the stage determines the collectives: reduce-scatter and all-g
 _FULLY_SHARD = (
     "stage 3 uses torch's fully_shard for each block, which has no such setting; with other stages weights stay whole"
 )
+_QUANTIZED = "leave it out: twinflow sends gradients without quantization"
 _ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
 _NVME = "twinflow does not use NVMe"
 _BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
@@ -293,10 +294,10 @@ class ZeroOptimization(Section):
     mics_shard_size: AnyWhole = refused(-1, "leave it out: stage 3 partitions over all ranks", off=(0, 1))
     mics_hierarchical_params_gather: bool = refused(False, "leave it out: weights are gathered from all ranks at once")
     zero_hpz_partition_size: Whole = refused(1, "leave it at 1: there is no secondary partition", off=(0,))
-    zero_quantized_weights: bool = refused(False, "leave it out: weights are not sent quantized")
+    zero_quantized_weights: bool = refused(False, "leave it out: twinflow sends weights without quantization")
     zero_quantized_nontrainable_weights: bool = refused(False, "leave it out, and quantize frozen weights in the model")
-    zero_quantized_gradients: bool = refused(False, "leave it out: gradients are not sent quantized")
-    zeropp_loco_param: Any = refused(None, "leave it out: gradients are not sent quantized", switch=is_given)
+    zero_quantized_gradients: bool = refused(False, _QUANTIZED)
+    zeropp_loco_param: Any = refused(None, _QUANTIZED, switch=is_given)
 
 
 class Fp16(Section):

@@ -78,8 +78,11 @@ def _mpi(env: Mapping[str, str], names: Sequence[str], starter: str) -> RankEnvi
     """The rank from variables of MPI, which do not include the address of rank 0. One machine does not need it."""
     _need(env, names, f"Start the script with {starter}.")
     if "MASTER_ADDR" not in env and _number(env, names[2]) != _number(env, names[3]):
-        remedy = "Set it with mpirun -x MASTER_ADDR=HOST."
-        raise invalid_value("MASTER_ADDR", None, "the address of rank 0's machine", remedy)
+        setting = "mpirun -x MASTER_ADDR=HOST" if starter == "mpirun" else "mpiexec -genv MASTER_ADDR HOST"
+        raise ValueError(
+            "MASTER_ADDR is not set, but must be the address of rank 0's machine, because the ranks are on several "
+            f"machines. Set this environment variable for all ranks with `{setting}`."
+        )
     return _checked(env, names, env.get("MASTER_ADDR", LOCAL_ADDRESS), DEFAULT_PORT)
 
 

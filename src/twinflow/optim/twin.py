@@ -56,7 +56,8 @@ Loss = TypeVar("Loss")
 class TwinOptimizer(Outcomes):
     """An optimizer for a model on a GPU (or CPU), with master weights, states and update on the host.
 
-    `step()` starts the update and returns. The next forward waits, block by block, for the new weights.
+    `step()` starts the update and returns. The next forward waits, block by block, for the new weights. A block is a
+    member of the model's outermost `ModuleList`s and `Sequential`s, usually a transformer layer.
 
         optimizer = TwinOptimizer(model, lr=1e-3, max_grad_norm=1.0, early=True)
         for inputs, targets in loader:
@@ -82,8 +83,8 @@ class TwinOptimizer(Outcomes):
       "auto" measures the first steps and chooses the fastest placement that fits into memory.
     - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
       end whose updates would overlap least with forward and backward.
-    - `offload_params`: the weights of blocks are on the host too. Each block fetches them when it runs. The module may
-      be on the CPU; it computes on the GPU if there is one.
+    - `offload_params`: the weights of blocks are on the host too. The weights of a block are copied to the GPU before
+      the block runs. The module may be on the CPU; it computes on the GPU if there is one.
 
     How a step works:
 

@@ -59,7 +59,7 @@ def parse_style(text: str) -> Style:
         return Style(kind, names=names)
     if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
         return Style(kind, names=names)
-    raise invalid_value("a style in a tensor-parallel plan", text, STYLES)
+    raise invalid_value("A style in a tensor-parallel plan", text, STYLES)
 
 
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
@@ -76,8 +76,8 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
         if matching:
             found[name] = styles[matching[0]]
     if unused and not is_part:
-        remedy = "Patterns are compared with the names in model.named_modules()."
-        raise invalid_value("a pattern in a tensor-parallel plan", min(unused), "one that matches a module", remedy)
+        remedy = "Use a pattern that matches a name in model.named_modules()."
+        raise invalid_value("A pattern in a tensor-parallel plan", min(unused), "one that matches a module", remedy)
     return found
 
 

@@ -57,8 +57,12 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
             raise invalid_value(name, value, "a whole number >= 1")
     per_node = ask.cluster.machine.num_gpus
     if ask.num_gpus > per_node and ask.num_gpus % per_node:
-        remedy = f"{ask.num_gpus // per_node * per_node} GPUs fill {ask.num_gpus // per_node} machines."
-        raise invalid_value("--gpus", ask.num_gpus, f"a multiple of {per_node}, the GPUs in a machine", remedy)
+        num_nodes = ask.num_gpus // per_node
+        remedy = (
+            f"Use --gpus {num_nodes * per_node} for {num_nodes} machines, or set the GPUs of a machine with --per-node."
+        )
+        allowed = f"a multiple of {per_node}, because a machine has {per_node} GPUs"
+        raise invalid_value("--gpus", ask.num_gpus, allowed, remedy)
     tried = [(lacking_bytes(ask.shape, layout, ask.cluster), layout) for layout in layouts(ask)]
     fitting = [estimate(ask.shape, layout, ask.cluster, plays=False) for lacks, layout in tried if not lacks]
     if not tried:

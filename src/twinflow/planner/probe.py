@@ -303,8 +303,8 @@ class _Copies:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Copy continuously in both directions. Each direction has a thread, so that the faster one does not wait for
-        the slower."""
+        """Copy continuously in both directions while the body of the `with` statement runs. Each direction
+        has a thread, so that the faster one does not wait for the slower."""
         stop = threading.Event()
         with ThreadPoolExecutor(2) as executor:
             threads = [executor.submit(self._keep_busy, direction, stop) for direction in (0, 1)]

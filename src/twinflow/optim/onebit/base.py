@@ -289,7 +289,8 @@ class CompressedOptimizer(Optimizer):
         head = dict_of(state_dict, "compression")
         state: dict[int, StateDict] = value_of(state_dict, "state", dict) if "state" in state_dict else {}
         if head.get("kind") != type(self).__name__:
-            raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__])
+            remedy = "Load the state into an optimizer of the class that saved it."
+            raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__], remedy)
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
             remedy = "Compression errors belong to one rank. To load on other ranks, save with portable_state_dict()."
@@ -300,11 +301,14 @@ class CompressedOptimizer(Optimizer):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
                     raise invalid_value(
-                        f"state_dict: state[{i}][{name!r}] shape", tuple(value.shape), [tuple(param.shape)]
+                        f"state_dict: the shape of state[{i}][{name!r}]", tuple(value.shape), [tuple(param.shape)]
                     )
             if "exp_avg" not in state.get(i, {}):
-                expected = "an entry of state_dict(), with exp_avg"
-                raise invalid_value(f"state_dict: state[{i}]", sorted(state.get(i, {})), expected)
+                keys = sorted(state.get(i, {}))
+                raise ValueError(
+                    f"state_dict: state[{i}] has the keys {keys}, but must also have 'exp_avg'. "
+                    "Pass a dict that state_dict() has returned."
+                )
         return head, state
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
