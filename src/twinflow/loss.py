@@ -151,7 +151,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         return
     for start in range(0, len(total), PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
-        if a.is_cuda and torch.version.hip is None:
-            total[rows] += torch.mm(a[rows], b, out_dtype=total.dtype)
-        else:
-            total[rows] += a[rows].to(total.dtype) @ b.to(total.dtype)
+        total[rows] += _wide_product(a[rows], b, total.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    if a.is_cuda and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
