@@ -203,6 +203,8 @@ def test_rank_environments(env: dict[str, str], wanted: RankEnvironment | None) 
         (TORCHRUN | {"RANK": "4"}, "RANK is 4, but must be below WORLD_SIZE, which is 4"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, but must be at most WORLD_SIZE"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is '', but must be the name or the IP address"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE is 0, but must be a whole number >= 1"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3"),
     ],
 )

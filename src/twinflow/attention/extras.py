@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,9 +108,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
         )
     _check_layout(layout, sizes, extras)
     _check_tensors(sizes, extras, q.device)
-    if extras.scale is not None and not math.isfinite(extras.scale):
+    if extras.scale is not None and not (isinstance(extras.scale, SupportsFloat) and math.isfinite(extras.scale)):
         raise invalid_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
-    if not 0.0 <= extras.dropout < 1.0:
+    if not (isinstance(extras.dropout, SupportsFloat) and 0.0 <= extras.dropout < 1.0):
         raise invalid_value("dropout", extras.dropout, "a number >= 0 and < 1")
     if not 0 <= extras.seed < 2**64:
         raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")

@@ -31,6 +31,8 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
     that are not in the dict are dense. `heads` is the range of the pattern's heads that this rank has under tensor
     parallelism. Raises ValueError for a model or a pattern that does not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise invalid_value("model", model, "an nn.Module", "Build the model first, and pass it.")
     found, hooks, own = transformers_models(model), _hooks(model), _own(model)
     if not found and not hooks and not own:
         raise _nothing_to_change(model)

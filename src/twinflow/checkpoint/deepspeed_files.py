@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from twinflow.checkpoint.disk import LATEST, check_tag, read_latest
+from twinflow.checkpoint.manifest import MANIFEST
 from twinflow.checkpoint.torch_files import load_torch_file
 from twinflow.errors import invalid_value
 
@@ -105,7 +106,12 @@ def find_files(root: Path, tag: str | None) -> Files:
             raise _foreign(folder, what)
     model = _by_rank(folder, MODEL)
     if not model:
-        raise ValueError(f"{folder} contains no DeepSpeed checkpoint: it has no file *mp_rank_00_model_states.pt.")
+        text = f"{folder} contains no DeepSpeed checkpoint: it has no file *mp_rank_00_model_states.pt."
+        if (folder / MANIFEST).is_file():
+            raise ValueError(
+                f"{text} It is a twinflow checkpoint. Load it with load_checkpoint(), or use twinflow export."
+            )
+        raise ValueError(f"{text} Give the folder that DeepSpeed's save_checkpoint() wrote to.")
     return Files(folder, model, _by_rank(folder, OPTIM))
 
 

@@ -131,7 +131,11 @@ def export_checkpoint(
         else:
             remove(path)
     try:
-        os.mkdir(partial)
+        try:
+            os.mkdir(partial)
+        except (FileNotFoundError, PermissionError) as error:
+            remedy = f"The system reports: {error.strerror}. Choose another folder."
+            raise invalid_value("The output", str(out), "a folder that can be created", remedy) from error
         if raw_config is not None:
             write_durable(partial / CONFIG, raw_config)
         on_bytes = counting(on_progress, num_bytes)

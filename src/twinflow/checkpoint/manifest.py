@@ -114,10 +114,12 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. ValueError with a description of the folder if there is none."""
     path = folder / MANIFEST
     if not path.is_file():
+        if (folder / META).is_file():
+            raise damaged(f"{folder} is an incomplete twinflow checkpoint: its {MANIFEST} is missing")
         raise ValueError(f"{folder} is not a twinflow checkpoint: it has no {MANIFEST}. Found {describe(folder)}")
     body = parse_json(path.read_bytes(), path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by twinflow, or is damaged. Found {describe(folder)}")
+        raise damaged(f"{path} was not written by twinflow, or is damaged: its key 'format' must be {FORMAT!r}")
     version = body.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
@@ -158,7 +160,9 @@ def read_complete(folder: Path) -> Manifest:
 def describe(path: Path) -> str:
     """A description of a file or of a folder without a manifest, for error messages."""
     if path.is_file():
-        return f"a {'pickled' if path.suffix in PICKLED else 'regular'} file. {NEVER}."
+        if path.suffix in PICKLED:
+            return f"a pickled file. {NEVER}. Load its weights with torch.load() and model.load_state_dict()."
+        return "a regular file. Give the folder that save_checkpoint() wrote to."
     if not path.is_dir():
         return "neither a file nor a folder."
     names = sorted(entry.name for entry in path.iterdir())

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from twinflow.checkpoint.disk import damaged
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
 
@@ -140,8 +141,8 @@ def parse_json(raw: bytes, path: Path, object_hook: Callable[[dict[str, Any]], A
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_hook=object_hook)
     except (ValueError, RecursionError) as error:
-        message = f"{path} does not contain valid JSON: {error}. The file is damaged, or twinflow did not write it."
-        raise ValueError(message) from error
+        text = f"{path} does not contain valid JSON: {error}. The file is damaged, or twinflow did not write it"
+        raise damaged(text) from error
 
 
 def _refuse_constant(name: str) -> None:

@@ -122,9 +122,13 @@ def save(
 
     def make_folder() -> tuple[None, JSON]:
         if is_first:
-            root.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(root)
-            os.mkdir(own)
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                clear_leftovers(root)
+                os.mkdir(own)
+            except (FileNotFoundError, PermissionError) as error:
+                remedy = f"The system reports: {error.strerror}. Choose another save_dir, or change its permissions."
+                raise invalid_value("save_dir", str(root), "a folder in which files can be created", remedy) from error
         return None, own.name
 
     def finish() -> tuple[None, JSON]:

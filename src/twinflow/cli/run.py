@@ -163,6 +163,11 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         if ranks.is_first:
             chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
+            try:
+                settings.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                remedy = f"The system reports: {error.strerror}. Choose another --out."
+                raise invalid_value("--out", str(settings.out), "a folder that can be created", remedy) from None
             write_whole(settings.out / SETTINGS, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
             if settings.trace is not None:
                 settings.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +190,13 @@ def _saved(settings: TrainSettings) -> dict[str, Any]:
     path = settings.out / SETTINGS
     if not settings.resume or not path.exists():
         return {}
-    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    remedy = "Restore the file from a copy, or start a new run in another --out."
+    try:
+        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise invalid_value(str(path), f"damaged: {error}", "the JSON that `twinflow train` wrote", remedy) from None
+    if not isinstance(saved, dict):
+        raise invalid_value(str(path), saved, "the JSON object that `twinflow train` wrote", remedy)
     return saved
 
 
@@ -360,9 +371,10 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     start = time.perf_counter()
     try:
         run.engine.save_checkpoint(run.checkpoints)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         steps = run.engine.global_steps
-        text = f"The checkpoint after {steps} steps could not be saved: {error}. The previous checkpoint is kept."
+        reason = str(error).rstrip(".")
+        text = f"The checkpoint after {steps} steps could not be saved: {reason}. The previous checkpoint is kept."
         progress.note(f"warning: {text}")
         outcome.notes.append(text)
         return

@@ -415,6 +415,13 @@ def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
         raise invalid_value("--seq-length", context, f"at most {most}, the value of --max-position-embeddings")
     context = most if context is None else context
     check_whole("--seq-length (--context)", context)
+    for name, value in given.items():
+        check_whole(SHAPE_OPTIONS.get(name, "--num-layers"), value)
+    hidden, heads = (given.get(name, getattr(PRESETS[preset], name)) for name in ("hidden", "num_heads"))
+    if hidden % heads:
+        nearest = next(number for number in range(heads, 0, -1) if hidden % number == 0)
+        expected = f"a multiple of --num-attention-heads, which is {heads}"
+        raise invalid_value("--hidden-size", hidden, expected, f"Use --num-attention-heads {nearest}, or another size.")
     shape = replace(PRESETS[preset], **given)
     if context is not None:
         shape = replace(shape, context=context)

@@ -264,6 +264,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
+def used_keys(section: type[Section]) -> list[str]:
+    """The keys of a section that have an effect."""
+    rules = {name: rule_of(info) for name, info in section.model_fields.items()}
+    return [name for name, rule in rules.items() if rule is None or rule.kind == HONOURED]
+
+
 def unknown(place: str, key: str, value: object, names: Iterable[str], remedy: str = "") -> str:
     """The error message for an unknown key. `place` is the section, and empty for the top of the config."""
     remedy = remedy or f"{nearest(key, names) or 'Remove it.'} docs/config.md lists all keys."
@@ -290,11 +296,23 @@ def wrong_values(
         if value is _MISSING:
             yield f"{name_of(path)} is missing, but must be {allowed}."
         else:
-            yield str(invalid_value(name_of(path), Shown(value), allowed, hint or _without_quotes(info, value)))
+            yield str(invalid_value(name_of(path), Shown(value), allowed, hint or _as_written(info, value)))
 
 
-def _without_quotes(info: FieldInfo, value: object) -> str:
-    """A remedy for a string that contains an allowed number or boolean, such as "2". Empty for other values."""
+def _as_written(info: FieldInfo, value: object) -> str:
+    """A remedy that says what to write: the keys of a section whose value is not an object, or an allowed number or
+    boolean for a string that contains it, such as "2". Empty for other values.
+    """
+    section = section_of(info.annotation)
+    if section is not None and not isinstance(value, Mapping):
+        names = used_keys(section)
+        is_switch = "enabled" in names and isinstance(value, bool)
+        some = ", ".join(names)
+        return (
+            f'Write {{"enabled": {json.dumps(value)}}}.'
+            if is_switch
+            else f"Write {{...}} with some of its keys: {some}."
+        )
     if not isinstance(value, str):
         return ""
     try:

@@ -31,6 +31,7 @@ from twinflow.config.fields import (
     section_of,
     switch_of,
     unknown,
+    used_keys,
     values_in,
     wrong_values,
 )
@@ -256,7 +257,10 @@ def _raise(mistakes: Iterable[str]) -> None:
 def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, renamed: Renamed) -> Iterator[str]:
     for key, value in given.items():
         if key not in model.model_fields:
-            yield unknown(renamed.shown(at), key, value, [*model.model_fields, *other_names(at)], _elsewhere(key))
+            names, remedy = [*model.model_fields, *other_names(at)], _elsewhere(key)
+            if at[-1:] == ("params",) and not nearest(key, names):
+                remedy = remedy or f"Use one of these keys: {', '.join(used_keys(model))}."
+            yield unknown(renamed.shown(at), key, value, names, remedy)
             continue
         inner = section_of(model.model_fields[key].annotation)
         if inner is not None and isinstance(value, dict):

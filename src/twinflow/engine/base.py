@@ -30,6 +30,9 @@ INSTEAD: Final = {
     "get_sequence_parallel_group": "twinflow has no sequence parallelism like DeepSpeed's.",
     "get_wall_clock_timers": "Set wall_clock_breakdown in the config and read the log.",
     "empty_partition_cache": "Remove the call: gathered weights are released automatically.",
+    "train_batch": "Only the engine of a pipeline has it. Call backward() and step(), or initialize a PipelineModule.",
+    "eval_batch": "Only the engine of a pipeline has it. Call engine(batch), or initialize a PipelineModule.",
+    "set_lr": 'Set engine.optimizer.param_groups[0]["lr"].',
     "mpu": "Use engine.dp_rank, engine.dp_world_size and engine.get_model_parallel_rank().",
     "grid": "Use engine.dp_rank, engine.dp_world_size and engine.get_pipeline_parallel_rank().",
 }

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_checks import check_loss
 from twinflow.parallel.tensor import same_randoms
 
 
@@ -83,8 +86,10 @@ class Engine(EngineBase):
         try:
             return getattr(self.module, name)
         except AttributeError:
+            near = get_close_matches(name, [one for one in dir(self) if not one.startswith("_")], n=1)
+            remedy = INSTEAD.get(name) or (f"Did you mean {near[0]!r}?" if near else "")
             raise AttributeError(
-                f"Neither the engine nor its module has an attribute {name!r}. {INSTEAD.get(name, '')}".rstrip()
+                f"Neither the engine nor its module has an attribute {name!r}. {remedy}".rstrip()
             ) from None
 
     def __repr__(self) -> str:
@@ -127,8 +132,7 @@ class Engine(EngineBase):
         `scale_wrt_gas=False`: the caller has divided the loss already.
         """
         optimizer = self._need_optimizer()
-        if not isinstance(loss, Tensor):
-            raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
+        check_loss(loss)
         self._beat("backward")
         self.settle()
         steps = self.gradient_accumulation_steps()
@@ -249,6 +253,8 @@ class Engine(EngineBase):
 
         None: the engine counts micro-batches. A step may have fewer micro-batches than the config says, but not more.
         """
+        if is_boundary not in (True, False, None):
+            raise invalid_value("is_boundary", is_boundary, [True, False, None])
         self._is_last = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -301,10 +307,13 @@ class Engine(EngineBase):
                 stacklevel=2,
             )
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            remedy = 'Write client_state={"name": value}.'
+            raise invalid_value("client_state", client_state, "a dict, or None", remedy)
         client = dict(client_state or {})
         with self._pause("saving"):
             self.background = state.save(
-                self, Path(save_dir), tag, client, save_latest, exclude_frozen_parameters, on_progress
+                self, _path("save_dir", save_dir), tag, client, save_latest, exclude_frozen_parameters, on_progress
             )
         return True
 
@@ -341,7 +350,7 @@ class Engine(EngineBase):
             custom_load_fn=custom_load_fn,
         )
         with self._pause("loading"):
-            found = restore.load(self, Path(load_dir), tag, what)
+            found = restore.load(self, _path("load_dir", load_dir), tag, what)
         grid = self.settings.grid
         if grid is not None and grid.num_model > 1:
             same_randoms(grid.model, self.device)  # tensor ranks must draw the same random numbers
@@ -365,8 +374,12 @@ class Engine(EngineBase):
             self.optimizer.wait()
         if self.global_rank > 0:
             return True  # all ranks have the same weights, and the first one writes them
-        folder = Path(save_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _path("save_dir", save_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            remedy = f"The system reports: {error.strerror}. Choose another save_dir."
+            raise invalid_value("save_dir", str(folder), "a folder that exists or can be created", remedy) from error
         entries, _, _ = state.weights(self.module, exclude_frozen_parameters)
         export_weights(entries, folder / save_filename)
         return True
@@ -456,3 +469,10 @@ def _scale_plain_backwards(optimizer: TwinOptimizer, engine: weakref.ref[Engine]
 
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [param.register_hook(scale) for param in params]
+
+
+def _path(name: str, value: object) -> Path:
+    """A path that the user has passed as `name`."""
+    if not isinstance(value, (str, PathLike)):
+        raise invalid_value(name, value, "the path of a folder", f'Example: {name}="checkpoints".')
+    return Path(value)

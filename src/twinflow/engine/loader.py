@@ -36,6 +36,13 @@ class ResumableLoader:
     ) -> None:
         if batch_size < 1:
             raise invalid_value("batch_size", batch_size, "a whole number >= 1")
+        if not isinstance(dataset, IterableDataset) and not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
+            remedy = "Pass a torch.utils.data.Dataset, an IterableDataset or a list of samples."
+            raise invalid_value("The dataset", dataset, "an object with __getitem__ and __len__", remedy)
+        if collate_fn is not None and not callable(collate_fn):
+            raise invalid_value("collate_fn", collate_fn, "a function of a list of samples, or None")
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = torch.initial_seed() % (1 << 63) if seed is None else seed

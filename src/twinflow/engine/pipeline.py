@@ -192,6 +192,8 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[object]) -> None:
         """Sets the loader of `train_batch()` without `data_iter`. It is read again in each epoch."""
+        if not isinstance(loader, Iterable):
+            raise invalid_value("loader", loader, "a DataLoader, or another iterable of (inputs, target)")
         self.training_dataloader, self._batches = loader, None
 
     def set_dataiterator(self, iterator: Iterator[object]) -> None:
@@ -200,6 +202,8 @@ class PipelineEngine(Engine):
 
     def set_batch_fn(self, fn: Callable[[UserValue], object] | None) -> None:
         """Sets the function that converts a batch to (inputs, target); None: batches are such pairs."""
+        if fn is not None and not callable(fn):
+            raise invalid_value("fn", fn, "a function of a batch that returns (inputs, target), or None")
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:

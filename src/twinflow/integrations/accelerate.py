@@ -52,6 +52,8 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
     """
     # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
     # optimizer that was prepared before.
+    if not hasattr(accelerator, "prepare"):
+        raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     prepared = accelerator.prepare(twin, device_placement=[False])
     if not twin.runtime.settings.early:
         return prepared
@@ -70,6 +72,8 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
 
 def check_accelerator(accelerator: Any) -> None:
     """Raise ValueError for settings of the accelerator that would give wrong results."""
+    if not hasattr(accelerator, "distributed_type"):
+        raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if accelerator.num_processes > 1 or kind != "NO":  # Accelerate uses DistributedDataParallel for one process, too.
         remedy = (

@@ -58,6 +58,8 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
         remedy = "Use the TwinOptimizer without conversion."
         raise invalid_value("optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", remedy)
     kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise invalid_value("optimizer", optimizer, "a torch.optim.Optimizer", "Build it over the model's parameters.")
     for name in options:
         if name not in own_options():
             remedy = f"Pass options of the update, such as lr, to {kind}(...)."

@@ -38,6 +38,8 @@ class TwinMixin:
         and host_threads.
         """
         self.twin: TwinOptimizer | None = None  # set when `train` starts
+        if twin is not None and not isinstance(twin, Mapping):
+            raise invalid_value("twin", twin, "a dict of options of TwinOptimizer", 'Example: twin={"states": "bf16"}.')
         self._twin_options = dict(twin or {})
         allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
         for name, value in self._twin_options.items():

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,7 @@ from twinflow.integrations import need
 from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_checks import check_loss
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _HOME = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
@@ -224,6 +226,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         twin, wanted = self.twin, self.lightning_module.trainer.accumulate_grad_batches
         if twin.accumulation_steps != wanted:  # a callback has changed the number of accumulation steps
             twin.set_accumulation_steps(wanted)
+        check_loss(closure_loss)
         scale = twin.loss_scale
         loss: Tensor = super().backward(
             closure_loss * scale if scale != 1.0 else closure_loss, optimizer, *args, **kwargs
@@ -268,7 +271,15 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             self._load_folder(path)
         # Lightning's part is pickled. Code in it is run only if the user allows it.
         is_safe = True if weights_only is None else weights_only
-        loaded: dict[str, Any] = super().load_checkpoint(path / _REST if is_folder else path, weights_only=is_safe)
+        try:
+            loaded: dict[str, Any] = super().load_checkpoint(path / _REST if is_folder else path, weights_only=is_safe)
+        except UnpicklingError as error:
+            remedy = (
+                "The file is damaged, is no checkpoint, or contains Python objects. If you trust an intact file, allow "
+                "its objects with fit(..., weights_only=False)."
+            )
+            expected = "a folder that TwinStrategy has written, or a file of Lightning with tensors and plain values"
+            raise invalid_value("ckpt_path", str(path), expected, remedy) from error
         if self._is_fitting and not is_folder:
             remedy = "Load its weights with LightningModule.load_from_checkpoint(), and call fit() without ckpt_path."
             raise invalid_value("ckpt_path", str(path), "a folder that TwinStrategy has written", remedy)

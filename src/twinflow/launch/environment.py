@@ -147,6 +147,11 @@ def _checked(env: Mapping[str, str], names: Sequence[str], address: str, default
     rank, size, local size.
     """
     rank, local_rank, world_size, local_size = numbers = [_number(env, name) for name in names]
+    for name, size in zip(names[2:], numbers[2:], strict=True):
+        if size < 1:
+            raise invalid_value(name, size, "a whole number >= 1")
+    if not address:
+        raise invalid_value("MASTER_ADDR", address, "the name or the IP address of the machine of rank 0")
     for i in (0, 1):
         if numbers[i] >= numbers[i + 2]:
             raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}")

@@ -76,7 +76,8 @@ class Job:
         self._decision: Decision | None = None
 
     def __del__(self) -> None:
-        self.executor.free_job(self.handle)
+        if hasattr(self, "handle"):  # the constructor may have failed before it
+            self.executor.free_job(self.handle)
 
     @property
     def decision(self) -> Decision | None:

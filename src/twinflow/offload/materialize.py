@@ -41,12 +41,27 @@ def build(
     The function is called under `torch.device("meta")`. The other arguments are those of `materialize`.
     """
     if not isinstance(model, nn.Module):
+        check_maker(model)
         with torch.device("meta"):
             made = model()
         if not isinstance(made, nn.Module):
             raise invalid_value("model", made, "an nn.Module, or a function that returns one")
         model = made
     return materialize(model, device, dtype, init, each)
+
+
+def check_maker(model: object) -> None:
+    """Raises ValueError unless `model` can be called without arguments."""
+    expected = "an nn.Module, or a function without arguments that returns one"
+    if not callable(model):
+        raise invalid_value("model", model, expected, "Build the model, and pass it.")
+    try:
+        inspect.signature(model).bind()
+    except TypeError:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise invalid_value("model", model, expected, f"Pass {name}(...), or lambda: {name}(...).") from None
+    except ValueError:  # some functions in C have no signature
+        return
 
 
 @torch.no_grad()

@@ -58,6 +58,7 @@ class Recipe:
 
     def _call(self, hosts: Hosts) -> Optimizer:
         assert not isinstance(self._rule, Optimizer)
+        self._check_options()
         made = self._rule(_replaced(self._given, hosts), **self._options)
         if not isinstance(made, Optimizer):
             raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
@@ -68,6 +69,21 @@ class Recipe:
                 "over exactly the parameters in `params`."
             )
         return made
+
+    def _check_options(self) -> None:
+        """Raises ValueError for options that the optimizer's class or function does not have."""
+        assert not isinstance(self._rule, Optimizer)
+        try:
+            found = inspect.signature(self._rule).parameters
+        except (TypeError, ValueError):  # some functions in C have no signature
+            return
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
+            return
+        allowed = list(found)[1:]  # the first argument is the parameters
+        for name in self._options:
+            if name not in allowed:
+                rule = getattr(self._rule, "__name__", type(self._rule).__name__)
+                raise invalid_value(f"the name of an option of {rule}", name, allowed or "left out")
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:
         """A copy of an optimizer over the parameters in `hosts`.

@@ -158,6 +158,7 @@ class TwinOptimizer(Outcomes):
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
         checks.check_groups(self.rule, self.param_groups)
+        self._num_groups = len(self.param_groups)
         native.set_threads(host_threads if host_threads is not None else build.own_threads(default_threads(os.environ)))
         self.states = states
         self.tuning = tuning or Tuning()
@@ -370,8 +371,15 @@ class TwinOptimizer(Outcomes):
     def _options_now(self) -> list[StateDict]:
         """The options of each group, checked and copied for an update that begins now."""
         rule = self.rule
+        if len(self.param_groups) != self._num_groups:
+            raise wrong_state(
+                "step() cannot update these param_groups",
+                f"there are {len(self.param_groups)}, and the optimizer was built with {self._num_groups}",
+                "Build a new TwinOptimizer with all groups.",
+            )
         for group in self.param_groups if rule is not None else ():
             assert rule is not None
+            checks.check_complete(rule, group)
             rule.check(group)
             if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
@@ -382,6 +390,7 @@ class TwinOptimizer(Outcomes):
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Calls `loss.backward()` on the loss times the loss scale."""
+        checks.check_loss(loss)
         scale = self.loss_scale
         torch.autograd.backward(loss * scale if scale != 1.0 else loss, retain_graph=retain_graph)
 

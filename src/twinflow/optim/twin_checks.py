@@ -57,6 +57,19 @@ def check_whole(name: str, value: object, least: int, allowed: str = "") -> None
         raise invalid_value(name, value, allowed or f"a whole number >= {least}")
 
 
+def check_loss(loss: object) -> None:
+    """Raises ValueError for a loss that backward() cannot use, with the cause that is most frequent in user code."""
+    if not isinstance(loss, Tensor):
+        raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
+    if loss.numel() != 1:
+        remedy = "Reduce it to one number, for example with loss.mean()."
+        given = f"a tensor of shape {tuple(loss.shape)}"
+        raise invalid_value("The loss", given, "a tensor with one element", remedy)
+    if not loss.requires_grad:
+        remedy = "Compute it from the output of the model, outside torch.no_grad(), and without detach() or item()."
+        raise invalid_value("loss.requires_grad", False, [True], remedy)
+
+
 def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
     """Checks the types of arguments that are objects of twinflow."""
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
@@ -74,6 +87,16 @@ def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], wher
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
+
+
+def check_complete(rule: Rule, group: Mapping[str, object]) -> None:
+    """Raises ValueError if an option was removed from a param group."""
+    for name, usual in rule.defaults.items():
+        if name not in group:
+            raise ValueError(
+                f"A param group has no key {name!r}, but must have all options of {rule.name!r}: "
+                f"{', '.join(rule.defaults)}. Set it again, for example to its default, {usual!r}."
+            )
 
 
 def check_group(rule: Rule, options: Mapping[str, object], label: str = "") -> None:
@@ -133,12 +156,40 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
         groups = _trainable(given)
     else:
         given = list(model.parameters() if param_groups is None else param_groups)
+        if not given and param_groups is not None:
+            raise ValueError(
+                "The parameters to train (param_groups, or model_parameters of initialize()) are empty. Leave them out "
+                "to train the whole model, or pass a list: an iterator can be read only once."
+            )
         groups = _trainable(given, isinstance(model, PipelineModule))
         if param_groups is not None:
+            _check_items(groups)
             _check_members(groups, model)
+    _check_items(groups)
     if not groups:  # torch's message would mention an empty list, which the user did not pass
         raise ValueError(_NONE_TO_TRAIN)
     return groups
+
+
+def _check_items(groups: Sequence[ParamEntry]) -> None:
+    """Raises ValueError for entries that are not parameters, and for a parameter in two groups."""
+    seen: dict[Tensor, int] = {}
+    for i, group in enumerate(groups):
+        given = group["params"] if isinstance(group, dict) else [group]
+        for item in [given] if isinstance(given, Tensor) else given:
+            param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+            if not isinstance(param, Tensor):
+                remedy = 'Pass the model, model.parameters(), or groups {"params": [...]} of such parameters.'
+                shown = param if isinstance(param, str) else f"a {type(param).__name__}"
+                raise invalid_value("A parameter to train", shown, "an nn.Parameter of the model", remedy)
+            if not param.is_leaf:
+                remedy = "Pass the nn.Parameter from which this tensor was computed."
+                raise invalid_value("A parameter to train", "the result of an operation", "an nn.Parameter", remedy)
+            if isinstance(group, dict) and seen.setdefault(param, i) != i:
+                raise ValueError(
+                    f"A parameter of shape {tuple(param.shape)} is in param_groups[{seen[param]}] and in "
+                    f"param_groups[{i}], but must be in one group. Remove it from one of them."
+                )
 
 
 def _check_members(groups: Sequence[ParamEntry], model: nn.Module) -> None:

@@ -293,7 +293,8 @@ def _check_kind(saved: object) -> None:
         raise invalid_value("The type of state_dict", type(saved).__name__, "a dict, as state_dict() returns it")
     if saved.get("kind") == KIND and saved.get("version") == VERSION:
         return
-    remedy, given = "", f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
+    remedy = "Pass what state_dict() of a TwinOptimizer has returned, in this version of twinflow."
+    given = f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
     if "kind" not in saved and {"state", "param_groups"} <= set(saved):
         remedy = (
             "It looks like the state of a torch.optim.Optimizer. Load it into that optimizer, built over this model, "

@@ -207,6 +207,8 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
     if topology is None:
         if num_stages is None:
             raise invalid_value("num_stages", None, "a whole number >= 1", "Pass num_stages or a topology.")
+        if not isinstance(num_stages, int) or num_stages < 1:
+            raise invalid_value("num_stages", num_stages, "a whole number >= 1")
         return num_stages
     found = topology.get_dim(PIPE)
     if found < 1:

@@ -166,7 +166,15 @@ class Runner:
         if self._loss_fn is not None:
             loss = self._loss_fn(output, step.micro_batches[action.micro_batch][1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise invalid_value("loss", getattr(loss, "shape", type(loss).__name__), "a tensor with one element")
+            remedy = "Return one number from loss_fn, for example with .mean()."
+            if self._loss_fn is None:
+                remedy = "Pass loss_fn to PipelineModule, or let the last layer return the loss."
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise invalid_value("The loss", given, "a tensor with one element", remedy)
+        has_graph = any(isinstance(part, Tensor) and part.requires_grad for part in _as_tuple(output))
+        if has_graph and not loss.requires_grad:
+            remedy = "Compute it from the output of the model, without detach() or item()."
+            raise invalid_value("loss.requires_grad", False, [True], remedy)
         return loss
 
     def _send(self, action: Action, value: Value) -> None:
