@@ -6,6 +6,7 @@ alike: what happened, what was expected, what to do.
     too little memory        not_enough             MemoryError
     options that conflict    incompatible           ValueError
     a call at a wrong time   wrong_state            RuntimeError
+    a path that is no use    unusable_path          that of the system: PermissionError, FileNotFoundError, ...
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ def incompatible(option: str, other: str, reason: str, remedy: str = "") -> Valu
     ValueError('delayed_update=True cannot be used with offload_params=True, because a block has one copy of ...')
     """
     return ValueError(_sentences(f"{option} cannot be used with {other}, because {reason}", remedy))
+
+
+def unusable_path(name: str, path: object, expected: str, error: OSError) -> OSError:
+    """A file or folder cannot be created or written. The result has the type of `error`.
+
+    >>> unusable_path("save_dir", "/root/run", "a folder in which files can be created", PermissionError(13, "denied"))
+    PermissionError("save_dir is '/root/run', but must be a folder in which files can be created. The system ...")
+    """
+    remedy = f"The system reports: {error.strerror}. Choose another path, or change its permissions."
+    return type(error)(_sentences(f"{name} is {str(path)!r}, but must be {expected}", remedy))
 
 
 def wrong_state(what: str, reason: str, remedy: str) -> RuntimeError:

@@ -22,7 +22,7 @@ from twinflow.checkpoint.plain import parse_json, tensor_names
 from twinflow.checkpoint.save import Part, plan_parts
 from twinflow.checkpoint.sides import abandoned, kept_alive, side_path, swap_in
 from twinflow.checkpoint.tensors import write_tensors
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, unusable_path
 from twinflow.rules.formats import rounds_to
 from twinflow.state_dict import Entry
 
@@ -134,8 +134,7 @@ def export_checkpoint(
         try:
             os.mkdir(partial)
         except (FileNotFoundError, PermissionError) as error:
-            remedy = f"The system reports: {error.strerror}. Choose another folder."
-            raise invalid_value("The output", str(out), "a folder that can be created", remedy) from error
+            raise unusable_path("The output", out, "a folder that can be created", error) from error
         if raw_config is not None:
             write_durable(partial / CONFIG, raw_config)
         on_bytes = counting(on_progress, num_bytes)

@@ -55,7 +55,7 @@ from twinflow.checkpoint.tensors import (
     write_tensors,
 )
 from twinflow.checkpoint.together import Alone, Together, agree
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, unusable_path
 from twinflow.state_dict import Entry
 
 PART_BYTES: Final = 4 << 30
@@ -127,8 +127,7 @@ def save(
                 clear_leftovers(root)
                 os.mkdir(own)
             except (FileNotFoundError, PermissionError) as error:
-                remedy = f"The system reports: {error.strerror}. Choose another save_dir, or change its permissions."
-                raise invalid_value("save_dir", str(root), "a folder in which files can be created", remedy) from error
+                raise unusable_path("save_dir", root, "a folder in which files can be created", error) from error
         return None, own.name
 
     def finish() -> tuple[None, JSON]:

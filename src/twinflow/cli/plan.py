@@ -17,7 +17,7 @@ from twinflow.cli.plan_page import plan_page
 from twinflow.cli.plan_scaling import show_scaling
 from twinflow.cli.plan_text import print_plan
 from twinflow.cli.settings import read_config
-from twinflow.errors import invalid_value
+from twinflow.errors import unusable_path
 from twinflow.files import write_whole
 from twinflow.planner.cases import Case, Plan, make_plan
 from twinflow.planner.formats import STATES
@@ -56,9 +56,7 @@ def _show(options: PlanOptions) -> int:
         try:
             write_whole(options.write_config, json.dumps(best_config, indent=2) + "\n")
         except OSError as error:
-            remedy = f"The system reports: {error.strerror}. Choose another file."
-            name, expected = str(options.write_config), "a file that can be written"
-            raise invalid_value("--write-config", name, expected, remedy) from None
+            raise unusable_path("--write-config", options.write_config, "a file that can be written", error) from None
         files.append(f"config: {options.write_config}")
     if options.as_json:
         typer.echo(json.dumps(to_dict(made, place.text, best_config)))

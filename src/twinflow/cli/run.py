@@ -38,7 +38,7 @@ from twinflow.cli.settings import (
 from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, unusable_path
 from twinflow.files import write_whole
 from twinflow.models.gpt import GPT
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
@@ -166,8 +166,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
             try:
                 settings.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                remedy = f"The system reports: {error.strerror}. Choose another --out."
-                raise invalid_value("--out", str(settings.out), "a folder that can be created", remedy) from None
+                raise unusable_path("--out", settings.out, "a folder that can be created", error) from None
             write_whole(settings.out / SETTINGS, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
             if settings.trace is not None:
                 settings.trace.parent.mkdir(parents=True, exist_ok=True)
@@ -371,7 +370,7 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     start = time.perf_counter()
     try:
         run.engine.save_checkpoint(run.checkpoints)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         steps = run.engine.global_steps
         reason = str(error).rstrip(".")
         text = f"The checkpoint after {steps} steps could not be saved: {reason}. The previous checkpoint is kept."

@@ -32,7 +32,7 @@ from twinflow.engine.loader import ResumableLoader
 from twinflow.engine.reports import Reports
 from twinflow.engine.state import BackgroundSave
 from twinflow.engine.values import UserValue, cast_floats
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.errors import incompatible, invalid_value, unusable_path, wrong_state
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
@@ -378,8 +378,7 @@ class Engine(EngineBase):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            remedy = f"The system reports: {error.strerror}. Choose another save_dir."
-            raise invalid_value("save_dir", str(folder), "a folder that exists or can be created", remedy) from error
+            raise unusable_path("save_dir", folder, "a folder that exists or can be created", error) from error
         entries, _, _ = state.weights(self.module, exclude_frozen_parameters)
         export_weights(entries, folder / save_filename)
         return True
