@@ -260,7 +260,7 @@ def test_importing_and_exporting_the_wrong_folder(engine: Any, tmp_path: Path, m
         raise PermissionError(1, "the reason")
 
     monkeypatch.setattr(os, "mkdir", fail)
-    assert "The system reports: the reason. Choose another folder." in told("export", tmp_path / "a", tmp_path / "b")
+    assert "The system reports: the reason. Choose another path" in told("export", tmp_path / "a", tmp_path / "b")
 
 
 def pipeline(loss_fn: Any = nn.functional.mse_loss) -> Any:
