@@ -40,7 +40,9 @@ _NOT_FULLY_SHARD: Final = (
 
 # Differences from DeepSpeed 0.19.8 for keys that work. The declarations of the keys determine whether a key works.
 DIFFERENCES: Final[Mapping[str, str]] = {
-    "optimizer.type": "any class of torch.optim runs on the host too; the last table of this page lists types that are refused",
+    "optimizer.type": (
+        "any class of torch.optim runs on the host too; the last table of this page lists types that are refused"
+    ),
     "scheduler.type": "any class of torch.optim.lr_scheduler is allowed too",
     "zero_optimization.stage": (
         "stage 3 uses torch's fully_shard for each block, and needs one of twinflow's update rules, not a torch.optim "

@@ -131,7 +131,9 @@ class Pipeline(Section):
         "a PipelineModule uses its own method",
     )
     seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
-    activation_checkpoint_interval: Whole = honoured(0, "number of layers that are recomputed together; 0: no layer is")
+    activation_checkpoint_interval: Whole = honoured(
+        0, "number of layers that are recomputed together; 0: no recomputation"
+    )
     pipe_partitioned: bool = unused(True, _WHOLE)
     grad_partitioned: bool = unused(True, _WHOLE)
     use_reentrant: bool = unused(True, "layers are always recomputed without reentrant backwards")
