@@ -22,7 +22,7 @@ from twinflow.activations.offload import Offload
 from twinflow.attention.patterns import MODES, pattern_from_config
 from twinflow.checkpoint import Entry, save
 from twinflow.checkpoint.save import plan_parts
-from twinflow.cli.plan_input import CORES, DRAM_RATE, RAM, choose_model
+from twinflow.cli.plan_input import CORES, DRAM_RATE, RAM, PlanOptions, choose_model
 from twinflow.codes.code import BLOCK, CODES
 from twinflow.offload.param_offload import BLOCKS_AHEAD
 from twinflow.offload.placement import place_by_ratio
@@ -548,7 +548,7 @@ def plan(p: Picture) -> None:
     The planner's bytes on the GPU and on the host for no offload, full offload and the best ratio. Neither side
     alone has room for fp32 state; the best ratio uses both.
     """
-    model, batch = choose_model("gpt2-13b", None, None)
+    model, batch = choose_model(PlanOptions(preset="gpt2-13b"))
     machine = Machine(GPUS["h200"], Host(RAM, CORES, DRAM_RATE))
     memory = Memory(machine.gpu.memory_bytes, machine.host.ram_bytes)
     cases = all_cases(Run(model, batch, 1024), Setting(rates_of(machine), memory))
