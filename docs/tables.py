@@ -40,19 +40,21 @@ _NOT_FULLY_SHARD: Final = (
 
 # Differences from DeepSpeed 0.19.8 for keys that work. The declarations of the keys determine whether a key works.
 DIFFERENCES: Final[Mapping[str, str]] = {
-    "optimizer.type": "any class of torch.optim runs on the host too; some of DeepSpeed's types are refused, see below",
+    "optimizer.type": (
+        "any class of torch.optim runs on the host too; the last table of this page lists types that are refused"
+    ),
     "scheduler.type": "any class of torch.optim.lr_scheduler is allowed too",
     "zero_optimization.stage": (
-        "stage 3 uses torch's fully_shard for each block; it needs one of twinflow's update rules, not a torch.optim "
+        "stage 3 uses torch's fully_shard for each block, and needs one of twinflow's update rules, not a torch.optim "
         "class"
     ),
     "zero_optimization.offload_optimizer.ratio": (
-        'exact to 128 elements and available with any stage; DeepSpeed needs stage 3; "auto" finds the fastest ratio'
+        "the ratio is exact to 128 elements and works with any stage; in DeepSpeed it needs stage 3"
     ),
     "zero_optimization.offload_param.device": "offload_optimizer.device must be cpu too",
     "activation_checkpointing.partition_activations": _BLOCKS,
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
-    "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 has removed it",
+    "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 no longer has this section",
     "pipeline.stages": "also splits an ordinary model into stages; DeepSpeed uses the stages of a PipelineModule",
     "pipeline.partition": "also works with an ordinary model; DeepSpeed uses the partition of a PipelineModule",
     "tensor_parallel.autotp_size": (
@@ -111,7 +113,7 @@ def rule_table() -> str:
     """The table of docs/rules.md with each update rule, its options and its defaults in a config and in `twinflow
     train`.
     """
-    lines = ["| rule | on CPU tensors | options (defaults) | in a config | `twinflow train` | states |"]
+    lines = ["| rule | class for CPU tensors | options (defaults) | in a config | in `twinflow train` | states |"]
     lines.append("|---|---|---|---|---|---|")
     for name, rule in RULES.items():
         in_config = {key.path[-1]: key.default for key in keys(OPTIMIZERS[name]) if key.rule.kind == HONOURED}
@@ -144,7 +146,7 @@ def _shown(key: Key) -> str:
 def _off(key: Key) -> str:
     if key.rule.switch is None:
         return ", ".join(json.dumps(value) for value in (key.default, *key.rule.off))
-    return "`enabled` false" if key.rule.switch is is_on else "none (leave the key out)"
+    return '`{"enabled": false}`' if key.rule.switch is is_on else "no value: remove the key"
 
 
 def _cell(text: str) -> str:
@@ -201,8 +203,8 @@ def _text(key: Key) -> str:
 
 
 def _capitalised(text: str) -> str:
-    """The text with a capital letter, unless it starts with the name of a key or with a value."""
-    return text[0].upper() + text[1:] if re.match(r"\w+ ", text) and "_" not in text.split()[0] else text
+    """The text with a capital letter, unless it starts with a name or a value."""
+    return text[0].upper() + text[1:] if re.match(r"(?!twinflow)[^\W_]+ ", text) else text
 
 
 def _choices() -> Iterator[str]:
@@ -216,7 +218,7 @@ def _choices() -> Iterator[str]:
             for kind, label in ((NO_EFFECT, "options without effect"), (OFF, "options that must have their default"))
             if (names := [f"`{dotted(key.path)}`" for key in found if status(key) == kind])
         ]
-        yield f"| `{name}` | {WORKS} | {'; '.join(told) or 'all options'} |"
+        yield f"| `{name}` | {WORKS} | {'; '.join(told) or 'all options work'} |"
     for name, instead in REFUSED_OPTIMIZERS.items():
         yield f"| `{name}` | refused | {_cell(instead)} |"
 

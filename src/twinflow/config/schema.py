@@ -85,7 +85,7 @@ class SparseAttention(Section):
     )
     block: Literal[16, 32, 64, 128] = honoured(16, "number of tokens in a block of queries or keys")
     different_layout_per_head: bool = honoured(False, "whether heads may have different patterns")
-    num_local_blocks: Positive = honoured(4, _FIXED + "width of a local window")
+    num_local_blocks: Positive = honoured(4, _FIXED + "width of a local window, in blocks")
     num_global_blocks: Positive = honoured(
         1, "mode fixed: number of global blocks in each window; mode bigbird: number of global blocks in the sequence"
     )
@@ -97,10 +97,14 @@ class SparseAttention(Section):
         1, _FIXED + "number of different global patterns among the heads"
     )
     num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
-    local_window_blocks: Widths = honoured((4,), "mode variable: widths of the windows; the last width repeats")
+    local_window_blocks: Widths = honoured(
+        (4,), "mode variable: widths of the windows, in blocks; the last width repeats"
+    )
     global_block_indices: Indices = honoured((0,), _LISTED + "global blocks, or the starts of ranges of global blocks")
     global_block_end_indices: Indices | None = honoured(None, _LISTED + "the ends of the ranges of global blocks")
-    num_sliding_window_blocks: Positive = honoured(3, "modes bigbird, bslongformer and local: width of the window")
+    num_sliding_window_blocks: Positive = honoured(
+        3, "modes bigbird, bslongformer and local: width of the window, in blocks"
+    )
     seed: Whole = ours(0, "modes variable and bigbird: seed of the random blocks")
 
     def given(self) -> dict[str, Any]:
@@ -127,7 +131,9 @@ class Pipeline(Section):
         "a PipelineModule uses its own method",
     )
     seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
-    activation_checkpoint_interval: Whole = honoured(0, "number of layers that are recomputed together; 0: none")
+    activation_checkpoint_interval: Whole = honoured(
+        0, "number of layers that are recomputed together; 0: no recomputation"
+    )
     pipe_partitioned: bool = unused(True, _WHOLE)
     grad_partitioned: bool = unused(True, _WHOLE)
     use_reentrant: bool = unused(True, "layers are always recomputed without reentrant backwards")
@@ -192,12 +198,12 @@ class OffloadOptimizer(Section):
         "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
         for_host=True,
     )
-    delayed_update: bool = ours(False, "apply each update one step later, during a whole step; this changes results")
+    delayed_update: bool = ours(False, "apply each update one step later; this changes results")
     delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
     early: bool | Literal["auto"] = ours(
         "auto",
-        "true: updates start during backward; false: in step(); auto: during backward, but without clipping and "
-        "overflow check only after some steps whose updates start in step()",
+        "true: updates start during backward; false: updates start in step(); auto: as with true, but without clipping "
+        "and overflow check the first steps are as with false",
     )
     host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
     hold: Side = ours(
@@ -252,7 +258,9 @@ class ZeroOptimization(Section):
     )
     offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
     offload_param: OffloadParam | None = section(None, "weights on the host, besides the optimizer state")
-    zenflow: Free | None = refused(None, "use offload_optimizer.delayed_update, which hides updates", switch=is_given)
+    zenflow: Free | None = refused(
+        None, "use offload_optimizer.delayed_update: the GPU then does not wait for updates", switch=is_given
+    )
     cpu_offload_use_pin_memory: bool = unused(False, "host buffers of transfers are always page-locked")
 
     contiguous_gradients: bool = unused(True, "gradients are always sent in contiguous buckets")
@@ -399,9 +407,9 @@ class Checkpoint(Section):
 
 
 class Files(Section):
-    enabled: bool = honoured(False, "write metrics")
-    output_path: str = honoured("", "folder to write in")
-    job_name: str = honoured("DeepSpeedJobName", "folder inside output_path")
+    enabled: bool = honoured(False, "write metrics to files")
+    output_path: str = honoured("", "folder for the files")
+    job_name: str = honoured("DeepSpeedJobName", "name of a folder inside output_path, for this run")
 
 
 class Wandb(Section):
@@ -518,7 +526,9 @@ class Config(Section):
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
     data_parallel_size: Positive | None = honoured(None, "expected number of replicas; another number is an error")
-    sequence_parallel_size: Positive | None = refused(None, "leave it at 1: use tensor_parallel.sequence", off=(1,))
+    sequence_parallel_size: Positive | None = refused(
+        None, "leave it at 1, and use tensor_parallel.sequence instead", off=(1,)
+    )
     use_data_before_expert_parallelism: bool = refused(False, "leave it out: expert parallelism is not supported")
     expert_parallel: Free | None = refused(None, "leave it out: expert parallelism is not supported", switch=is_on)
     amp: Free | None = refused(None, "use bf16, fp16 or torch_autocast: Apex is not supported", switch=is_on)
