@@ -72,7 +72,9 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     groups = list_of(state_dict, "param_groups")
     found = [group for group in groups if isinstance(group, Mapping)]
     if len(found) != len(groups):
-        raise TypeError("All items of param_groups must be dicts, but one is not.")
+        raise TypeError(
+            "state_dict: an item of param_groups is not a dict. Pass a dict that state_dict() has returned."
+        )
     return found
 
 
@@ -84,7 +86,7 @@ def check_group_sizes(
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
         remedy = "Build the optimizer with the same groups as when the state was saved."
-        raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
+        raise invalid_value("state_dict: the list of the sizes of the param groups", sizes, [own_sizes], remedy)
     return groups
 
 

@@ -407,7 +407,7 @@ def test_bad_arguments() -> None:
         materialize(nn.Linear(2, 2), CPU, torch.int8)
     with pytest.raises(ValueError, match="model is 3"):
         build(lambda: 3, CPU)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match="shape of 'weight' is 'unknown'"):
+    with pytest.raises(ValueError, match="shape of 'weight' is not known"):
         build(lambda: nn.LazyLinear(3), CPU)
 
 

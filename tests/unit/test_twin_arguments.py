@@ -181,7 +181,9 @@ def test_frozen_ones_among_parameters_are_left_out() -> None:
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.NAdam])
 def test_parameters_without_memory_and_without_their_model(rule: Any) -> None:
     params = nn.Linear(2, 2, device="meta").parameters()
-    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Pass the module as the first argument"):
+    with pytest.raises(
+        ValueError, match=r"device of params\[0\]\[0\] is 'meta'.*Pass the module as the first argument"
+    ):
         TwinOptimizer(params, rule)
 
 

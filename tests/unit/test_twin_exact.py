@@ -904,7 +904,7 @@ def test_a_step_after_the_end_is_refused() -> None:
     train(model, optimizer, [0])
     optimizer.close()
     loss_of(model, 1).backward()
-    with pytest.raises(RuntimeError, match="the optimizer cannot be used, because it is closed"):
+    with pytest.raises(RuntimeError, match="The optimizer cannot be used, because it is closed"):
         optimizer.step()
     assert not isinstance(model.head.weight.grad, TakenGradient)
 

@@ -154,6 +154,5 @@ def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
     """Select the ISA variant of all kernels. `option`: the name for the error message."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise invalid_value(
-            option, name, library.tf_isa_available().decode().split(), "This CPU can run these variants."
-        )
+        remedy = "Choose one of these variants, which this CPU can run."
+        raise invalid_value(option, name, library.tf_isa_available().decode().split(), remedy)

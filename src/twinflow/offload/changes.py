@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.errors import incompatible, wrong_state
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
@@ -29,7 +29,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
             raise wrong_state(
                 f"{name} now requires a gradient but cannot be trained",
                 "it was frozen when the optimizer was built and has no state",
-                "Unfreeze it before you build the optimizer. You may then freeze it again until it is to be trained",
+                "Unfreeze the parameter before you build the optimizer. You may freeze it again afterwards.",
             )
 
 
@@ -39,11 +39,10 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     with plain():
         for name, t in named:
             if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-                raise invalid_value(
-                    f"{name} stride",
-                    t.stride(),
-                    "greater than 0: elements of an expanded tensor share memory and cannot be trained one by one",
-                    "Make the parameter from expanded.clone(memory_format=torch.contiguous_format)",
+                raise ValueError(
+                    f"{name} has the strides {t.stride()}, but all strides must be greater than 0, because elements of "
+                    "an expanded tensor share memory and cannot be trained one by one. Make the parameter from "
+                    "expanded.clone(memory_format=torch.contiguous_format)."
                 )
             if not t.is_meta:
                 spans.append((t.data_ptr(), t.numel() * t.element_size(), name))
@@ -51,10 +50,10 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
             raise incompatible(
-                name,
-                other,
-                "they are two parameters that share memory, and each would have a master weight and state of its own",
-                "Use one nn.Parameter in both places",
+                f"The parameter {name}",
+                f"the parameter {other}",
+                "two parameters that share memory would have two different master weights and optimizer states",
+                "Use one nn.Parameter in both places.",
             )
 
 
@@ -96,9 +95,8 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
             if needs_contiguous and not now.is_contiguous():
                 raise wrong_state(
                     f"{param.name} cannot be updated",
-                    "it is no longer contiguous, but its state on the device, or in several buckets, was laid out for "
-                    "a contiguous parameter",
-                    "Choose the memory format before building the optimizer",
+                    "it is no longer contiguous, but its optimizer state was laid out for a contiguous parameter",
+                    "Change the memory format of the model before building the optimizer.",
                 )
     for bucket in buckets:
         bucket.find_targets()
@@ -128,9 +126,9 @@ def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
     """
     if has_unsent:
         raise wrong_state(
-            f"the new values of {params[0].name} cannot be kept",
-            f"{params[0].name} was written to while a delayed update of it was still to come",
-            "Load the model before the optimizer's state, and change weights only before the first step",
+            f"The new values of {params[0].name} cannot be kept",
+            f"{params[0].name} was written to while a delayed update of this parameter was still to come",
+            "Load the model before the optimizer's state, and call the optimizer's flush() before you change weights.",
         )
 
 

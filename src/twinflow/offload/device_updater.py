@@ -121,7 +121,8 @@ class DeviceUpdater:
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(
-                f"Triton cannot run the fused update on the GPU. Updates use slower torch kernels instead. ({error})",
+                f"Updates on the GPU use slower torch kernels, because Triton cannot compile or run the fused kernel "
+                f"({error}). If the error is about a missing C compiler, install one.",
                 stacklevel=2,
             )
             self._is_fused = False

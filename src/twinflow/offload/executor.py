@@ -80,6 +80,7 @@ _POINTS = {
     sync.FETCH_ROOM: 512,
 }
 _MAX_RELEASED = 64
+_RESTART = "Remove the cause, build a new optimizer and load the last checkpoint."
 
 
 class WorkerError(RuntimeError):
@@ -132,9 +133,9 @@ class Executor:
         self._handle = self._library.tf_executor_new(ctypes.byref(settings))
         if not self._handle:
             raise wrong_state(
-                "the executor cannot start",
+                "TwinOptimizer cannot start its threads for copies",
                 "the CUDA driver (libcuda.so.1) could not be loaded, although torch uses a GPU",
-                "Add the directory of libcuda.so.1 to LD_LIBRARY_PATH",
+                "Add the directory of libcuda.so.1 to the environment variable LD_LIBRARY_PATH.",
             )
         watch = weakref.WeakMethod(self._follow_device)
         device.watchers.append(watch)
@@ -154,16 +155,18 @@ class Executor:
             if not self._library.tf_executor_state(self._handle):
                 return
             if self.device.error is None:
-                raise WorkerError("the offload worker failed: a copy between host and device has failed")
+                raise WorkerError(
+                    f"An update in the background failed: a copy between host and device failed. {_RESTART}"
+                )
         if self.is_forked:
             raise wrong_state(
-                "the optimizer cannot be used",
+                "The optimizer cannot be used",
                 "this process was forked after the optimizer was built, and has neither its threads nor its state",
-                "Use the optimizer in the process that has built it, or build another one here",
+                "Use the optimizer in the process that has built it, or build a new one in this process.",
             )
         error = self.error or self.device.error
         if error is not None:
-            raise WorkerError(f"the offload worker failed: {error!r}") from error
+            raise WorkerError(f"An update in the background failed: {error!r}. {_RESTART}") from error
         raise _closed()
 
     def fail(self, error: BaseException) -> None:
@@ -792,7 +795,7 @@ def indices_of(buckets: Sequence[Bucket]) -> ctypes.Array[c_int64]:
 
 
 def _closed() -> RuntimeError:
-    return wrong_state("the optimizer cannot be used", "it is closed", "Build a new one to go on training")
+    return wrong_state("The optimizer cannot be used", "it is closed", "Build a new one to go on training.")
 
 
 def _new_total(numel: int) -> Tensor:

@@ -260,7 +260,7 @@ class ParamOffload:
         if buffer.host().numel() != buffer.flat.numel():
             raise wrong_state(
                 "A weight cannot be used outside the forward of its block",
-                "with offload_param and several ranks, each rank has only a part of it outside of the block",
+                "with offload_param and several ranks, each rank has only a part of the weight outside of the block",
                 "Use the weight inside its block, or train without offload_param.",
             )
 

@@ -60,7 +60,9 @@ class Recipe:
         assert not isinstance(self._rule, Optimizer)
         made = self._rule(_replaced(self._given, hosts), **self._options)
         if not isinstance(made, Optimizer):
-            raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
+            raise invalid_value(
+                "rule(params)", made, "a torch.optim.Optimizer", "Return the optimizer from this function."
+            )
         if _members(made) != set(hosts.values()):
             raise ValueError(
                 f"rule(params) returned an optimizer ({type(made).__name__}) over other parameters than `params`. "
@@ -154,7 +156,7 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
     kind = type(source).__name__
     if options:
         raise incompatible(
-            f"options ({', '.join(options)})",
+            f"The arguments {', '.join(options)}",
             f"an optimizer instance as rule ({kind})",
             "the instance has its own options",
             f"Pass the options when you build the {kind}.",
@@ -163,17 +165,23 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
     if unknown:
         raise ValueError(
             f"The {kind} that is given as rule has {len(unknown)} trainable parameters that are not parameters of the "
-            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build it over the parameters of the same model."
+            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build the {kind} over the parameters of that model."
         )
     if any(isinstance(value, Optimizer) for value in vars(source).values()):
-        remedy = f"Pass a function that builds it: rule=lambda params: {kind}(...)."
-        raise invalid_value("rule", kind, "an optimizer that does not wrap another one", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule wraps another optimizer, but must not wrap another one. Pass a function "
+            f"that builds both: rule=lambda params: {kind}(...)."
+        )
     if hasattr(source.step, "_wrapped_by_lr_sched"):
-        remedy = "Build the scheduler over the TwinOptimizer."
-        raise invalid_value("rule", f"{kind} with an LR scheduler", "an optimizer without an LR scheduler", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule has an LR scheduler, but must have none. Build the scheduler over the "
+            "TwinOptimizer."
+        )
     if source._optimizer_step_pre_hooks or source._optimizer_step_post_hooks:
-        remedy = "Register the hooks on the TwinOptimizer."
-        raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without step hooks", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule has step hooks, but must have none. Register the hooks on the "
+            "TwinOptimizer."
+        )
 
 
 def check_step(
@@ -195,5 +203,5 @@ def check_step(
         remedy = f"Updates run beside the model, so step() cannot evaluate the model. Use {other}."
         raise invalid_value(name, kind.__name__, expected, remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        remedy = f"TwinOptimizer runs the update of {kind.__name__} without autograd."
+        remedy = f"Set differentiable=False, because the update of {kind.__name__} runs without autograd."
         raise invalid_value("differentiable", True, [False], remedy)

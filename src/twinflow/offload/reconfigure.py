@@ -20,7 +20,7 @@ def change(runtime: Runtime, settings: Settings) -> None:
         raise wrong_state(
             "The number of backwards in a step cannot be changed",
             "gradients of the current step have been collected already",
-            "Change it after step() and before the next backward().",
+            "Change the number after step() and before the next backward().",
         )
     runtime.wait()
     runtime.change_settings(settings)

@@ -268,10 +268,10 @@ class Runtime:
         self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
             raise incompatible(
-                "a second TwinOptimizer",
+                "A second TwinOptimizer",
                 "this model",
                 "the model already has a TwinOptimizer",
-                "Call close() of that optimizer before you build another",
+                "Call close() of that optimizer before you build another one.",
             )
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
@@ -333,7 +333,7 @@ class Runtime:
         self.executor.check()
         self.steps.close_part()
         if self._has_complete:
-            self._disturb("a forward ran")
+            self._disturb("A forward ran")
         if block != ROOT:
             for param in self._forwards.enter(block):
                 if self._is_taking and param.hits >= self.settings.num_gathered:
@@ -386,7 +386,7 @@ class Runtime:
         if self._is_taking and not self.can_undo:
             for tensor in module.parameters(recurse=False):
                 if self._lives_away(tensor):
-                    raise self._too_late("a weight was written")
+                    raise self._too_late("A weight was written")
                 self.settle(tensor)
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
@@ -829,7 +829,7 @@ class Runtime:
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
-            raise self._too_late("weights and state were read")
+            raise self._too_late("Weights and state were read")
         self.steps.wait()
         for param in self.params:
             param.is_seen = True
@@ -918,8 +918,8 @@ class Runtime:
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(
-                    "The optimizer was closed between backward() and step(). This step has updated some weights and "
-                    "not the others."
+                    "The optimizer was closed between backward() and step(), when this step had updated only some "
+                    "weights. Call step() before close(), or load the last checkpoint."
                 )
         finally:
             if self.param_offload is not None and self.executor.error is None:

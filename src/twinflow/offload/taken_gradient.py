@@ -84,10 +84,10 @@ class TakenGradient(Tensor):
             giver = self._giver()
             if self.is_used or param is None or giver is None:
                 raise wrong_state(
-                    "the gradient cannot be read",
+                    "The gradient cannot be read",
                     "it was used by step() and its memory has been reused",
                     "Read .grad between backward() and step() and call zero_grad() after step(), or build the "
-                    "optimizer with early=False, which keeps gradients until zero_grad()",
+                    "optimizer with early=False, which keeps gradients until zero_grad().",
                 )
             giver.give_back(param)
             assert self.held is not None, "the runtime must give the gradient to the stand-in too"

@@ -115,10 +115,10 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
             owner.close()
         else:
             raise incompatible(
-                "a second TwinOptimizer",
-                name,
+                "A second TwinOptimizer",
+                f"the parameter {name}",
                 f"{name} already has a TwinOptimizer",
-                "Call close() of that optimizer before you build another",
+                "Call close() of that optimizer before you build another one.",
             )
 
 

@@ -41,6 +41,8 @@ from twinflow.state_dict import StateDict, check_group_sizes, int_of, list_of, t
 
 Loss = TypeVar("Loss")
 
+_PASS_SAVED = "Pass a dict that state_dict() has returned, without changes."
+
 
 class HostOptimizer(Optimizer):
     """An optimizer for CPU tensors. Each update rule has a subclass: `HostAdamW`, `HostSGD` and so on.
@@ -177,7 +179,7 @@ class HostOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip([i for group in groups for i in list_of(group, "params")], params, strict=True):
             if i in entries:
-                label = f"state_dict: state[{i}]"
+                label = f"state_dict['state'][{i}]"
                 loaded[param] = read_state(label, self.rule, self.states, param, entries[i])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
@@ -245,13 +247,14 @@ def check_saved_groups(
     """The saved groups with defaults filled in. Raises ValueError if they do not fit the optimizer."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise invalid_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
+            keys = sorted(map(str, state_dict))
+            raise ValueError(f"state_dict has the keys {keys}, but must also have {key!r}. {_PASS_SAVED}")
     groups = [{**defaults, **group} for group in check_group_sizes(state_dict, own)]
     for i, group in enumerate(groups):
         rule.check(group)
         for name, value in rule.torch_modes.items():
             if bool(group.pop(name, value)) is not value:
-                remedy = f"The state was saved by an optimizer that is not {rule.name}."
+                remedy = f"Load a state that an optimizer with the rule {rule.name!r} and {name}={value} has saved."
                 raise invalid_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
     return groups
 
@@ -261,8 +264,10 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
     if names != wanted and (names or rule.state_option is None):
-        remedy = "The state was saved by another kind of optimizer."
-        raise invalid_value(f"{label}: states", sorted(names), [wanted], remedy)
+        raise ValueError(
+            f"{label} has the states {names}, but must have {wanted}. Load a state that an optimizer with the rule "
+            f"{rule.name!r} has saved."
+        )
     counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD does not count steps
     state: StateDict = {"step": counted}
     if names:
@@ -297,7 +302,8 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
         return
     blocks = state_numels(rule, "int8", values.numel())[1][which]
     saved_scale = entry.get(f"{name}_scale")
-    scale = _check(f"{label} scales", saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
+    scale_label = label.removesuffix("']") + "_scale']"
+    scale = _check(scale_label, saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
     if own_scale is not None:
         into.copy_(values)
         own_scale.copy_(scale)
@@ -309,11 +315,12 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
 
 def _check(label: str, value: object, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor):
-        raise invalid_value(label, value, "a tensor")
+        raise invalid_value(label, value, "a tensor", _PASS_SAVED)
     if value.dtype not in dtypes:
-        raise invalid_value(f"{label} dtype", value.dtype, dtypes)
+        raise invalid_value(f"The dtype of {label}", value.dtype, dtypes, _PASS_SAVED)
     if value.shape != shape:
-        raise invalid_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
+        remedy = "Load the state into an optimizer over the parameters with which it was saved."
+        raise invalid_value(f"The shape of {label}", tuple(value.shape), [tuple(shape)], remedy)
     return value
 
 

@@ -376,7 +376,9 @@ class TwinOptimizer(Outcomes):
             if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
-                remedy = f"The optimizer was built without {option} and has no buffer for it. Build a new optimizer."
+                remedy = (
+                    f"The optimizer was built with {option}=0 and has no buffer for it. Build a new one with {option}."
+                )
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
@@ -412,7 +414,7 @@ class TwinOptimizer(Outcomes):
         if self._runtime is not None:
             raise ValueError(
                 "add_param_group() cannot add parameters, because a TwinOptimizer takes all its parameters at the "
-                "start. Build a new one with all groups."
+                "start. Build a new optimizer with all groups."
             )
         super().add_param_group(param_group)
 
@@ -456,7 +458,7 @@ class TwinOptimizer(Outcomes):
     def __getstate__(self) -> StateDict:
         """Raises TypeError, because threads and page-locked memory cannot be copied."""
         raise TypeError(
-            "A TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another one."
+            "A TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into a new one."
         )
 
     def state_dict(self) -> StateDict:
@@ -467,7 +469,7 @@ class TwinOptimizer(Outcomes):
         if self.team is not None and self.team.is_partitioned:
             raise wrong_state(
                 "state_dict() cannot return the complete state",
-                "this rank has only a part of it",
+                "this rank has only a part of the state",
                 "Save with engine.save_checkpoint(), or read this rank's part with stream_state().",
             )
         self.runtime.wait()
@@ -528,6 +530,6 @@ def _held(me: weakref.ref[TwinOptimizer]) -> TwinOptimizer:
         raise wrong_state(
             "The model cannot be trained any more",
             "its TwinOptimizer was deleted",
-            "Keep a reference to the optimizer as long as the model is trained.",
+            "Build a new TwinOptimizer, and keep a reference to it as long as the model is trained.",
         )
     return found

@@ -140,8 +140,8 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
     if not found:
         raise ValueError(
-            "offload_params is True, but no block of the model has a parameter to train. Only the weights of members "
-            "of ModuleLists and Sequentials can be offloaded. Use offload_params=False."
+            "offload_params is True, but the model has no block with a parameter to train. A block is a member of a "
+            "ModuleList or Sequential, and only the weights of blocks can be offloaded. Use offload_params=False."
         )
     for param, block in owners(model, blocks, frozen=True).items():
         if block != ROOT:

@@ -230,7 +230,8 @@ LION = Rule(
 def check_nesterov(options: Options) -> None:
     """Raise ValueError for Nesterov momentum without momentum or with dampening."""
     if options["nesterov"] and (number(options, "momentum") == 0.0 or number(options, "dampening") != 0.0):
-        raise invalid_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
+        remedy = "Nesterov momentum needs momentum > 0 and dampening = 0. Set both, or nesterov=False."
+        raise invalid_value("nesterov", True, "False with these options", remedy)
 
 
 def sgd_hyper(options: Options, step: int) -> Hyper:

@@ -62,7 +62,7 @@ class Zero:
         if self.op not in ("mean", "sum"):
             raise invalid_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
-            raise invalid_value("predivide", self.predivide, "a number above 0")
+            raise invalid_value("predivide", self.predivide, "a finite number above 0")
         divides = self.predivide != 1.0
         if self.stage == 3 and not self.parks:
             refuse("ZeRO stages 2 and 3", {"predivide": divides}, predivide=self.predivide)
@@ -72,7 +72,7 @@ class Zero:
             refuse("1-bit Adam", found, stage_except_1=self.stage, predivide=self.predivide)
         if not (dist.is_available() and dist.is_initialized()):
             raise wrong_state(
-                "Zero cannot be made", "there is no process group", "Call twinflow.init_distributed() first."
+                "A Zero object cannot be built", "there is no process group", "Call twinflow.init_distributed() first."
             )
 
     @property

@@ -34,7 +34,9 @@ def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
     store = group_store()
     if not hasattr(store, "clone"):  # some stores of torch 2.8 cannot open a second connection
         LOGGER.warning(
-            "The store of this process group cannot be watched. If a rank fails, other ranks may wait for it forever."
+            "Failures of other ranks are not detected, because the key-value store of this process group cannot open a "
+            "second connection. If a rank fails, the other ranks may wait for it forever. Use a torch "
+            "version later than 2.8."
         )
         return None
     return Watch(store, ranks.rank, ranks.world_size, hang_timeout_s)

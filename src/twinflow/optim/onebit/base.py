@@ -110,12 +110,13 @@ class CompressedOptimizer(Optimizer):
         if getattr(self, "_is_built", False):
             raise ValueError(
                 "add_param_group() cannot add parameters, because this optimizer takes all its parameters at the "
-                "start. Build a new one with all groups."
+                "start. Build a new optimizer with all groups."
             )
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in FLOATS:
-                raise invalid_value(f"params[{len(self.param_groups) - 1}][{i}] dtype", param.dtype, FLOATS)
+                name = f"The dtype of params[{len(self.param_groups) - 1}][{i}]"
+                raise invalid_value(name, param.dtype, FLOATS, "Convert the model before building the optimizer.")
 
     # The step.
 
@@ -293,15 +294,20 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__], remedy)
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
-            remedy = "Compression errors belong to one rank. To load on other ranks, save with portable_state_dict()."
-            own = (self.group.world, self.group.rank)
-            raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
+            raise ValueError(
+                f"state_dict was saved by rank {head['rank']} of {head['world']}, but this is rank {self.group.rank} "
+                f"of {self.group.world}. The state contains compression errors, which only the rank that saved them "
+                "can load. To load on other ranks, save with portable_state_dict()."
+            )
         check_group_sizes(state_dict, self.param_groups)
         for i, param in enumerate(self._params()):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
                     raise invalid_value(
-                        f"state_dict: the shape of state[{i}][{name!r}]", tuple(value.shape), [tuple(param.shape)]
+                        f"state_dict: the shape of state[{i}][{name!r}]",
+                        tuple(value.shape),
+                        [tuple(param.shape)],
+                        "Load the state into an optimizer over the parameters with which it was saved.",
                     )
             if "exp_avg" not in state.get(i, {}):
                 keys = sorted(state.get(i, {}))
@@ -433,8 +439,8 @@ class FreezingOptimizer(CompressedOptimizer):
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(
-                f"{type(self).__name__}: {num_late} parameters have got their first gradient after the second moment "
-                "was frozen, and are not updated. Use a higher freeze_step, or build a new optimizer."
+                f"{type(self).__name__} does not update {num_late} parameters, because their first gradient came after "
+                "the second moment was frozen. Use a higher freeze_step, or build a new optimizer."
             )
 
     def _head(self) -> dict[str, object]:
