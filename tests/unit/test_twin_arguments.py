@@ -31,7 +31,7 @@ def loss_of(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("loss_scale", 1024.0, r"None, static\(...\) or dynamic\(...\).*static\(number\)"),
+        ("loss_scale", 1024.0, r"None, static\(...\) or dynamic\(...\).*static\(1024\)"),
         ("tuning", {"hold": "host"}, "None, or a twinflow.optim.twin.Tuning"),
         ("zero", 2, "None, or a twinflow.zero.Zero"),
         ("max_grad_norm", "1", "a number > 0, or None"),

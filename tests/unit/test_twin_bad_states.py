@@ -231,7 +231,7 @@ def test_a_state_of_torchs_goes_on_as_its_error_says() -> None:
     ours.load_state_dict(theirs.state_dict())
     saved = copy.deepcopy(adamw.state_dict())
     optimizer = TwinOptimizer(ours)
-    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\), which continues from its state")
+    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\) continues from this state")
     optimizer.close()
     same = torch.optim.AdamW(ours.parameters())
     same.load_state_dict(saved)

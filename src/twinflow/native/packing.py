@@ -98,7 +98,7 @@ def decode(
 
 def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool = False, **others: Tensor | None) -> int:
     """Checks the tensors of a call and returns the number of elements of one row. The rows of `packed` are equal parts
-    of `values`; with `is_row`, each is as long as `values`.
+    of `values`. With `is_row`, each row has as many elements as `values`.
     """
     check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0

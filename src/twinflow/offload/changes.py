@@ -1,5 +1,9 @@
 """Detects changes of parameters by the user (values, memory, dtype, device, requires_grad) and adapts the state.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed"). Master weights
+are the fp32 copies of the parameters, to which updates are applied.
+
 The thread that calls the runtime runs these functions, at the start of a step or between steps. They read and write
 the state only while no update is under way. `find_changed` calls its argument `wait` to wait for all updates. The
 callers of `adopt` and `move` wait before the call.

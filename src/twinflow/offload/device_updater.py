@@ -1,5 +1,8 @@
 """Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state.
+
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
 parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside
 the weight itself, and its update copies no weights. With a delayed update the weights must not change for one more

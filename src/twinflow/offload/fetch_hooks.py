@@ -1,7 +1,7 @@
 """Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
-Forward: a hook before the block calls `before_block`, and a hook after it calls `after_block`. Recomputation inside a
-backward (activation checkpointing) runs these hooks too.
+Forward: a hook before the block calls `before_block`, and a hook after the block calls `after_block`. Recomputation
+inside a backward (activation checkpointing) runs these hooks too.
 
 Backward uses three kinds of hooks.
 

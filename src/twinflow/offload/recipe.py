@@ -1,4 +1,7 @@
-"""Builds instances of a user's optimizer over some of its parameters, one for each bucket."""
+"""Builds instances of a user's optimizer over some of its parameters, one for each bucket.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ def _params_in(entry: Tensor | StateDict) -> list[Tensor]:
 
 
 def _replaced(given: list[Tensor] | list[StateDict], hosts: Hosts) -> list[nn.Parameter] | list[StateDict]:
-    """`given` with the copies in `hosts` instead of the model's parameters. Parameters without a copy are left out."""
+    """`given` with the copies in `hosts` instead of the model's parameters. Parameters without a copy are removed."""
     groups = [entry for entry in given if isinstance(entry, dict)]
     if not groups:
         return [hosts[param] for param in given if isinstance(param, Tensor) and param in hosts]
@@ -144,7 +147,7 @@ def _members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> StateDict:
-    """A param group with the model's parameters instead of stand-ins."""
+    """A param group with the model's parameters instead of copies."""
     params = [back[param] for param in params_of(group) if param in back]
     own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if names and all(param in names for param in params):
@@ -187,8 +190,9 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
 def check_step(
     optimizer: Optimizer, name: str = "rule", dense: str = "torch.optim.Adam", other: str = "another optimizer"
 ) -> None:
-    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: what the user set to
-    this optimizer. `dense` and `other`: what to use instead of SparseAdam and of an optimizer that needs a closure.
+    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: the
+    argument with this optimizer. `dense` and `other`: what errors recommend instead of SparseAdam and instead of an
+    optimizer that needs a closure.
     """
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):

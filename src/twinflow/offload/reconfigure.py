@@ -1,4 +1,8 @@
-"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps."""
+"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
+"""
 
 from __future__ import annotations
 

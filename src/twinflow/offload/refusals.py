@@ -1,5 +1,8 @@
 """Checks that raise an error for a training loop that would otherwise produce wrong results.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step.
+
 The runtime calls them in autograd's thread (`check_layout`, `check_seen`) and in `step`. They read the fields of
 parameters and of the open job, which belong to the thread that calls the runtime (runtime.py). Only `note_bypassed`
 changes such fields.

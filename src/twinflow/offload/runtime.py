@@ -1,6 +1,10 @@
 """The overlap runtime: takes gradients during backward, submits tasks to the executor, and makes forwards wait for
 weights.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
+slices of parameters (ranges of their elements) that are copied and updated together. A job is one optimizer step, and a
+task is the work for one bucket in a job.
+
 The path of a gradient, in execution order:
 
 1. A hook notes in the queue of the parameter's block that the gradient is complete (hooks.py).
@@ -432,7 +436,7 @@ class Runtime:
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, except those that compiled graphs use without our hooks. For these `step` has waited."""
+        """Guard weights, except those that compiled graphs use without our hooks. `step` waits for the latter."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
@@ -825,7 +829,7 @@ class Runtime:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait as `wait` does, but for the runtime itself: this is not an access of the user."""
+        """Wait as `wait` does, but do not count this as an access of the user."""
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
@@ -892,7 +896,7 @@ class Runtime:
             self.steps.forget_sums()
 
     def before_fork(self) -> None:
-        """Wait for the weights, because no thread would copy them in the child. No native thread has a lock then."""
+        """Wait for the weights, because no thread would copy them in the child. Native threads then hold no lock."""
         if not self.is_closed and self.executor.error is None:
             self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
             if self.steps.last is not None and self.steps.last.is_released:

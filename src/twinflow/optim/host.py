@@ -6,8 +6,8 @@ parameters and compact states.
 - `step`
 - the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
 - for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
-- for half-precision parameters `master` (fp32), or `master_lower` (int16) for a bf16 parameter with a compact format,
-  which is the upper half of its master
+- for half-precision parameters `master`, the fp32 master weights. A bf16 parameter with a compact format has
+  `master_lower` (int16) instead, the lower halves of the master weights. The parameter itself has the upper halves.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def full_master(param: Tensor, state: StateDict) -> Tensor | None:
 
 
 def lower_half(master: Tensor, upper: Tensor) -> Tensor:
-    """The difference of the bits of `master` and `upper` (bf16); 0 where `upper` is not a nearest neighbour.
+    """The lower halves of fp32 `master`: the difference between its bits and those of `upper` (bf16). An element is 0
+    where `upper` is not a bf16 neighbour nearest to `master`.
 
     If `master` is exactly between two bf16 values, rounding to even may have chosen the smaller one as `upper`. The
     difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its last

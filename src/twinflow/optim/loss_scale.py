@@ -5,9 +5,9 @@ and the gradients are divided by it afterwards. The dynamic scale changes exactl
 `DynamicLossScaler.update_scale`:
 
 - An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, it divides the scale by `factor` instead.
-- Good steps are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the scale by
-  `factor`.
-- `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every good step.
+- Steps without overflow are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the
+  scale by `factor`.
+- `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every step without overflow.
 """
 
 from __future__ import annotations

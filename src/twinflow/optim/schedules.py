@@ -69,8 +69,8 @@ def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
 
 @dataclass(frozen=True)
 class Cycle:
-    """The shape of OneCycle: up, down, then a decay. Sizes are in steps. Stairs are the levels of a slope; 0: no
-    levels.
+    """The shape of OneCycle: up, down, then a decay. Sizes are in steps. `first_stairs` and `second_stairs` are the
+    numbers of levels in which the rate goes up and down; 0: it changes in every step.
     """
 
     first_size: float
@@ -393,7 +393,9 @@ def _per_group(optimizer: Optimizer, name: str, value: object) -> list[float]:
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
     if len(values) != num_groups:
-        raise invalid_value(name, value, f"a number, or a list of {num_groups} numbers, one for each param group")
+        raise invalid_value(
+            name, value, f"a number, or a list of one number for each param group ({num_groups} in all)"
+        )
     return [_check_number(name, item) for item in values]
 
 

@@ -270,7 +270,7 @@ class TwinOptimizer(Outcomes):
         return runtime
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
-        """Prepares the stores for updates before the clipping decision, within the user's limit of memory."""
+        """Allocates buffers for updates that run before the clipping decision, within the user's limit of memory."""
         max_bytes = self.tuning.shadow_bytes
         if max_bytes is None:  # half of the memory that stays free when all gradient slots are allocated
             max_bytes = max(0, own_host_bytes() - runtime.executor.unmade_bytes) // 2
@@ -407,7 +407,7 @@ class TwinOptimizer(Outcomes):
                     grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: StateDict) -> None:
-        """Raises ValueError after construction, because buckets are planned once.
+        """Raises ValueError after construction, because buffers are planned once.
 
         Pass all groups to the constructor.
         """

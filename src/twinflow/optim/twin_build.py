@@ -1,5 +1,8 @@
 """Steps of building a TwinOptimizer: the kind of its state, parameter records, free memory, and settings that depend on
 free memory.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class StateKind:
         return int(getattr(each, plan.place) * plan.numel) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
-        """The updater of each place."""
+        """The `Updater` of each place. An updater allocates, reads and writes the state of buckets."""
         if self.recipe is not None:
             return {
                 HOST: TorchUpdater(self.recipe, device),
@@ -157,7 +160,7 @@ def params_of(
     aside: Aside | None = None,
     zero: Zero | None = None,
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
-    """Records of the parameters, their specs for the plan, and their order in the model."""
+    """The `Param` of each parameter, their specs for the plan of buckets, and their order in the model."""
     shared = _shared_by_axes(model, zero)
     blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
@@ -182,7 +185,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
     """With compressed communication, a name for each parameter of which pipeline or tensor ranks have copies.
 
     Copies must have the same neighbours in their buckets (plan.py). A tied parameter has other neighbours on every
-    stage, so it gets a name, and buckets, of its own.
+    pipeline stage. It therefore gets its own name, and with it its own buckets.
     """
     if model is None or zero is None or zero.compression is None or zero.grid is None:
         return {}

@@ -1,5 +1,7 @@
 """Converts the state of a TwinOptimizer to a dict and back: fp32 tensors by parameter name, for every format in memory.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 The dict contains only parameters that have been updated. 8-bit states are saved with their scales, so that loading into
 the same format gives the same codes.
 """
@@ -33,7 +35,7 @@ _UNCHANGED = "Pass a state that state_dict() has returned, without changes."
 
 
 class Source(Protocol):
-    """Saved entries of parameters, read one at a time. A tensor rank gets the entries of its parts."""
+    """Saved state by parameter, read for one parameter at a time. A tensor-parallel rank gets only its own parts."""
 
     def names(self) -> Iterable[str]:
         """The parameters that have an entry."""
@@ -84,7 +86,7 @@ def collect(optimizer: Outcomes, switch: Switch | None) -> StateDict:
 
 
 def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
-    """The state without the entries of parameters."""
+    """The state dict without the entries of parameters."""
     runtime = optimizer.runtime
     names = iter(param.name for param in runtime.params)
     groups = []
@@ -377,7 +379,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _plain_entries(state: object, rule: Rule | None) -> dict[str, Mapping[str, object]]:
-    """The entries of a state dict by parameter name, after a check of their types and of those of their values."""
+    """The entries of a state dict by parameter name, after a check of the types of entries and values."""
     if not isinstance(state, Mapping):
         raise _wrong_type("state", state, "a dict with an entry for each parameter name")
     tensors = {"master", *(rule.states if rule is not None else ())}

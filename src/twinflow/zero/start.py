@@ -28,7 +28,7 @@ LOGGER = logging.getLogger("twinflow")
 
 
 def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
-    """Starts a watch over all ranks. A single process has none, because it may be idle."""
+    """Starts a watch that detects ranks that fail or hang. A single process gets None, because it may be idle."""
     if ranks.world_size == 1:
         return None
     store = group_store()

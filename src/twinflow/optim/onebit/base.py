@@ -1,5 +1,7 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
+A bucket is a set of flat buffers for some parameters of one param group.
+
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
 `step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
 """
@@ -37,7 +39,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents",
 
 
 class Shared(TypedDict, total=False):
-    """Options of all these optimizers."""
+    """Options of all optimizers with compressed communication."""
 
     code: str  # code of compressed values: a name of twinflow.codes
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
@@ -103,7 +105,7 @@ class CompressedOptimizer(Optimizer):
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Raises ValueError after construction, because buckets are planned once.
+        """Raises ValueError after construction, because buffers are planned once.
 
         Pass all groups to the constructor.
         """
@@ -233,7 +235,7 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
-        """This rank's state with its compression errors. Only the same rank, with as many ranks, can load it."""
+        """This rank's state with its compression errors. Only the same rank of the same number of ranks can load it."""
         return self._dict(is_portable=False)
 
     def portable_state_dict(self) -> dict[str, object]:
@@ -319,7 +321,7 @@ class CompressedOptimizer(Optimizer):
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
         def flat_of(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            """A saved state of all parameters; None if they do not have it."""
+            """A saved state of all parameters as a flat tensor; None if the saved parameters lack it."""
             if not all(name in entry for entry in entries):
                 return None
             flat = torch.zeros_like(bucket.weights, dtype=dtype)
