@@ -206,10 +206,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(ValueError, match="decoupled_weight_decay"):
         HostAdam(net.parameters()).load_state_dict(state_of(torch.optim.AdamW(net.parameters())))
     with pytest.raises(
-        ValueError, match="has the states .*, but must have .*Load a state that an optimizer with the rule"
+        ValueError, match=r"has the states .*, but must have .*Load a state that an optimizer with the rule"
     ):
         ours.load_state_dict(state_of(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)))
-    with pytest.raises(ValueError, match="'state' and 'param_groups'"):
+    with pytest.raises(ValueError, match="must also have 'state'"):
         ours.load_state_dict({"param_groups": []})
     saved = copy.deepcopy(state_of(torch.optim.AdamW(net.parameters())))
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].t()
@@ -218,7 +218,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     saved = copy.deepcopy(state_of(torch.optim.AdamW(net.parameters())))
     del saved["state"][1]["exp_avg_sq"]
     with pytest.raises(
-        ValueError, match="has the states .*, but must have .*Load a state that an optimizer with the rule"
+        ValueError, match=r"has the states .*, but must have .*Load a state that an optimizer with the rule"
     ):
         ours.load_state_dict(saved)
     assert not ours.state

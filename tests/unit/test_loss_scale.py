@@ -142,7 +142,7 @@ def test_a_checkpoint_goes_on_where_it_stopped() -> None:
 def test_a_checkpoint_with_other_keys_is_refused() -> None:
     saved = to_dict(dynamic())
     for other in ({**saved, "more": 1}, {key: saved[key] for key in saved if key != "scale"}):
-        with pytest.raises(ValueError, match="The saved loss scale has the keys .*, but must have the keys"):
+        with pytest.raises(ValueError, match=r"The saved loss scale has the keys .*, but must have the keys"):
             from_dict(other)
 
 

@@ -224,7 +224,8 @@ class Positions(nn.Module):
     [
         (
             Scale,
-            r"blocks.0 \(Scale\): parameter 'scale' .* no reset_parameters\(\). Pass a function that fills the parameter as init=",
+            r"blocks.0 \(Scale\): parameter 'scale' .* no reset_parameters\(\). "
+            r"Pass a function that fills the parameter as init=",
         ),
         (Rotary, r"blocks.0 \(Rotary\): buffer 'inv_freq' .* no reset_parameters\(\)"),
         (Mask, r"blocks.0 \(Mask\): buffer 'causal'"),

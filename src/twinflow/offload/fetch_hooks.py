@@ -155,7 +155,7 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
             param_offload.before_error()
             raise wrong_state(
                 f"The gradients of {block.name} cannot be computed",
-                "its weights have been modified by step() or by a write since its forward",
+                "its weights have been modified by a step or a write since its forward",
                 "Call backward() before step(), and write to weights only after backward().",
             )
         return param_offload.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # create_graph=True
