@@ -127,7 +127,7 @@ def test_a_model_without_a_parameter_to_train(what: str, rule: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "groups", "words"),
     [
-        ([], None, r"are empty\. Pass the model"),
+        ([], None, r"iterable of parameters is empty\. Pass the model"),
         ("gpt2", None, "is 'gpt2', but must be a module"),
         (None, None, "is None, but must be a module"),
         (mlp(), [{"lr": 1e-3}], "must have the key 'params'"),

@@ -64,10 +64,10 @@ def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
         remedy = "Import static and dynamic from twinflow.optim.loss_scale. static(1024) is a fixed loss scale of 1024."
         raise invalid_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
     if not (tuning is None or isinstance(tuning, Tuning)):
-        remedy = 'Example: tuning=Tuning(hold="host").'
+        remedy = 'Pass, for example, tuning=Tuning(hold="host").'
         raise invalid_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
     if not (zero is None or isinstance(zero, Zero)):
-        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Example: zero=Zero(stage=2).")
+        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Pass, for example, zero=Zero(stage=2).")
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
@@ -127,7 +127,7 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
         given = list(model)
         if not given:
             raise ValueError(
-                "The parameters that were passed are empty. Pass the model, or list(model.parameters()): an iterator "
+                "The iterable of parameters is empty. Pass the model, or list(model.parameters()), because an iterator "
                 "can be read only once."
             )
         groups = _trainable(given)
@@ -172,9 +172,8 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
                 'parameters. Put single parameters into a group: {"params": [param]}.'
             )
         if "params" not in group:
-            keys = ", ".join(map(repr, group)) or "no key"
             remedy = 'Write {"params": list(model.parameters()), ...}.'
-            raise ValueError(f"A param group has the keys {keys}, but must have the key 'params'. {remedy}")
+            raise ValueError(f"A param group has the keys {list(group)}, but must have the key 'params'. {remedy}")
         given = group["params"]
         if isinstance(given, set):  # torch raises an exception that explains why a set is not allowed
             return groups
@@ -217,7 +216,8 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
         except ValidationError:
             is_taken = False
         if not is_taken:
-            raise invalid_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
+            allowed = in_words(kind).replace("null", "None")
+            raise invalid_value(f"tuning.{name}", given, f"one of {allowed}" if allowed.startswith("'") else allowed)
     if tuning.streamed and delayed_update:
         raise conflict("TwinOptimizer", "streamed", streamed=tuning.streamed)
 
