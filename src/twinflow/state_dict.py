@@ -25,7 +25,7 @@ Kind = TypeVar("Kind")
 def value_of(values: Mapping[str, object], name: str, kind: type[Kind]) -> Kind:
     value = values[name]
     if not isinstance(value, kind):
-        raise _wrong_type(name, value, kind.__name__)
+        raise _wrong_type(name, value, f"of type {kind.__name__}")
     return value
 
 
@@ -41,14 +41,14 @@ def dict_of(values: Mapping[str, object], name: str) -> StateDict:
 def mapping_of(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = values[name]
     if not isinstance(value, Mapping):
-        raise _wrong_type(name, value, "mapping")
+        raise _wrong_type(name, value, "a dict")
     return value
 
 
 def list_of(values: Mapping[str, object], name: str) -> Sequence[object]:
     value = values[name]
     if not isinstance(value, (list, tuple)):
-        raise _wrong_type(name, value, "list")
+        raise _wrong_type(name, value, "a list")
     return value
 
 
@@ -56,14 +56,14 @@ def int_of(values: Mapping[str, object], name: str) -> int:
     """The integer under `name`, which may be a number of Python, numpy or torch."""
     value = values[name]
     if not isinstance(value, SupportsInt):
-        raise _wrong_type(name, value, "number")
+        raise _wrong_type(name, value, "a number")
     return int(value)
 
 
 def float_of(values: Mapping[str, object], name: str) -> float:
     value = values[name]
     if not isinstance(value, SupportsFloat):
-        raise _wrong_type(name, value, "number")
+        raise _wrong_type(name, value, "a number")
     return float(value)
 
 
@@ -91,7 +91,7 @@ def check_group_sizes(
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
-    return TypeError(f"{name} is of type {type(value).__name__}, but must be a {wanted}.")
+    return TypeError(f"{name} is of type {type(value).__name__}, but must be {wanted}.")
 
 
 def params_of(group: Mapping[str, object]) -> list[Tensor]:

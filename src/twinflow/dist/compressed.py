@@ -36,7 +36,7 @@ def packing_for(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Coding:
-    """A code, and the scaling of elements before blocks of them share one scale (codes/reference.py)."""
+    """A code, and the exponents of the factors that elements are multiplied by before encoding (codes/reference.py)."""
 
     code: Code
     exponents: Tensor | None = None  # scaling exponents of a whole bucket

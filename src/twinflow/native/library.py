@@ -146,7 +146,7 @@ def open_library(path: Path | None) -> Loaded:
 
 
 def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Sets the types of functions. Raises AttributeError if the library does not have one of them."""
+    """Sets the types of functions. Raises AttributeError if the library lacks one of these functions."""
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments

@@ -29,7 +29,7 @@ Core = tuple[int, ...]  # the CPUs of one core, which are its hyper-threads
 
 @dataclass(frozen=True)
 class HostShare:
-    """The CPUs of this rank, the number of threads for its pool, and a line that explains them."""
+    """The CPUs of this rank, the number of threads for its pool, and a line of text that explains both."""
 
     cores: tuple[int, ...]
     num_threads: int

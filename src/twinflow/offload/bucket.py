@@ -75,7 +75,7 @@ class Param:
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
 
     def note_write(self) -> None:
-        """Records a write by the runtime, so that `is_written` does not report it as the user's."""
+        """Records a write by the runtime, so that `is_written` does not report it as a write by the user."""
         with self.guard:
             self.version = self.local._version
             if self.aliases:

@@ -111,7 +111,7 @@ class Frozen:
         self._copier.join()
 
     def wait_until_read(self, bucket: Bucket) -> None:
-        """Asks for copies of the unread state of a bucket and blocks until it is read or copied."""
+        """Asks for copies of the unread state of a bucket and blocks until this state is read or copied."""
         index = bucket.plan.index
         with self._changed:
             while self._unread.get(index):

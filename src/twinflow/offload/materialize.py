@@ -189,7 +189,7 @@ class _Builder:
                 raise _not_filled(label, entry, has_init=first is not None or reset is not None)
 
     def _finish(self, module: nn.Module, fresh: list[_Fresh], reached: bool) -> None:
-        """Cast the new parameters, and pass those to `each` that no initialiser will change any more."""
+        """Cast the new parameters, and call `each` with the parameters that no initialiser will change any more."""
         params = []
         for entry in fresh:
             tensor = entry.tensor

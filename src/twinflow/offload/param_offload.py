@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 
 class _Engine(Protocol):
-    """The method of torch's autograd engine that is used here. torch does not type it."""
+    """The method of torch's autograd engine that is used here. torch has no type annotation for it."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the outermost backward has ended."""
@@ -352,7 +352,7 @@ class ParamOffload:
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """Copies those weights to the host that the block itself has changed while it ran."""
+        """Copies weights that the block itself has changed while it ran to the host."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):

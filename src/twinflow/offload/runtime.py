@@ -424,7 +424,7 @@ class Runtime:
             self.param_offload.store(tensor, values.detach(), is_running, is_counted)
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Note a copy of a weight that was given to the user. If the user writes to it, the weight gets its values."""
+        """Note a copy of a weight that the user has got. If the user writes to the copy, the weight gets its values."""
         assert self.param_offload is not None
         self.param_offload.lend(tensor, copied, is_counted)
 
@@ -518,7 +518,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Take gradients that still wait after backward, because a block got fewer gradients than in the last one."""
+        """Take gradients that still wait after backward. The block got fewer gradients than in the backward before."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)
@@ -664,7 +664,7 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Handle an access between backward and `step`: raise if an update has changed weights, else note it."""
+        """Handle an access between backward and `step`: raise if an update has changed weights, or note the access."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
@@ -865,7 +865,7 @@ class Runtime:
         changes.adopt(params, keep, values or {})
 
     def flush(self) -> None:
-        """Copy the weights of a delayed update into the parameters now, and wait for them."""
+        """Copy the weights of a delayed update into the parameters now, and wait for the copies."""
         self.steps.release()
         self.wait()
 
@@ -903,9 +903,9 @@ class Runtime:
                 self.executor.wait_until_done(self.steps.last)
 
     def after_fork(self) -> None:
-        """In a forked process: make the model an ordinary one, because the threads and the state are not here.
+        """Make the model of a forked process an ordinary one, because threads and state exist only in the parent.
 
-        Weights that live on the host are not here either. Their use raises an error.
+        Weights that live on the host exist only in the parent, too. Their use raises an error.
         """
         self._end.detach()
         self.executor.is_forked = True

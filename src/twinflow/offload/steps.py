@@ -78,7 +78,7 @@ class Steps:
 
     @property
     def is_part_open(self) -> bool:
-        """Whether the open job is only one of several backwards that are summed."""
+        """Whether the open job is a part: one of several backwards whose gradients are summed."""
         return self.job is not None and self.job.is_part
 
     @property

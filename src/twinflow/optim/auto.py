@@ -135,7 +135,7 @@ class AutoPlacement:
             self._since, self._phase = 0, self._watch
 
     def _timing(self) -> Timing:
-        """The shortest measured times, which other work on the machine disturbs least. The warm-up does not count."""
+        """The shortest measured times, because other work on the machine lengthens steps. Excludes the warm-up."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
         forward_s, backward_s = self._agreed([min(t.forward_s for t in later), min(t.backward_s for t in later)])
@@ -222,7 +222,7 @@ class AutoPlacement:
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes of state for each element in each place, including gradients that wait there."""
+        """Bytes of state for each element, by place. Resident state includes gradients that wait on the device."""
         runtime, settings = self._runtime, self._runtime.settings
         numel = sum(bucket.plan.numel for bucket in runtime.buckets)
         each = {}
@@ -333,7 +333,7 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """The rates with those of the host and of the link multiplied by `host` and `link`."""
+    """A copy of the rates. The rates of the host are multiplied by `host`, and those of the link by `link`."""
     return replace(
         rates,
         host_params={name: rate * host for name, rate in rates.host_params.items()},

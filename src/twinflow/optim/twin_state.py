@@ -203,7 +203,7 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 def restore(
     optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object], source: Source | None = None
 ) -> None:
-    """Checks `saved` completely and then loads it. Entries are read from `source`, or from `saved` without it."""
+    """Checks `saved` completely and then loads it. Entries are read from `source`; if it is None, from `saved`."""
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:

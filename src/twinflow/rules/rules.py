@@ -104,7 +104,7 @@ def adamw_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper:
 
 
 def adam_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper) -> Updated:
-    """One step of Adam. Weight decay is added to the gradient (L2). Without it the result is that of AdamW."""
+    """One step of Adam. Weight decay is added to the gradient (L2). With weight decay 0 the result is that of AdamW."""
     assert m is not None and v is not None
     m, v, move = _moments(m, v, flush(g + hyper[6] * p) if hyper[6] else g, hyper)
     return flush(p - move), m, v

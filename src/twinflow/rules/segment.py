@@ -60,7 +60,7 @@ class Store:
         )
 
     def empty_like(self) -> Store:
-        """New buffers like these, not initialised. An update can write to them and leave this store unchanged."""
+        """New buffers of the same sizes, not initialised. An update that writes to them leaves this store unchanged."""
         weight = torch.empty_like(self.weight) if self.weight is not None else None
         states, scales = (_each(pair, torch.empty_like) for pair in (self.states, self.scales))
         return Store(self.format, torch.empty_like(self.master), weight, states, scales)

@@ -65,7 +65,7 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | No
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
-    """Binds this rank to its share of the CPUs, near its GPU if possible, and sets the number of threads to it."""
+    """Binds this rank to its share of the CPUs, near its GPU if possible, and sets the number of threads for them."""
     group = new_group("gloo")
     nodes = _local_nodes(group, ranks, device)
     share = share_host(ranks.local_rank, ranks.local_world_size, nodes)
