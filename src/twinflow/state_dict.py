@@ -15,8 +15,6 @@ from typing import SupportsFloat, SupportsInt, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
-
 StateDict = dict[str, object]
 ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of the argument `params` of torch.optim
 Kind = TypeVar("Kind")
@@ -85,8 +83,10 @@ def check_group_sizes(
     groups = saved_groups(state_dict)
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
-        remedy = "Build the optimizer with the same groups as when the state was saved."
-        raise invalid_value("state_dict: the list of the sizes of the param groups", sizes, [own_sizes], remedy)
+        raise ValueError(
+            f"state_dict has param groups of {sizes} parameters, but the optimizer has param groups of {own_sizes} "
+            "parameters. Build the optimizer with the same groups as when the state was saved."
+        )
     return groups
 
 

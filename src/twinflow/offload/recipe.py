@@ -204,7 +204,7 @@ def check_step(
     ]  # fmt: skip
     if wanted:
         expected = f"an optimizer whose step() needs no argument `{wanted[0]}`"
-        remedy = f"Updates run beside the model, so step() cannot evaluate the model. Use {other}."
+        remedy = f"Updates run in the background, so step() cannot evaluate the model. Use {other}."
         raise invalid_value(name, kind.__name__, expected, remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         remedy = f"Set differentiable=False, because the update of {kind.__name__} runs without autograd."
