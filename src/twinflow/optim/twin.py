@@ -377,7 +377,7 @@ class TwinOptimizer(Outcomes):
                 option = rule.state_option
                 assert option is not None
                 remedy = (
-                    f"The optimizer was built with {option}=0 and has no buffer for it. Build a new one with {option}."
+                    f"The optimizer was built with {option}=0 and has no buffer for {option}. Build a new optimizer."
                 )
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
