@@ -52,7 +52,7 @@ REFUSALS: dict[str, list[Refusal]] = {
     "func_grad": [_NO_TRANSFORM],
     "func_grad_of_samples": [_NO_TRANSFORM],
     "func_vmap": [_NO_TRANSFORM],
-    "module_dict_and_parameter_list": [Refusal("members of ModuleLists and Sequentials", is_on_host)],
+    "module_dict_and_parameter_list": [Refusal("a member of a ModuleList or Sequential", is_on_host)],
     "callback_in_backward": [Refusal(TOO_LATE, is_written)],
     "gradients_read_after_step": [Refusal(USED, is_early)],
     "zero_grad_never": [Refusal(NOT_RESET, is_early), Refusal(USED, is_early), Refusal(TOO_LATE, is_written)],

@@ -35,6 +35,7 @@ from twinflow.errors import wrong_state
 from twinflow.native.executor import executor_library
 from twinflow.trace import Trace
 
+_FAILED = "A copy or an update in the background failed. Build a new optimizer and load the last checkpoint."
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _LARGE_BYTES = 1 << 26  # malloc does not take such a size from its heap, so the buffer shares no pages with others
@@ -69,7 +70,7 @@ class Event:
 
     def _check(self, state: int) -> bool:
         if state < 0:  # the work has ended with an error
-            raise (self._device.error if self._device is not None else None) or RuntimeError("Work on a stream failed")
+            raise (self._device.error if self._device is not None else None) or RuntimeError(_FAILED)
         return state > 0
 
 
@@ -115,8 +116,8 @@ class Device:
         with self._lock:
             if name not in self._streams:
                 if self._is_closed:
-                    remedy = "Build a new optimizer to go on training"
-                    raise wrong_state(f"stream {name!r} cannot be made", "its device is closed", remedy)
+                    remedy = "Build a new optimizer to go on training."
+                    raise wrong_state(f"The stream {name!r} cannot be created", "the optimizer is closed", remedy)
                 self._streams[name] = self._new_stream(name)
             return self._streams[name]
 

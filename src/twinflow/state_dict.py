@@ -15,8 +15,6 @@ from typing import SupportsFloat, SupportsInt, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
-
 StateDict = dict[str, object]
 ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of the argument `params` of torch.optim
 Kind = TypeVar("Kind")
@@ -25,7 +23,7 @@ Kind = TypeVar("Kind")
 def value_of(values: Mapping[str, object], name: str, kind: type[Kind]) -> Kind:
     value = values[name]
     if not isinstance(value, kind):
-        raise _wrong_type(name, value, kind.__name__)
+        raise _wrong_type(name, value, f"of type {kind.__name__}")
     return value
 
 
@@ -41,14 +39,14 @@ def dict_of(values: Mapping[str, object], name: str) -> StateDict:
 def mapping_of(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = values[name]
     if not isinstance(value, Mapping):
-        raise _wrong_type(name, value, "mapping")
+        raise _wrong_type(name, value, "a dict")
     return value
 
 
 def list_of(values: Mapping[str, object], name: str) -> Sequence[object]:
     value = values[name]
     if not isinstance(value, (list, tuple)):
-        raise _wrong_type(name, value, "list")
+        raise _wrong_type(name, value, "a list")
     return value
 
 
@@ -56,14 +54,14 @@ def int_of(values: Mapping[str, object], name: str) -> int:
     """The integer under `name`, which may be a number of Python, numpy or torch."""
     value = values[name]
     if not isinstance(value, SupportsInt):
-        raise _wrong_type(name, value, "number")
+        raise _wrong_type(name, value, "a number")
     return int(value)
 
 
 def float_of(values: Mapping[str, object], name: str) -> float:
     value = values[name]
     if not isinstance(value, SupportsFloat):
-        raise _wrong_type(name, value, "number")
+        raise _wrong_type(name, value, "a number")
     return float(value)
 
 
@@ -72,7 +70,9 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     groups = list_of(state_dict, "param_groups")
     found = [group for group in groups if isinstance(group, Mapping)]
     if len(found) != len(groups):
-        raise TypeError("All items of param_groups must be dicts, but one is not.")
+        raise TypeError(
+            "state_dict: an item of param_groups is not a dict. Pass a dict that state_dict() has returned."
+        )
     return found
 
 
@@ -83,13 +83,15 @@ def check_group_sizes(
     groups = saved_groups(state_dict)
     sizes, own_sizes = [len(list_of(group, "params")) for group in groups], [len(params_of(group)) for group in own]
     if sizes != own_sizes:
-        remedy = "Build the optimizer with the same groups as when the state was saved."
-        raise invalid_value("state_dict: number of parameters in each group", sizes, [own_sizes], remedy)
+        raise ValueError(
+            f"state_dict has param groups of {sizes} parameters, but the optimizer has param groups of {own_sizes} "
+            "parameters. Build the optimizer with the same groups as when the state was saved."
+        )
     return groups
 
 
 def _wrong_type(name: str, value: object, wanted: str) -> TypeError:
-    return TypeError(f"{name} is of type {type(value).__name__}, but must be a {wanted}.")
+    return TypeError(f"{name} is of type {type(value).__name__}, but must be {wanted}.")
 
 
 def params_of(group: Mapping[str, object]) -> list[Tensor]:

@@ -92,9 +92,9 @@ def test_mistakes_are_named() -> None:
     expected = {
         "scalar": "scale, a parameter without dimensions, cannot be used with zero_optimization.stage 3",
         "sharded": "Pass the model as it was before fully_shard()",
-        "sharded, stage 2": "is a DTensor, but must be a whole tensor without ZeRO stage 3",
+        "sharded, stage 2": "is a DTensor, but must be a plain tensor without ZeRO stage 3",
         "whole, stage 3": "Call twinflow.zero.partition(model, zero) before building the optimizer",
-        "no parameters": "There is no parameter to train",
+        "no parameters": "The model has no parameters",
         "torch's": "rule=AdamW cannot be used with zero_optimization.stage 3, because ranks have only rows",
         "ddp": "A model in DistributedDataParallel cannot be used with TwinOptimizer",
         "another stage": "zero_optimization.stage is 2, but must be 1",

@@ -1306,9 +1306,9 @@ def test_closing_ends_all_threads_in_the_middle_of_work() -> None:
             for name, error in errors.items():
                 assert not isinstance(error, WorkerError), name
                 assert error is None or "closed" in str(error)
-            with pytest.raises(RuntimeError, match="the optimizer cannot be used, because it is closed"):
+            with pytest.raises(RuntimeError, match="The optimizer cannot be used, because it is closed"):
                 one.executor.check()
-            with pytest.raises(RuntimeError, match="the optimizer cannot be used, because it is closed"):
+            with pytest.raises(RuntimeError, match="The optimizer cannot be used, because it is closed"):
                 one.executor.wait_until_done(job)
             one.close()
         assert our_threads() <= before

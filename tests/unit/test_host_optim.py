@@ -205,9 +205,11 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         ours.load_state_dict(state_of(torch.optim.AdamW(net.parameters(), amsgrad=True)))
     with pytest.raises(ValueError, match="decoupled_weight_decay"):
         HostAdam(net.parameters()).load_state_dict(state_of(torch.optim.AdamW(net.parameters())))
-    with pytest.raises(ValueError, match="another kind of optimizer"):
+    with pytest.raises(
+        ValueError, match=r"has the states .*, but must have .*Load a state that an optimizer with the rule"
+    ):
         ours.load_state_dict(state_of(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)))
-    with pytest.raises(ValueError, match="'state' and 'param_groups'"):
+    with pytest.raises(ValueError, match="must also have 'state'"):
         ours.load_state_dict({"param_groups": []})
     saved = copy.deepcopy(state_of(torch.optim.AdamW(net.parameters())))
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].t()
@@ -215,7 +217,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         ours.load_state_dict(saved)
     saved = copy.deepcopy(state_of(torch.optim.AdamW(net.parameters())))
     del saved["state"][1]["exp_avg_sq"]
-    with pytest.raises(ValueError, match="another kind of optimizer"):
+    with pytest.raises(
+        ValueError, match=r"has the states .*, but must have .*Load a state that an optimizer with the rule"
+    ):
         ours.load_state_dict(saved)
     assert not ours.state
 
@@ -355,7 +359,7 @@ def test_bad_options_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_bad_parameters_and_gradients_are_named_and_nothing_moves() -> None:
     good, bad = torch.nn.Parameter(torch.ones(4, 6)), torch.nn.Parameter(torch.ones(6, 4).t())
-    with pytest.raises(ValueError, match=r"params\[0\]\[1\] strides"):
+    with pytest.raises(ValueError, match=r"params\[0\]\[1\] has the strides"):
         HostAdamW([good, bad])
     with pytest.raises(ValueError, match=r"weight dtype is torch\.float64"):
         HostAdamW([("weight", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))])
@@ -379,7 +383,7 @@ def test_a_state_of_another_shape_is_refused_with_nothing_changed() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     before = copy.deepcopy(optimizer.state_dict())
     saved["state"][2]["exp_avg"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"state\[2\]\['exp_avg'\] shape is \(7,\)"):
+    with pytest.raises(ValueError, match=r"The shape of state_dict\['state'\]\[2\]\['exp_avg'\] is \(7,\)"):
         optimizer.load_state_dict(saved)
     saved["param_groups"][0]["lr"] = -5.0
     with pytest.raises(ValueError, match=r"lr is -5\.0"):

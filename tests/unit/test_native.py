@@ -255,8 +255,8 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
     int8 = make_store(ADAMW, "int8", None, 256)
     return {
         "gradient dtype": (replace(good, grad=grad.double()), "layer.weight: gradient dtype is torch.float64"),
-        "gradient device": (replace(good, grad=grad.to("meta")), "gradient device is 'meta', but must be cpu"),
-        "gradient strides": (replace(good, grad=wide[::2]), "gradient strides is"),
+        "gradient device": (replace(good, grad=grad.to("meta")), "gradient device is 'meta', but must be 'cpu'"),
+        "gradient strides": (replace(good, grad=wide[::2]), "gradient has the strides (2,), but must be contiguous"),
         "gradient layout": (replace(good, grad=grad.float().to_sparse()), "gradient layout is"),
         "master length": (with_store(master=torch.zeros(255)), "layer.weight: master length is 255, but must be 256"),
         "master dtype": (with_store(master=store.master.double()), "master dtype is torch.float64"),
@@ -271,11 +271,11 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         ),
         "target master": (
             replace(good, target=replace(half, master=torch.zeros(256, dtype=torch.int16))),
-            "target master is torch.int16, but must be the same kind as the store's",
+            "target master is a tensor of torch.int16, but must be a tensor of torch.float32, as in the store",
         ),
         "state missing": (with_store(states=(None, store.states[1])), "exp_avg is None"),
         "state dtype": (with_store(states=(store.states[0].bfloat16(), store.states[1])), "exp_avg dtype"),
-        "state strides": (with_store(states=(wide[::2], store.states[1])), "exp_avg strides"),
+        "state strides": (with_store(states=(wide[::2], store.states[1])), "exp_avg has the strides"),
         "format": (with_store(format="fp4"), "states is 'fp4', but must be one of 'fp32', 'bf16', 'int8'"),
         "format of the rule": (
             replace(good, rule=RULES["lion"], store=replace(store, format="int8")),
@@ -283,14 +283,14 @@ def bad_segments() -> dict[str, tuple[Segment, str]]:
         ),
         "scales": (replace(good, store=replace(int8, scales=(torch.zeros(1), int8.scales[1]))), "scales of exp_avg"),
         "factor": (replace(good, factor=float("nan")), "factor is nan"),
-        "hyper": (replace(good, hyper=(0.1, 0.9)), "hyper is (0.1, 0.9), but must be 7 numbers"),
+        "hyper": (replace(good, hyper=(0.1, 0.9)), "hyper is (0.1, 0.9), but must be a tuple of 7 numbers"),
         "target overlaps": (
             replace(good, store=replace(store, master=wide[:256]), target=replace(half, master=wide[100:356])),
-            "target master is",
+            "target master shares memory with the store",
         ),
         "negative index": (replace(good, first_index=-128), "first_index is -128"),
         "first index": (replace(good, first_index=5), "first_index is 5, but must be a multiple of 128"),
-        "target shared": (replace(good, target=replace(half, master=store.master)), "target master is"),
+        "target shared": (replace(good, target=replace(half, master=store.master)), "target master shares memory"),
         "target kind": (replace(good, target=replace(half, weight=None)), "target weight is None"),
     }
 
@@ -316,7 +316,7 @@ def test_bad_arguments_of_the_other_kernels() -> None:
         native.accumulate(torch.zeros(3), torch.zeros(4))
     with pytest.raises(ValueError, match=r"tensors\[1\] dtype"):
         native.sum_squares([torch.zeros(3), torch.zeros(3, dtype=torch.int32)])
-    with pytest.raises(ValueError, match="values strides"):
+    with pytest.raises(ValueError, match="values has the strides"):
         native.cast(torch.zeros(3), torch.zeros(6)[::2])
 
 

@@ -351,25 +351,25 @@ def test_nothing_is_packed_into_nothing() -> None:
 GOOD = torch.zeros(2, CODES["1bit"].row_bytes(50), dtype=torch.uint8)
 BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     "values dtype": ({"values": torch.zeros(100).double()}, "values dtype is torch.float64"),
-    "values strides": ({"values": torch.zeros(200)[::2]}, "values strides"),
+    "values strides": ({"values": torch.zeros(200)[::2]}, "values has the strides"),
     "rows": (
         {"values": torch.zeros(99)},
-        r"packed shape is \(2, 16\), but must be a shape of two dimensions whose first one divides 99",
+        r"shape of packed is \(2, 16\), but must be \(rows, bytes of a row\), where the number of rows divides 99",
     ),
-    "no rows": ({"packed": GOOD[:0]}, "packed shape"),
-    "one dimension": ({"packed": GOOD.view(-1)}, "packed shape"),
+    "no rows": ({"packed": GOOD[:0]}, "shape of packed"),
+    "one dimension": ({"packed": GOOD.view(-1)}, "shape of packed"),
     "row bytes": (
         {"packed": torch.zeros(2, 32, dtype=torch.uint8)},
-        "but must be rows of 16 bytes, for 50 numbers in 1bit",
+        r"but must be \(2, 16\), because 50 numbers need 16 bytes in the code '1bit'",
     ),
     "packed dtype": ({"packed": GOOD.view(torch.int8)}, "packed dtype is torch.int8"),
-    "packed strides": ({"packed": torch.zeros(2, 32, dtype=torch.uint8)[:, :16]}, "packed strides"),
+    "packed strides": ({"packed": torch.zeros(2, 32, dtype=torch.uint8)[:, :16]}, "packed has the strides"),
     "error dtype": ({"error": torch.zeros(100).bfloat16()}, "error dtype is torch.bfloat16"),
     "error length": ({"error": torch.zeros(99)}, "error length is 99, but must be 100"),
     "base dtype": ({"base": torch.zeros(100).int()}, "base dtype"),
     "exponents dtype": ({"exponents": torch.zeros(100)}, "exponents dtype"),
     "exponents length": ({"exponents": torch.zeros(50, dtype=torch.uint8)}, "exponents length is 50, but must be 100"),
-    "device": ({"base": torch.zeros(100, device="meta")}, "base device is 'meta', but must be cpu"),
+    "device": ({"base": torch.zeros(100, device="meta")}, "base device is 'meta', but must be 'cpu'"),
 }
 
 
@@ -389,7 +389,9 @@ def test_bad_arguments_of_the_way_back() -> None:
     code, out = CODES["1bit"], torch.ones(100)
     with pytest.raises(ValueError, match="out dtype"):
         packing.decode(code, out.int(), GOOD)
-    with pytest.raises(ValueError, match="but must be rows of 32 bytes, for 100 numbers in 1bit"):
+    with pytest.raises(
+        ValueError, match=r"but must be \(2, 32\), because 100 numbers need 32 bytes in the code '1bit'"
+    ):
         packing.mean(code, out, GOOD)
     with pytest.raises(ValueError, match="exponents length is 100, but must be 50"):
         packing.mean(code, out[:50], GOOD, torch.zeros(100, dtype=torch.uint8))

@@ -178,7 +178,7 @@ def test_one_cycle_moves_the_momentum_of_sgd() -> None:
 @pytest.mark.parametrize("kind", [SGD, Adagrad])
 def test_one_cycle_gives_no_momentum_where_there_is_none(kind: Any) -> None:
     optimizer = optimizer_of(kind)
-    with pytest.warns(UserWarning, match=f"this {kind.__name__} has none"):
+    with pytest.warns(UserWarning, match=f"because {kind.__name__} has no momentum"):
         scheduler = OneCycle(optimizer, 0.1, 0.5)
     scheduler.step()
     assert not optimizer.param_groups[0].get("momentum")
@@ -303,29 +303,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"warmup_type": "lin"},
         "warmup_type is 'lin', but must be one of 'log', 'linear'. Did you mean 'linear'?",
     ),
-    ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0, but must be an integer from 1 on"),
-    ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5, but must be an integer from 1 on"),
-    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps is True, but must be an integer from 1 on"),
-    ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr is 'auto', but must be a number"),
-    ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr is nan, but must be a number"),
+    ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0, but must be an integer >= 1"),
+    ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5, but must be an integer >= 1"),
+    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps is True, but must be an integer >= 1"),
+    ("WarmupLR", {"warmup_max_lr": "auto"}, "warmup_max_lr is 'auto', but must be a finite number"),
+    ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr is nan, but must be a finite number"),
     (
         "WarmupLR",
         {"warmup_max_lr": [1, 2]},
-        "warmup_max_lr is [1, 2], but must be one number, or a list of 1, one for ",
+        "warmup_max_lr is [1, 2], but must be a number, or a list of one number for each param group (1 in all)",
     ),
-    ("WarmupLR", {"last_batch_iteration": -2}, "last_batch_iteration is -2, but must be an integer from -1 on"),
-    ("WarmupCosineLR", {"total_num_steps": 0}, "total_num_steps is 0, but must be a number from 1 on"),
-    ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size is 0, but must be an integer from 1 on"),
-    ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step_size is 0, but must be a number from 1 on"),
+    ("WarmupLR", {"last_batch_iteration": -2}, "last_batch_iteration is -2, but must be an integer >= -1"),
+    ("WarmupCosineLR", {"total_num_steps": 0}, "total_num_steps is 0, but must be a finite number >= 1"),
+    ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size is 0, but must be an integer >= 1"),
+    ("OneCycle", {**CYCLE, "cycle_first_step_size": 0}, "cycle_first_step_size is 0, but must be a finite number >= 1"),
     (
         "OneCycle",
         {**CYCLE, "cycle_second_step_size": -1},
-        "cycle_second_step_size is -1, but must be a number from 0 on",
+        "cycle_second_step_size is -1, but must be a finite number >= 0",
     ),
     (
         "OneCycle",
         {**CYCLE, "cycle_first_stair_count": -1},
-        "cycle_first_stair_count is -1, but must be an integer from 0 on",
+        "cycle_first_stair_count is -1, but must be an integer >= 0",
     ),
 ]
 
@@ -341,7 +341,7 @@ def test_refused(name: str, params: dict[str, Any], text: str) -> None:
 
 
 def test_a_saved_state_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="last_batch_iteration is None, but must be an integer from -1 on"):
+    with pytest.raises(ValueError, match="last_batch_iteration is None, but must be an integer >= -1"):
         LRRangeTest(optimizer_of()).load_state_dict({})
 
 

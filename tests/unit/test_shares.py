@@ -224,7 +224,7 @@ def test_memory_is_cut_into_equal_parts() -> None:
     ("arguments", "message"),
     [
         ((0, 0), "num_local is 0"),
-        ((2, 2), "local_rank is 2, but must be 0 to 1"),
+        ((2, 2), "local_rank is 2, but must be a whole number from 0 to 1"),
         ((-1, 2), "local_rank is -1"),
         ((0, 2, [1]), r"gpu_nodes is \[1\], but must be a list of 2 NUMA nodes"),
     ],

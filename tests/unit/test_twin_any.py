@@ -396,13 +396,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "sparse": (lambda m: {"rule": optim.SparseAdam}, "SparseAdam"),
     "matrices only": (lambda m: {"rule": optim.Muon}, "2D"),
     "differentiable": (lambda m: {"rule": optim.SGD, "lr": 0.1, "differentiable": True}, "differentiable"),
-    "wrapper": (lambda m: {"rule": Wrapper(optim.SGD(m.parameters()))}, "wrap another one.*lambda"),
+    "wrapper": (lambda m: {"rule": Wrapper(optim.SGD(m.parameters()))}, "must not wrap another one.*lambda"),
     "scheduler": (lambda m: {"rule": with_scheduler(m)}, "scheduler"),
     "hooks": (lambda m: {"rule": with_hook(m)}, "hooks"),
     "other model": (lambda m: {"rule": optim.SGD(gpt().parameters())}, "that are not parameters of the model"),
     "own options": (
         lambda m: {"rule": optim.SGD(m.parameters()), "lr": 1.0},
-        r"options \(lr\) cannot be used with an optimizer instance as rule \(SGD\)",
+        r"The arguments lr cannot be used with an optimizer instance as rule \(SGD\)",
     ),
     "own groups": (lambda m: {"rule": optim.SGD(m.parameters()), "param_groups": m.parameters()}, "own groups"),
     "all parameters": (

@@ -31,7 +31,7 @@ def loss_of(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("loss_scale", 1024.0, r"None, static\(...\) or dynamic\(...\).*static\(number\)"),
+        ("loss_scale", 1024.0, r"None, static\(...\) or dynamic\(...\).*static\(1024\)"),
         ("tuning", {"hold": "host"}, "None, or a twinflow.optim.twin.Tuning"),
         ("zero", 2, "None, or a twinflow.zero.Zero"),
         ("max_grad_norm", "1", "a number > 0, or None"),
@@ -127,7 +127,7 @@ def test_a_model_without_a_parameter_to_train(what: str, rule: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "groups", "words"),
     [
-        ([], None, r"are empty\. Pass the model"),
+        ([], None, r"iterable of parameters is empty\. Pass the model"),
         ("gpt2", None, "is 'gpt2', but must be a module"),
         (None, None, "is None, but must be a module"),
         (mlp(), [{"lr": 1e-3}], "must have the key 'params'"),
@@ -181,7 +181,9 @@ def test_frozen_ones_among_parameters_are_left_out() -> None:
 @pytest.mark.parametrize("rule", ["adamw", torch.optim.NAdam])
 def test_parameters_without_memory_and_without_their_model(rule: Any) -> None:
     params = nn.Linear(2, 2, device="meta").parameters()
-    with pytest.raises(ValueError, match=r"params\[0\]\[0\] device is 'meta'.*Pass the module as the first argument"):
+    with pytest.raises(
+        ValueError, match=r"device of params\[0\]\[0\] is 'meta'.*Pass the module as the first argument"
+    ):
         TwinOptimizer(params, rule)
 
 

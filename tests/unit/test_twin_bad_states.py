@@ -89,21 +89,23 @@ def test_an_entry_with_something_else(trained: Any, key: str, value: Any) -> Non
     optimizer, saved = trained()
     saved["state"]["4.bias"][key] = value
     refused(
-        optimizer, saved, f"^state_dict: {key} of 4.bias is ('|missing or invalid, but must be a whole number >= 0)"
+        optimizer,
+        saved,
+        f"^state_dict: {key} of 4.bias is (of type |a tensor of |missing or invalid, but must be a whole number >= 0)",
     )
 
 
 def test_shapes(trained: Any) -> None:
     optimizer, saved = trained(states="int8")
     saved["state"]["4.weight"]["exp_avg_scale"] = torch.ones(2)
-    refused(optimizer, saved, r"^state_dict: shape of 4.weight exp_avg_scale is \(2,\), but must be \(1,\)")
+    refused(optimizer, saved, r"^state_dict: the shape of exp_avg_scale of 4.weight is \(2,\), but must be \(1,\)")
 
 
 @pytest.mark.parametrize("key", ["rule", "num_steps", "num_skipped", "num_jobs", "has_unsent", "loss_scale", "state"])
 def test_a_state_without_a_part(trained: Any, key: str) -> None:
     optimizer, saved = trained()
     del saved[key]
-    refused(optimizer, saved, f"^state_dict: {key} is (missing|'of type NoneType', but must be )")
+    refused(optimizer, saved, f"^state_dict: {key} is (missing|of type NoneType, but must be )")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,12 @@ def test_a_state_without_a_part(trained: Any, key: str) -> None:
         ({"has_unsent": "no"}, "has_unsent is 'no', but must be one of True, False"),
         ({"loss_scale": 8.0}, "loss_scale is 8.0, but must be a dict"),
         ({"param_groups": None}, "param_groups is None, but must be a list of dicts"),
-        ({"param_groups": [{"lr": 1.0}]}, r"param_groups\[0\]\['params'\] is None, but must be a list of names"),
-        ({"state": [1]}, "state is 'of type list', but must be a dict"),
-        ({"state": {"4.bias": 3}}, "state of 4.bias is 'of type int', but must be a dict"),
+        (
+            {"param_groups": [{"lr": 1.0}]},
+            r"param_groups\[0\]\['params'\] is None, but must be a list of parameter names",
+        ),
+        ({"state": [1]}, "state is of type list, but must be a dict"),
+        ({"state": {"4.bias": 3}}, "state of 4.bias is of type int, but must be a dict"),
     ],
 )
 def test_a_state_with_something_else(trained: Any, changes: State, message: str) -> None:
@@ -127,7 +132,7 @@ def test_a_state_with_something_else(trained: Any, changes: State, message: str)
 def test_a_loss_scale_that_lacks_a_number(trained: Any) -> None:
     optimizer, saved = trained()
     del saved["loss_scale"]["window"]
-    refused(optimizer, saved, "The list of keys of the loss scale in the checkpoint is")
+    refused(optimizer, saved, "The saved loss scale has the keys .*, but must have the keys ")
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", -1), ("lr", "0.1"), ("betas", (0.9, 2.0)), ("eps", None)])
@@ -139,13 +144,15 @@ def test_options_that_are_out_of_range(trained: Any, name: str, value: Any) -> N
 
 @pytest.mark.parametrize("saved", [{}, {"kind": "another"}, 3, None])
 def test_what_is_no_state_at_all(trained: Any, saved: Any) -> None:
-    refused(trained()[0], saved, "^(state_dict is .kind|The type of state_dict is) .*, but must be ")
+    refused(
+        trained()[0], saved, "^state_dict (has the kind .*, but must have the kind|is of type .*, but must be a dict)"
+    )
 
 
 def test_an_optimizer_of_the_users(trained: Any) -> None:
     optimizer, saved = trained(torch.optim.RMSprop)
     saved["state"]["4.bias"]["state"] = 3
-    refused(optimizer, saved, "^state_dict: state of 4.bias is 'of type int', but must be a dict")
+    refused(optimizer, saved, "^state_dict: state of 4.bias is of type int, but must be a dict")
     optimizer, saved = trained(torch.optim.RMSprop)
     del saved["state"]["4.bias"]["master"]
     refused(optimizer, saved, "^state_dict: master of 4.bias is missing, but must be a tensor")
@@ -189,7 +196,7 @@ def test_other_parameters_are_named() -> None:
     model[2].requires_grad_(False)  # type: ignore[operator]
     groups = [{"params": [model[0].weight, model[4].weight]}, {"params": [model[0].bias, model[4].bias]}]  # type: ignore[union-attr]
     third = TwinOptimizer(model, param_groups=groups)
-    refused(third, everything, "only in the state: 2.weight, 2.bias; in another group: 0.bias, 4.bias\\)")
+    refused(third, everything, "only in the state: 2.weight, 2.bias; in different groups: 0.bias, 4.bias\\)")
     third.close()
 
 
@@ -224,7 +231,7 @@ def test_a_state_of_torchs_goes_on_as_its_error_says() -> None:
     ours.load_state_dict(theirs.state_dict())
     saved = copy.deepcopy(adamw.state_dict())
     optimizer = TwinOptimizer(ours)
-    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\), which continues from its state")
+    refused(optimizer, saved, r"TwinOptimizer\(model, rule=optimizer\) continues from this state")
     optimizer.close()
     same = torch.optim.AdamW(ours.parameters())
     same.load_state_dict(saved)

@@ -596,7 +596,9 @@ def test_a_group_that_is_added_later_is_refused() -> None:
     model = gpt()
     before = weights(model)
     with closing(twin(model, param_groups=[{"params": model.blocks[0].parameters()}])) as optimizer:
-        with pytest.raises(ValueError, match=r"takes all its parameters at the start.*Build a new one"):
+        with pytest.raises(
+            ValueError, match=r"takes all its parameters at the start.*Build a new optimizer with all groups"
+        ):
             optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
         assert len(optimizer.param_groups) == 1
         train(model, optimizer, [0])
@@ -904,7 +906,7 @@ def test_a_step_after_the_end_is_refused() -> None:
     train(model, optimizer, [0])
     optimizer.close()
     loss_of(model, 1).backward()
-    with pytest.raises(RuntimeError, match="the optimizer cannot be used, because it is closed"):
+    with pytest.raises(RuntimeError, match="The optimizer cannot be used, because it is closed"):
         optimizer.step()
     assert not isinstance(model.head.weight.grad, TakenGradient)
 

@@ -591,7 +591,8 @@ def test_a_second_backward_through_weights_that_have_changed_raises() -> None:
 def test_sparse_gradients_are_refused_by_name(early: bool) -> None:
     model = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
     message = (
-        r"0\.weight\.grad\.layout is torch\.sparse_coo, but must be torch\.strided: sparse gradients.*sparse=False"
+        r"0\.weight\.grad\.layout is torch\.sparse_coo, but must be torch\.strided, because sparse gradients are not "
+        r"supported.*sparse=False"
     )
     with twin(model, early=early) as optimizer, pytest.raises(ValueError, match=message):
         backward_and_step(optimizer, lambda: model(torch.arange(3)).sum().backward())

@@ -1,9 +1,11 @@
 """Means over ranks with compressed communication and error feedback.
 
+A bucket is a flat tensor with the elements of several parameters.
+
 The rank that sends a value keeps the quantization error and adds it to its next value. Over time, the mean of the
 results is the mean of the inputs.
 
-A bucket is divided into one part for each rank. This rank is the owner of the part. All ranks send their encoded
+A bucket is divided into one part for each rank, which is the owner of that part. All ranks send their encoded
 version of a part to its owner (`compressed_reduce_scatter`). The owner encodes the mean again, with its own error, and
 sends it to all ranks (`compressed_all_reduce`). Alternatively, the owner computes new values from the mean, and sends
 the encoded difference between the new values and those that all ranks have (`publish`). All ranks, including the owner,
@@ -34,7 +36,7 @@ def packing_for(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Coding:
-    """A code, and the scaling of elements before blocks of them share one scale (codes/reference.py)."""
+    """A code, and the exponents of the factors that elements are multiplied by before encoding (codes/reference.py)."""
 
     code: Code
     exponents: Tensor | None = None  # scaling exponents of a whole bucket
@@ -123,8 +125,8 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
 
 
 def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
-    """Adds the sent values `said` to `error` again in these slices, as if they had not been sent. Blocks with values
-    that were not finite did not change the error.
+    """Adds the sent values `said` to `error` again in these slices, as if they had not been sent. Quantization blocks
+    with values that were not finite are skipped, because they did not change the error.
     """
     scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
     scales.nan_to_num_(0.0)

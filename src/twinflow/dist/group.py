@@ -1,5 +1,7 @@
 """A group of ranks with the collectives for buckets, and counters of sent bytes.
 
+A bucket is a flat tensor with the elements of several parameters.
+
 NCCL works on GPU memory, concurrently with other streams. gloo works on the host: tensors of a GPU are copied to the
 host, and the calling thread waits. gloo's reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. The
 reduce-scatter here exchanges parts, and the owner of a part sums it in fp32 in the order of the ranks. It sends fewer

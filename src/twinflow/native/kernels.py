@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
 from twinflow.native.library import CSegment, load
 from twinflow.native.library import set_isa as _set_isa
 from twinflow.native.threads import check_threads
@@ -217,5 +216,8 @@ def set_isa(name: str) -> None:
     """Select the ISA variant of all kernels. Raises ValueError for a variant that this CPU cannot run."""
     library = load().library
     if library is None:
-        raise invalid_value("isa", name, "unset, because the native library is not loaded")
+        raise ValueError(
+            f"isa is {name!r}, but no variant of the kernels can be selected, because the native library is not loaded."
+            " Run `twinflow doctor`, which shows the cause."
+        )
     _set_isa(library, name)

@@ -101,7 +101,7 @@ def load() -> Loaded:
     if loaded.library is None:
         print(
             f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch functions, "
-            "and offloaded training is not possible.",
+            "and offloaded training is not possible. Reinstall twinflow; `twinflow doctor` shows the cause.",
             file=sys.stderr,
         )
         return loaded
@@ -136,7 +136,9 @@ def open_library(path: Path | None) -> Loaded:
     found = library.tf_api_version(), library.tf_segment_size(), library.tf_packing_size()
     wanted = API_VERSION, ctypes.sizeof(CSegment), ctypes.sizeof(CPacking)
     if found != wanted:
-        return Loaded(None, path, f"{path.name} has ABI {'/'.join(map(str, found))}, not {'/'.join(map(str, wanted))}")
+        return Loaded(
+            None, path, f"{path.name} belongs to another version of twinflow: its ABI is {found}, not {wanted}"
+        )
     names = library.tf_rules().decode().split()
     if names != sorted(RULES, key=lambda name: RULES[name].code):
         return Loaded(None, path, f"{path.name} has the update rules {', '.join(names)}, not {', '.join(RULES)}")
@@ -144,7 +146,7 @@ def open_library(path: Path | None) -> Loaded:
 
 
 def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
-    """Sets the types of functions. Raises AttributeError if the library does not have one of them."""
+    """Sets the types of functions. Raises AttributeError if the library lacks one of these functions."""
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)
         function.argtypes = arguments
@@ -154,6 +156,5 @@ def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
 def set_isa(library: ctypes.CDLL, name: str, option: str = "isa") -> None:
     """Select the ISA variant of all kernels. `option`: the name for the error message."""
     if library.tf_set_isa(name.encode()) != 0:
-        raise invalid_value(
-            option, name, library.tf_isa_available().decode().split(), "This CPU can run these variants."
-        )
+        remedy = "Choose one of these variants, which this CPU can run."
+        raise invalid_value(option, name, library.tf_isa_available().decode().split(), remedy)

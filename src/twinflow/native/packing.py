@@ -98,19 +98,19 @@ def decode(
 
 def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool = False, **others: Tensor | None) -> int:
     """Checks the tensors of a call and returns the number of elements of one row. The rows of `packed` are equal parts
-    of `values`; with `is_row`, each is as long as `values`.
+    of `values`. With `is_row`, each row has as many elements as `values`.
     """
     check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or (values.numel() % num_rows and not is_row):
-        allowed = f"a shape of two dimensions whose first one divides {values.numel()}"
-        raise invalid_value("packed shape", tuple(packed.shape), allowed)
+        allowed = f"(rows, bytes of a row), where the number of rows divides {values.numel()}, the length of {name}"
+        raise invalid_value("The shape of packed", tuple(packed.shape), allowed)
     numel = values.numel() if is_row else values.numel() // num_rows
     check_tensor("packed", packed, (torch.uint8,))
     row_bytes = code.row_bytes(numel)
     if packed.shape[1] != row_bytes:
-        allowed = f"rows of {row_bytes} bytes, for {numel} numbers in {code.name}"
-        raise invalid_value("packed shape", tuple(packed.shape), allowed)
+        allowed = f"{(num_rows, row_bytes)}, because {numel} numbers need {row_bytes} bytes in the code {code.name!r}"
+        raise invalid_value("The shape of packed", tuple(packed.shape), allowed)
     for other, tensor in others.items():
         if tensor is not None:
             check_tensor(other, tensor, _DTYPES[other], values.numel())

@@ -5,7 +5,7 @@ all ranks get the same result, because they have the same inputs. Therefore `gpu
 local ranks.
 
 The hyper-threads of one core belong to one rank, because they compete for the core. The slowest rank determines the
-time of a step, so parts are as equal as possible. That a rank's CPUs are near its GPU has lower priority.
+time of a step, so parts are as equal as possible. CPUs near a rank's GPU have lower priority.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Core = tuple[int, ...]  # the CPUs of one core, which are its hyper-threads
 
 @dataclass(frozen=True)
 class HostShare:
-    """The CPUs of this rank, the number of threads for its pool, and a line that explains them."""
+    """The CPUs of this rank, the number of threads for its pool, and a line of text that explains both."""
 
     cores: tuple[int, ...]
     num_threads: int
@@ -113,7 +113,7 @@ def _check_rank(local_rank: int, num_local: int, gpu_nodes: Sequence[int | None]
     if num_local < 1:
         raise invalid_value("num_local", num_local, "a whole number >= 1")
     if not 0 <= local_rank < num_local:
-        raise invalid_value("local_rank", local_rank, f"0 to {num_local - 1}")
+        raise invalid_value("local_rank", local_rank, f"a whole number from 0 to {num_local - 1}")
     if gpu_nodes and len(gpu_nodes) != num_local:
         expected = f"a list of {num_local} NUMA nodes, one for the GPU of each local rank, or an empty list"
         raise invalid_value("gpu_nodes", list(gpu_nodes), expected)
@@ -252,7 +252,7 @@ def gpu_node_of(pci_bus_id: str, root: Path = Path("/")) -> int | None:
     """The NUMA node of a GPU, or None if it is not known. `pci_bus_id`: for example 0000:3B:00.0."""
     match = re.fullmatch(r"([0-9a-f]{4,8})(:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", pci_bus_id.lower())
     if match is None:
-        raise invalid_value("pci_bus_id", pci_bus_id, "domain:bus:device.function, like 0000:3b:00.0")
+        raise invalid_value("pci_bus_id", pci_bus_id, "an address such as 0000:3b:00.0 (domain:bus:device.function)")
     name = f"{int(match[1], 16):04x}{match[2]}"  # the tools of the driver write eight digits before the first colon
     node = read_text(root / "sys/bus/pci/devices" / name / "numa_node")
     return int(node) if node.isdigit() else None  # -1: not known

@@ -111,7 +111,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def check_threads(value: object, option: str) -> int:
-    """`value` as a number of threads. Raises ValueError with the name of the option if it is not one."""
+    """`value` as a number of threads. Raises ValueError with the name of the option if `value` is invalid."""
     try:
         number = int(str(value))
     except ValueError:

@@ -1,7 +1,11 @@
 """The Python records of parameters and buckets, and the interfaces between a bucket, the executor and an updater.
 
-The executor knows two facts about a bucket: which store has its state, and which job's weights the next forward must
-use. `Bucket` has no copy of these facts and asks the executor (`BucketKeeper`).
+A store has the buffers of one bucket's optimizer state. A job is one optimizer step. Master weights are the fp32 copies
+of the parameters, to which updates are applied.
+
+The executor (executor.py) copies gradients and weights and updates the state. It knows which store has the state of a
+bucket, and which job's weights the next forward must use. `Bucket` does not store this and asks the executor
+(`BucketKeeper`).
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Param:
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
 
     def note_write(self) -> None:
-        """Records a write by the runtime, so that `is_written` does not report it as the user's."""
+        """Records a write by the runtime, so that `is_written` does not report it as a write by the user."""
         with self.guard:
             self.version = self.local._version
             if self.aliases:
@@ -83,7 +87,7 @@ class Param:
         self.aliases.append((alias, alias._version))
 
     def put_back(self, grad: Tensor) -> None:
-        """Gives a gradient to `taken`, and to `.grad` unless the user has assigned another tensor there."""
+        """Puts a gradient back into `taken`, and into `.grad` unless the user has assigned another tensor there."""
         taken, self.taken = self.taken, None
         if taken is not None:
             taken.held = grad
@@ -262,7 +266,7 @@ class Updater(Protocol):
         ...
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """Whether new weights need a page-locked slot. Otherwise they are copied from the state to the device."""
+        """Whether new weights need a slot, which is a page-locked buffer. Otherwise they are copied from the state."""
         ...
 
     def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:

@@ -1,5 +1,9 @@
 """Detects changes of parameters by the user (values, memory, dtype, device, requires_grad) and adapts the state.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed"). Master weights
+are the fp32 copies of the parameters, to which updates are applied.
+
 The thread that calls the runtime runs these functions, at the start of a step or between steps. They read and write
 the state only while no update is under way. `find_changed` calls its argument `wait` to wait for all updates. The
 callers of `adopt` and `move` wait before the call.
@@ -13,7 +17,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.errors import incompatible, wrong_state
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.weight_guard import plain
@@ -29,7 +33,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
             raise wrong_state(
                 f"{name} now requires a gradient but cannot be trained",
                 "it was frozen when the optimizer was built and has no state",
-                "Unfreeze it before you build the optimizer. You may then freeze it again until it is to be trained",
+                "Unfreeze the parameter before you build the optimizer. You may freeze it again afterwards.",
             )
 
 
@@ -39,11 +43,10 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     with plain():
         for name, t in named:
             if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-                raise invalid_value(
-                    f"{name} stride",
-                    t.stride(),
-                    "greater than 0: elements of an expanded tensor share memory and cannot be trained one by one",
-                    "Make the parameter from expanded.clone(memory_format=torch.contiguous_format)",
+                raise ValueError(
+                    f"{name} has the strides {t.stride()}, but all strides must be greater than 0, because elements of "
+                    "an expanded tensor share memory and cannot be trained one by one. Make the parameter from "
+                    "expanded.clone(memory_format=torch.contiguous_format)."
                 )
             if not t.is_meta:
                 spans.append((t.data_ptr(), t.numel() * t.element_size(), name))
@@ -51,10 +54,10 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):
         if nbytes and other_bytes and start + nbytes > other_start:
             raise incompatible(
-                name,
-                other,
-                "they are two parameters that share memory, and each would have a master weight and state of its own",
-                "Use one nn.Parameter in both places",
+                f"The parameter {name}",
+                f"the parameter {other}",
+                "two parameters that share memory would have two different master weights and optimizer states",
+                "Use one nn.Parameter in both places.",
             )
 
 
@@ -96,9 +99,8 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
             if needs_contiguous and not now.is_contiguous():
                 raise wrong_state(
                     f"{param.name} cannot be updated",
-                    "it is no longer contiguous, but its state on the device, or in several buckets, was laid out for "
-                    "a contiguous parameter",
-                    "Choose the memory format before building the optimizer",
+                    "it is no longer contiguous, but its optimizer state was laid out for a contiguous parameter",
+                    "Change the memory format of the model before building the optimizer.",
                 )
     for bucket in buckets:
         bucket.find_targets()
@@ -128,9 +130,9 @@ def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
     """
     if has_unsent:
         raise wrong_state(
-            f"the new values of {params[0].name} cannot be kept",
-            f"{params[0].name} was written to while a delayed update of it was still to come",
-            "Load the model before the optimizer's state, and change weights only before the first step",
+            f"The new values of {params[0].name} cannot be kept",
+            f"{params[0].name} was written to while a delayed update of this parameter was still to come",
+            "Load the model before the optimizer's state, and call the optimizer's flush() before you change weights.",
         )
 
 
@@ -180,7 +182,7 @@ def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) ->
 
 
 def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
-    """Copy each buffer. If the old store has no master or no weight, it is copied from the parameters instead."""
+    """Copy each buffer. A master or weight that the old store lacks is copied from the parameters."""
     pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:

@@ -1,5 +1,7 @@
 """The clipping decision: the factor by which a step multiplies its gradients, or the decision to skip the step.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may run ahead
 into a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is known,
 one decision is made for the whole step. If the step is not clipped, these updates are kept. If it is clipped, they are

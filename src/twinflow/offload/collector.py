@@ -1,6 +1,10 @@
 """Gathers gradients in the flat buffers of their buckets, computes the norms of complete buckets and submits them as
 tasks.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step, and a task is the work for one bucket in a job. A flat buffer is a device buffer with the gradients of
+one bucket.
+
 Threads: autograd's thread calls the collector during backward, and the user's thread calls it in `step`. They never run
 at the same time, because backward() blocks its caller, so there is no lock.
 

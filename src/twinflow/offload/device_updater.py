@@ -1,5 +1,8 @@
 """Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state.
+
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
 parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside
 the weight itself, and its update copies no weights. With a delayed update the weights must not change for one more
@@ -121,7 +124,8 @@ class DeviceUpdater:
             if self._has_run or isinstance(error, AssertionError):
                 raise
             warnings.warn(
-                f"Triton cannot run the fused update on the GPU. Updates use slower torch kernels instead. ({error})",
+                f"Updates on the GPU use slower torch kernels, because Triton cannot compile or run the fused kernel "
+                f"({error}). If the error is about a missing C compiler, install one.",
                 stacklevel=2,
             )
             self._is_fused = False

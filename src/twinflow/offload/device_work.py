@@ -1,6 +1,9 @@
 """Updates of state on the device, and sums of gradients there. Threads queue this work on streams. Streams and events
 order it.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step, and a task is the work for one bucket in a job.
+
 twinflow's kernels read the clipping decision from device memory, so nothing waits for the host. Two kinds of updates
 need the decision as a number on the host: updates by a user's own optimizer, and updates whose norm the host computes
 (`sums_on_host`). The thread of `LateUpdates` waits for the decision and queues these updates.
@@ -57,7 +60,7 @@ class DeviceWork:
             self._late.close()
 
     def submit(self, task: Task) -> None:
-        """Become the owner of a task. Its gradients are complete on the device once the event `task.ready` is done."""
+        """Take over a task. Its gradients are complete on the device once the event `task.ready` is done."""
         with self._lock:
             if self._executor.sums_on_host:
                 self._add(task)
@@ -70,7 +73,7 @@ class DeviceWork:
                 self._start([task], None, None)
 
     def agree(self, job: Job, present: set[int]) -> None:
-        """Set which slices have a gradient, for tasks that waited for other ranks to tell theirs.
+        """Set which slices have a gradient, for tasks that waited until the gradients of other ranks were known.
 
         `present`: indices of the parameters with a gradient on any rank.
         """

@@ -1,6 +1,10 @@
 """The Python side of the native executor, which copies gradients to the host, updates the state there and copies new
 weights back to the device.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state. A job is one optimizer step, and a task is the work for one bucket in a job. A
+slot is a page-locked host buffer for the gradients or the new weights of one bucket.
+
 The executor itself is csrc/executor.h, which has the table of phases of a task. The methods here are called by the
 user's thread, by autograd's thread and by the Python threads of this project (reducer, publisher, torch-worker,
 late-updates, fetcher).
@@ -80,6 +84,7 @@ _POINTS = {
     sync.FETCH_ROOM: 512,
 }
 _MAX_RELEASED = 64
+_RESTART = "Remove the cause, build a new optimizer and load the last checkpoint."
 
 
 class WorkerError(RuntimeError):
@@ -132,9 +137,9 @@ class Executor:
         self._handle = self._library.tf_executor_new(ctypes.byref(settings))
         if not self._handle:
             raise wrong_state(
-                "the executor cannot start",
+                "TwinOptimizer cannot start its threads for copies",
                 "the CUDA driver (libcuda.so.1) could not be loaded, although torch uses a GPU",
-                "Add the directory of libcuda.so.1 to LD_LIBRARY_PATH",
+                "Add the directory of libcuda.so.1 to the environment variable LD_LIBRARY_PATH.",
             )
         watch = weakref.WeakMethod(self._follow_device)
         device.watchers.append(watch)
@@ -154,16 +159,18 @@ class Executor:
             if not self._library.tf_executor_state(self._handle):
                 return
             if self.device.error is None:
-                raise WorkerError("the offload worker failed: a copy between host and device has failed")
+                raise WorkerError(
+                    f"An update in the background failed: a copy between host and device has failed. {_RESTART}"
+                )
         if self.is_forked:
             raise wrong_state(
-                "the optimizer cannot be used",
+                "The optimizer cannot be used",
                 "this process was forked after the optimizer was built, and has neither its threads nor its state",
-                "Use the optimizer in the process that has built it, or build another one here",
+                "Use the optimizer in the process that has built it, or build a new one in this process.",
             )
         error = self.error or self.device.error
         if error is not None:
-            raise WorkerError(f"the offload worker failed: {error!r}") from error
+            raise WorkerError(f"An update in the background failed: {error!r}. {_RESTART}") from error
         raise _closed()
 
     def fail(self, error: BaseException) -> None:
@@ -237,7 +244,10 @@ class Executor:
         self.sums_on_host = sums_on_host
 
     def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
-        """Change the numbers of slots. Call it between steps. `keeps_weight_slots`: keep those above the limit."""
+        """Change the numbers of slots. Call it between steps.
+
+        `keeps_weight_slots`: keep weight slots above the limit.
+        """
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
         self._library.tf_executor_resize(
@@ -404,11 +414,11 @@ class Executor:
         return Event(handle, self.device) if handle else None
 
     def freeze(self, index: int, is_frozen: bool) -> None:
-        """Start or stop the freeze of a bucket. No update changes a frozen bucket (frozen.py)."""
+        """Freeze a bucket or end the freeze. No update changes a frozen bucket (frozen.py)."""
         self._library.tf_bucket_freeze(self._handle, index, is_frozen)
 
     def next_wanted(self, timeout_s: float) -> int:
-        """Wait for an update of a frozen bucket, and return the index of the bucket; -1 after the timeout."""
+        """Wait until an update needs a frozen bucket, and return the index of the bucket; -1 after the timeout."""
         found: int = self._library.tf_next_wanted(self._handle, timeout_s)
         return found
 
@@ -463,7 +473,7 @@ class Executor:
             self._library.tf_job_free(self._handle, handle)
 
     def submit(self, task: Task) -> None:
-        """Become the owner of a task. Its gradients are complete on the device once the event `task.ready` is done."""
+        """Take over a task. Its gradients are complete on the device once the event `task.ready` is done."""
         bucket = task.bucket
         if self.sums_on_host and bucket.total is None:
             self.set_total(bucket, _new_total(bucket.plan.numel))
@@ -560,7 +570,7 @@ class Executor:
         return Decision(found.norm, found.factor, bool(found.skip), bool(found.clipped)) if found is not None else None
 
     def counts_of(self, job: Job) -> dict[str, int]:
-        """Return the numbers of updates that ran before the clipping decision, were then dropped, or waited for it."""
+        """Return counts of updates: run before the clipping decision, dropped by it, or held until it was known."""
         found = self._decision(job) or CDecision()
         held = found.num_waiting + sum(task.bucket.is_on_device for task in job.tasks) * job.limits.any
         return {"speculated": found.num_ahead, "dropped": found.num_dropped, "held": held}
@@ -792,7 +802,7 @@ def indices_of(buckets: Sequence[Bucket]) -> ctypes.Array[c_int64]:
 
 
 def _closed() -> RuntimeError:
-    return wrong_state("the optimizer cannot be used", "it is closed", "Build a new one to go on training")
+    return wrong_state("The optimizer cannot be used", "it is closed", "Build a new one to go on training.")
 
 
 def _new_total(numel: int) -> Tensor:

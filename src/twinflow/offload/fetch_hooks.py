@@ -1,7 +1,7 @@
 """Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
-Forward: a hook before the block calls `before_block`, and a hook after it calls `after_block`. Recomputation inside a
-backward (activation checkpointing) runs these hooks too.
+Forward: a hook before the block calls `before_block`, and a hook after the block calls `after_block`. Recomputation
+inside a backward (activation checkpointing) runs these hooks too.
 
 Backward uses three kinds of hooks.
 
@@ -155,8 +155,8 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
             param_offload.before_error()
             raise wrong_state(
                 f"The gradients of {block.name} cannot be computed",
-                "its weights have been modified by a step or a write since the forward",
-                "Call backward() before step(), and write to weights after backward().",
+                "its weights have been modified by a step or a write since its forward",
+                "Call backward() before step(), and write to weights only after backward().",
             )
         return param_offload.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # create_graph=True
 

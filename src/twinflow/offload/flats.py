@@ -1,5 +1,7 @@
 """Device buffers in which gradients are gathered before they are copied to the host or used by an update on the device.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 Several threads take and return buffers: autograd's, the user's, the reducer and `LateUpdates`. The pool has no lock of
 its own, so callers of `take` and `give` hold the lock `Executor.changed`. A stream may still read a buffer that was
 returned. The event of the buffer marks the end of this read. The stream that writes to the buffer next waits for the

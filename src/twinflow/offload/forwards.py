@@ -1,5 +1,8 @@
 """The parameters that the forward of each block uses, and the order in which blocks run.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
+slices of parameters (ranges of their elements) that are copied and updated together.
+
 The first forward of the model is recorded. The order of its blocks is the order of deadlines: the executor first makes
 the update whose weights the next forward needs first. Blocks that do not run in this forward, and parameters outside of
 all blocks (ROOT), have deadline 0, which is the earliest. The model waits for their weights when its forward begins.
@@ -7,7 +10,7 @@ all blocks (ROOT), have deadline 0, which is the earliest. The model waits for t
 The order is recorded once. A later forward that runs blocks in another order gives correct results. It may wait longer,
 because the updates are made in the recorded order.
 
-Only the thread that calls the runtime uses `Forwards`. There is no lock.
+Only the thread that calls the runtime uses `Forwards`, so there is no lock.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Frozen state: a background checkpoint saves the state of one moment while training continues.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 A frozen bucket is not updated until the checkpoint has read all of its state, or until the state was copied. An update
 that finds its bucket frozen asks for such a copy. Copies use at most `max_bytes` of host memory. If the limit is
 reached, the update waits until the checkpoint has read the state. Training is then as slow as the disk, but does not
@@ -109,7 +111,7 @@ class Frozen:
         self._copier.join()
 
     def wait_until_read(self, bucket: Bucket) -> None:
-        """Asks for copies of the unread state of a bucket and blocks until it is read or copied."""
+        """Asks for copies of the unread state of a bucket and blocks until this state is read or copied."""
         index = bucket.plan.index
         with self._changed:
             while self._unread.get(index):

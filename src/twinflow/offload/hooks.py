@@ -1,5 +1,8 @@
 """The hooks on the model. They make each block's forward wait for its weights, and report gradients to the runtime.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
+slices of parameters (ranges of their elements) that are copied and updated together.
+
 There is one hook before the forward of the model and one before the forward of each block. Modules inside a block have
 no such hooks. Every module that has parameters has a hook for `load_state_dict`. All hooks are closures over the
 runtime, so a deep copy of the model does not copy the runtime. Activation checkpointing runs forwards inside a

@@ -1,6 +1,8 @@
 """Jobs and tasks, and the interfaces of optimizers that process tasks. A job is one optimizer step. A task is the work
 for one bucket in a job.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 Ownership of a task: the thread that takes gradients from `.grad` makes the task, fills it and submits it. This is
 autograd's thread, or the user's thread in `step`. After `submit` a task whose state is on the host belongs to the
 executor (csrc/executor.h lists the phases of such a task). A task whose state is on the device belongs to `DeviceWork`,

@@ -161,8 +161,10 @@ class _Builder:
                 if meta is None or not meta.is_meta:
                     continue
                 if is_lazy(meta):
-                    raise invalid_value(
-                        f"{label}: shape of {name!r}", "unknown", "known", "Use nn.Linear instead of nn.LazyLinear"
+                    raise ValueError(
+                        f"{label}: the shape of {name!r} is not known, because the module is lazy, but must be known "
+                        "before the first forward. Use a module that is not lazy, such as nn.Linear instead of "
+                        "nn.LazyLinear."
                     )
                 if meta not in self.made:
                     self.made[meta] = self._empty(meta)
@@ -202,7 +204,7 @@ class _Builder:
                 raise _not_filled(label, entry, has_init=first is not None or reset is not None)
 
     def _finish(self, module: nn.Module, fresh: list[_Fresh], reached: bool) -> None:
-        """Cast the new parameters, and pass those to `each` that no initialiser will change any more."""
+        """Cast the new parameters, and call `each` with the parameters that no initialiser will change any more."""
         params = []
         for entry in fresh:
             tensor = entry.tensor
@@ -296,10 +298,10 @@ def _bits(tensor: Tensor) -> tuple[Tensor, int]:
 
 def _not_filled(label: str, entry: _Fresh, has_init: bool) -> ValueError:
     kind = "parameter" if isinstance(entry.meta, nn.Parameter) else "buffer"
-    why = "its initialiser does not fill it" if has_init else "the module has no reset_parameters()"
+    why = f"the module's initialiser does not fill this {kind}" if has_init else "the module has no reset_parameters()"
     remedy = (
-        f"Pass init=, a function that fills it, give {label} a reset_parameters(), or create the {kind} on a device "
-        "with memory."
+        f"Pass a function that fills the {kind} as init=, give {label} a method reset_parameters(), or create the "
+        f"{kind} on a device with memory."
     )
     return ValueError(f"{label}: {kind} {entry.name!r} is on the meta device and {why}. {remedy}")
 
@@ -312,5 +314,5 @@ def _check_attributes(model: nn.Module) -> None:
                 place = f"{path or 'the model'} ({type(module).__name__}): attribute {name!r}"
                 raise ValueError(
                     f"{place} is on the meta device, and only parameters and buffers get memory. "
-                    "Register it as a buffer with register_buffer()."
+                    "Register the tensor as a buffer with register_buffer()."
                 )

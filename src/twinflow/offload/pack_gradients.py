@@ -1,5 +1,7 @@
 """Packing of gradients into flat device buffers, and the norms of the packed gradients.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 The functions queue work on the current stream of the calling thread and do not wait for the device. The collector runs
 them on the stream that made the gradients, and `DeviceWork` runs them on the stream of updates. They need no lock. Only
 the thread that takes gradients uses `Views`, which the collector owns.
@@ -31,7 +33,7 @@ class Views:
         self._numbers: dict[Form, int] = {}
 
     def number(self, form: Form) -> int:
-        """Return a number that identifies a form. Most buckets that use a buffer have the same form."""
+        """Return a number for a form (offsets and shapes). Most buckets that use a buffer have the same form."""
         return self._numbers.setdefault(form, len(self._numbers))
 
     def of(self, flat: Tensor, number: int, form: Form) -> list[Tensor]:

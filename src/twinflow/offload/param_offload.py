@@ -1,5 +1,8 @@
 """`offload_param`: weights are on the host and are copied to the device block by block.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
+slices of parameters (ranges of their elements) that are copied and updated together.
+
 The trainable weights of a block are part of the optimizer state on the host. Frozen weights have page-locked buffers of
 their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only while the
 block runs: it is resized to 0 after the block has run, and to its full size before the block runs again. Views that
@@ -69,7 +72,7 @@ class Piece(NamedTuple):
 
 
 class _Engine(Protocol):
-    """The method of torch's autograd engine that is used here. torch does not type it."""
+    """The method of torch's autograd engine that is used here. torch has no type annotation for it."""
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the outermost backward has ended."""
@@ -230,7 +233,7 @@ class ParamOffload:
         self._loans.append(Loan(tensor, copied, copied._version, is_counted))
 
     def store_loans(self) -> None:
-        """Stores the copies that the user has written to. Forgets copies that the user does not hold any more."""
+        """Stores lent copies that the user has written to. Forgets copies that the user does not hold any more."""
         loans, self._loans = self._loans, []
         self._loans = [it for it in loans if it.copied._version == it.version and _has_other_users(it.copied)]
         for it in loans:
@@ -260,7 +263,7 @@ class ParamOffload:
         if buffer.host().numel() != buffer.flat.numel():
             raise wrong_state(
                 "A weight cannot be used outside the forward of its block",
-                "with offload_param and several ranks, each rank has only a part of it outside of the block",
+                "with offload_param and several ranks, each rank has only a part of the weight outside of the block",
                 "Use the weight inside its block, or train without offload_param.",
             )
 
@@ -280,7 +283,7 @@ class ParamOffload:
         return [Piece(start - at, stop - start, read, _copier(read))]
 
     def _hide(self, module: nn.Module, *_: object) -> None:
-        """Removes the guard before state_dict() reads the parameters. `_show` replaces the values afterwards."""
+        """Removes the guard before state_dict() reads the parameters. `_show` then replaces the values in the dict."""
         params = [p for p in module._parameters.values() if isinstance(p, nn.Parameter) and p in self._places]
         here = {id(buffer) for weights in self._blocks.values() if weights.is_here for buffer in weights.buffers}
         places = [(param, *self._places[param]) for param in params]
@@ -292,7 +295,7 @@ class ParamOffload:
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        """Puts views of the weights on the host into a state dict; meta tensors if ranks share the weights."""
+        """Puts views of the weights on the host into a state dict, or meta tensors if ranks share the weights."""
         for name, param in module._parameters.items():
             if param is None or param not in self._places:
                 continue
@@ -349,7 +352,7 @@ class ParamOffload:
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """Copies those weights to the host that the block itself has changed while it ran."""
+        """Copies weights that the block itself has changed while it ran to the host."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):

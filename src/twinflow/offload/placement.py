@@ -1,5 +1,9 @@
 """Placement of state by a ratio: which elements have their state on the host, and which on the device.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed"). A block is a
+member of the model's outermost ModuleLists and Sequentials, usually a transformer layer.
+
 - `tail` is DeepSpeed's meaning of the ratio: the first part of the parameters has its state on the host, and the tail
   has its state on the device.
 - `front` is the opposite: the first part has its state on the device.

@@ -1,4 +1,9 @@
-"""Sizes of the pools: page-locked slots on the host, flat buffers on the device, and speculative stores."""
+"""Sizes of the pools: page-locked slots on the host, flat buffers on the device, and speculative stores.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A slot is a page-
+locked host buffer for the gradients or the new weights of one bucket. A flat buffer is a device buffer with the
+gradients of one bucket. Speculative stores are buffers for updates that run before the clipping decision.
+"""
 
 from __future__ import annotations
 

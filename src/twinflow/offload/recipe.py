@@ -1,4 +1,7 @@
-"""Builds instances of a user's optimizer over some of its parameters, one for each bucket."""
+"""Builds instances of a user's optimizer over some of its parameters, one for each bucket.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ class Recipe:
         self._check_options()
         made = self._rule(_replaced(self._given, hosts), **self._options)
         if not isinstance(made, Optimizer):
-            raise invalid_value("rule(params)", made, "a torch.optim.Optimizer")
+            raise invalid_value(
+                "rule(params)", made, "a torch.optim.Optimizer", "Return the optimizer from this function."
+            )
         if _members(made) != set(hosts.values()):
             raise ValueError(
                 f"rule(params) returned an optimizer ({type(made).__name__}) over other parameters than `params`. "
@@ -143,7 +148,7 @@ def _params_in(entry: Tensor | StateDict) -> list[Tensor]:
 
 
 def _replaced(given: list[Tensor] | list[StateDict], hosts: Hosts) -> list[nn.Parameter] | list[StateDict]:
-    """`given` with the copies in `hosts` instead of the model's parameters. Parameters without a copy are left out."""
+    """`given` with the copies in `hosts` instead of the model's parameters. Parameters without a copy are removed."""
     groups = [entry for entry in given if isinstance(entry, dict)]
     if not groups:
         return [hosts[param] for param in given if isinstance(param, Tensor) and param in hosts]
@@ -158,7 +163,7 @@ def _members(optimizer: Optimizer) -> set[Tensor]:
 
 
 def _over(group: Mapping[str, object], back: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> StateDict:
-    """A param group with the model's parameters instead of stand-ins."""
+    """A param group with the model's parameters instead of copies."""
     params = [back[param] for param in params_of(group) if param in back]
     own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if names and all(param in names for param in params):
@@ -170,7 +175,7 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
     kind = type(source).__name__
     if options:
         raise incompatible(
-            f"options ({', '.join(options)})",
+            f"The arguments {', '.join(options)}",
             f"an optimizer instance as rule ({kind})",
             "the instance has its own options",
             f"Pass the options when you build the {kind}.",
@@ -179,24 +184,31 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
     if unknown:
         raise ValueError(
             f"The {kind} that is given as rule has {len(unknown)} trainable parameters that are not parameters of the "
-            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build it over the parameters of the same model."
+            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build the {kind} over the parameters of that model."
         )
     if any(isinstance(value, Optimizer) for value in vars(source).values()):
-        remedy = f"Pass a function that builds it: rule=lambda params: {kind}(...)."
-        raise invalid_value("rule", kind, "an optimizer that does not wrap another one", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule wraps another optimizer, but must not wrap another one. Pass a function "
+            f"that builds both: rule=lambda params: {kind}(...)."
+        )
     if hasattr(source.step, "_wrapped_by_lr_sched"):
-        remedy = "Build the scheduler over the TwinOptimizer."
-        raise invalid_value("rule", f"{kind} with an LR scheduler", "an optimizer without an LR scheduler", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule has an LR scheduler, but must have none. Build the scheduler over the "
+            "TwinOptimizer."
+        )
     if source._optimizer_step_pre_hooks or source._optimizer_step_post_hooks:
-        remedy = "Register the hooks on the TwinOptimizer."
-        raise invalid_value("rule", f"{kind} with step hooks", "an optimizer without step hooks", remedy)
+        raise ValueError(
+            f"The {kind} that is given as rule has step hooks, but must have none. Register the hooks on the "
+            "TwinOptimizer."
+        )
 
 
 def check_step(
     optimizer: Optimizer, name: str = "rule", dense: str = "torch.optim.Adam", other: str = "another optimizer"
 ) -> None:
-    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: what the user set to
-    this optimizer. `dense` and `other`: what to use instead of SparseAdam and of an optimizer that needs a closure.
+    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: the
+    argument with this optimizer. `dense` and `other`: what errors recommend instead of SparseAdam and instead of an
+    optimizer that needs a closure.
     """
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -208,8 +220,8 @@ def check_step(
     ]  # fmt: skip
     if wanted:
         expected = f"an optimizer whose step() needs no argument `{wanted[0]}`"
-        remedy = f"Updates run beside the model, so step() cannot evaluate the model. Use {other}."
+        remedy = f"Updates run in the background, so step() cannot evaluate the model. Use {other}."
         raise invalid_value(name, kind.__name__, expected, remedy)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        remedy = f"TwinOptimizer runs the update of {kind.__name__} without autograd."
+        remedy = f"Set differentiable=False, because the update of {kind.__name__} runs without autograd."
         raise invalid_value("differentiable", True, [False], remedy)

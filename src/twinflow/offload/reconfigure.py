@@ -1,4 +1,8 @@
-"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps."""
+"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def change(runtime: Runtime, settings: Settings) -> None:
         raise wrong_state(
             "The number of backwards in a step cannot be changed",
             "gradients of the current step have been collected already",
-            "Change it after step() and before the next backward().",
+            "Change the number after step() and before the next backward().",
         )
     runtime.wait()
     runtime.change_settings(settings)

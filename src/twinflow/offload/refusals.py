@@ -1,5 +1,8 @@
 """Checks that raise an error for a training loop that would otherwise produce wrong results.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step.
+
 The runtime calls them in autograd's thread (`check_layout`, `check_seen`) and in `step`. They read the fields of
 parameters and of the open job, which belong to the thread that calls the runtime (runtime.py). Only `note_bypassed`
 changes such fields.
@@ -24,8 +27,8 @@ def check_layout(param: Param, grad: Tensor | None) -> None:
         raise invalid_value(
             f"{param.name}.grad.layout",
             grad.layout,
-            "torch.strided: sparse gradients are not supported",
-            "Build the module of this parameter with sparse=False",
+            "torch.strided, because sparse gradients are not supported",
+            "Build the module of this parameter with sparse=False.",
         )
 
 
@@ -57,9 +60,9 @@ def check_seen(param: Param) -> None:
     ):
         return
     raise wrong_state(
-        f"a forward has used {param.name} without waiting for the parameter's last update",
+        f"A forward has used {param.name} without waiting for the parameter's last update",
         "the forward ran neither the model's hooks nor torch functions, as with a CUDA graph or a C++ extension",
-        "Call the optimizer's wait() before such a forward",
+        "Call the optimizer's wait() before such a forward.",
     )
 
 
@@ -82,13 +85,13 @@ def too_late(what: str, has_ranks: bool) -> RuntimeError:
 
     `what`: a clause in the past tense that names the access.
     """
-    why = "other ranks already use them" if has_ranks else "they cannot be undone"
+    why = "other ranks already use the new weights" if has_ranks else "cannot be undone"
     undo = "" if has_ranks else ", or set max_grad_norm or skip_nonfinite=True, with which updates wait for step()"
     return wrong_state(
         f"{what} between backward() and step(), which is too late",
         f"updates of this step have already been made during backward and {why}",
         "The step has been completed with the gradients so far, so weights and optimizer state are consistent and can "
-        "be saved. Declare the number of backwards in a step with accumulation_steps=, or build the optimizer with "
+        "be saved. Declare the number of backwards in a step with accumulation_steps=N, or build the optimizer with "
         f"early=False (zero_optimization.offload_optimizer.early: false in a config){undo}",
     )
 

@@ -1,6 +1,10 @@
 """The overlap runtime: takes gradients during backward, submits tasks to the executor, and makes forwards wait for
 weights.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
+slices of parameters (ranges of their elements) that are copied and updated together. A job is one optimizer step, and a
+task is the work for one bucket in a job.
+
 The path of a gradient, in execution order:
 
 1. A hook notes in the queue of the parameter's block that the gradient is complete (hooks.py).
@@ -268,10 +272,10 @@ class Runtime:
         self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
             raise incompatible(
-                "a second TwinOptimizer",
+                "A second TwinOptimizer",
                 "this model",
                 "the model already has a TwinOptimizer",
-                "Call close() of that optimizer before you build another",
+                "Call close() of that optimizer before you build another one.",
             )
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
@@ -333,7 +337,7 @@ class Runtime:
         self.executor.check()
         self.steps.close_part()
         if self._has_complete:
-            self._disturb("a forward ran")
+            self._disturb("A forward ran")
         if block != ROOT:
             for param in self._forwards.enter(block):
                 if self._is_taking and param.hits >= self.settings.num_gathered:
@@ -386,7 +390,7 @@ class Runtime:
         if self._is_taking and not self.can_undo:
             for tensor in module.parameters(recurse=False):
                 if self._lives_away(tensor):
-                    raise self._too_late("a weight was written")
+                    raise self._too_late("A weight was written")
                 self.settle(tensor)
 
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
@@ -420,7 +424,7 @@ class Runtime:
             self.param_offload.store(tensor, values.detach(), is_running, is_counted)
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Note a copy of a weight that was given to the user. If the user writes to it, the weight gets its values."""
+        """Note a copy of a weight that the user has got. If the user writes to the copy, the weight gets its values."""
         assert self.param_offload is not None
         self.param_offload.lend(tensor, copied, is_counted)
 
@@ -432,7 +436,7 @@ class Runtime:
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, except those that compiled graphs use without our hooks. For these `step` has waited."""
+        """Guard weights, except those that compiled graphs use without our hooks. `step` waits for the latter."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
@@ -514,7 +518,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Take gradients that still wait after backward, because a block got fewer gradients than in the last one."""
+        """Take gradients that still wait after backward. The block got fewer gradients than in the backward before."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)
@@ -660,7 +664,7 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Handle an access between backward and `step`: raise if an update has changed weights, else note it."""
+        """Handle an access between backward and `step`: raise if an update has changed weights, or note the access."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
@@ -825,11 +829,11 @@ class Runtime:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait as `wait` does, but for the runtime itself: this is not an access of the user."""
+        """Wait as `wait` does, but do not count this as an access of the user."""
         self.executor.check()
         self.steps.close_part()
         if self.steps.job is not None and not self.settings.limits.any:
-            raise self._too_late("weights and state were read")
+            raise self._too_late("Weights and state were read")
         self.steps.wait()
         for param in self.params:
             param.is_seen = True
@@ -861,7 +865,7 @@ class Runtime:
         changes.adopt(params, keep, values or {})
 
     def flush(self) -> None:
-        """Copy the weights of a delayed update into the parameters now, and wait for them."""
+        """Copy the weights of a delayed update into the parameters now, and wait for the copies."""
         self.steps.release()
         self.wait()
 
@@ -892,16 +896,16 @@ class Runtime:
             self.steps.forget_sums()
 
     def before_fork(self) -> None:
-        """Wait for the weights, because no thread would copy them in the child. No native thread has a lock then."""
+        """Wait for the weights, because no thread would copy them in the child. Native threads then hold no lock."""
         if not self.is_closed and self.executor.error is None:
             self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
             if self.steps.last is not None and self.steps.last.is_released:
                 self.executor.wait_until_done(self.steps.last)
 
     def after_fork(self) -> None:
-        """In a forked process: make the model an ordinary one, because the threads and the state are not here.
+        """Make the model of a forked process an ordinary one, because threads and state exist only in the parent.
 
-        Weights that live on the host are not here either. Their use raises an error.
+        Weights that live on the host exist only in the parent, too. Their use raises an error.
         """
         self._end.detach()
         self.executor.is_forked = True
@@ -918,8 +922,8 @@ class Runtime:
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(
-                    "The optimizer was closed between backward() and step(). This step has updated some weights and "
-                    "not the others."
+                    "The optimizer was closed between backward() and step(), when this step had updated only some "
+                    "weights. Call step() before close(), or load the last checkpoint."
                 )
         finally:
             if self.param_offload is not None and self.executor.error is None:

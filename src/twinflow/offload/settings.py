@@ -1,4 +1,8 @@
-"""Settings of the runtime. Only the limits, the number of backwards and the delayed update change results."""
+"""Settings of the runtime. Only the limits, the number of backwards and the delayed update change results.
+
+A slot is a page-locked host buffer for the gradients or the new weights of one bucket. A job is one optimizer step, and
+a task is the work for one bucket in a job.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_SLOTS
 class Tuning:
     """Options that change speed and memory, but no result.
 
-    The types define the valid values, as in the config. Most of these options are keys of
-    `zero_optimization.offload_optimizer` there.
+    The types define the valid values. Most of these options are also keys of `zero_optimization.offload_optimizer` in
+    the config.
     """
 
     bucket_numel: Buckets = BUCKET_NUMEL  # elements of a bucket, which are copied and updated together

@@ -1,5 +1,8 @@
 """The interfaces through which the runtime works with other ranks. The package `zero` implements them.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step, and a task is the work for one bucket in a job.
+
 The runtime calls `take_flat` and `submit` in autograd's thread or in `step`, and the other methods in the user's
 thread. The implementations run collectives in threads of their own. `take_flat` may wait for a free buffer, and
 `wait_for_sums` waits for the other ranks; no other method blocks. After `submit` the task belongs to the
@@ -53,7 +56,7 @@ class NormReducer(Protocol):
 class Sharing(Protocol):
     """Sums the gradients of whole buckets over the ranks, and makes a task of this rank's part of each sum.
 
-    Afterwards it gathers the new weights of all ranks, which is called publishing.
+    After the update it gathers the new weights of all ranks, which is called publishing.
     """
 
     divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
@@ -68,7 +71,7 @@ class Sharing(Protocol):
         ...
 
     def submit(self, task: Task) -> None:
-        """Become the owner of a task. Its gradients are complete on this rank once the event `task.ready` is done.
+        """Take over a task. Its gradients are complete on this rank once the event `task.ready` is done.
 
         In each backward the runtime submits all buckets or none.
         """

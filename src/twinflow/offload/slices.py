@@ -1,4 +1,9 @@
-"""Conversion of the state of one slice to fp32 tensors and back, on the device of its buffers."""
+"""Conversion of the state of one slice to fp32 tensors and back, on the device of its buffers.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state. Master weights are the fp32 copies of the parameters, to which updates are
+applied.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +96,7 @@ def set_master(store: Store, values: Tensor) -> None:
 
 
 def rounded(store: Store) -> Tensor:
-    """The master, rounded to the dtype of the weight."""
+    """The master weights, rounded to the dtype of the weight."""
     assert store.weight is not None
     return store.weight if store.is_split else store.master.to(store.weight.dtype)
 

@@ -1,5 +1,8 @@
 """Speculative stores: buffers for updates that run before the clipping decision, so that the state does not change.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state.
+
 If the decision keeps the result, the executor swaps the stores: the bucket gets the speculative store, and its old
 store becomes a free speculative store. Buckets of equal layout share the stores. The executor assigns them to buckets.
 

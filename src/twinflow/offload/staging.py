@@ -1,5 +1,8 @@
 """Stages for streamed state: each is a stream with one device buffer.
 
+Streamed state is on the host and is copied to the device for each update. A bucket holds slices of parameters (ranges
+of their elements) that are copied and updated together.
+
 A bucket's state is copied into the buffer, updated, and copied back on the same stream, so no event is needed between
 these three operations. There are several stages, so that one can copy to the device while another copies to the host.
 """

@@ -1,6 +1,8 @@
 """Opens a job for the gradients of a step, sums the gradients of several backwards, closes the job, and waits for its
 updates.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 `Runtime` decides when gradients are taken, when a step begins and when it is dropped. `Steps` carries out these
 decisions.
 
@@ -76,7 +78,7 @@ class Steps:
 
     @property
     def is_part_open(self) -> bool:
-        """Whether the open job is only one of several backwards that are summed."""
+        """Whether the open job is a part: one of several backwards whose gradients are summed."""
         return self.job is not None and self.job.is_part
 
     @property
@@ -89,7 +91,7 @@ class Steps:
     def open(self, options: Sequence[Options], scale: float) -> None:
         """Open the job of a step. If a step has parts, this is the job of its last backward.
 
-        `scale`: the gradients are this many times too large.
+        `scale`: the gradients are the true gradients times this number.
         """
         self.num_jobs += 1
         settings = self._settings

@@ -1,5 +1,8 @@
 """Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state.
+
 The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
 not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state
 as in device_updater.py, so with fp32 states 10 bytes of each element are copied in each direction.

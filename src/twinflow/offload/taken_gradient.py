@@ -9,7 +9,7 @@ A stand-in is in one of three states:
     taken     the runtime has the gradient; using the stand-in makes the runtime put all gradients back
     held      the stand-in refers to the gradient; using it puts the gradient, or a copy of it, into `.grad`
     used      `step()` has used the gradient and reused its memory; using the stand-in raises an error, unless the
-              operation overwrites all values; what another backward adds to it is lost
+              operation overwrites all values; a gradient that another backward adds to it is lost
 
 `__torch_function__` intercepts operations that Python code calls. `__torch_dispatch__` intercepts operations that C++
 code calls. The only such operation is autograd's addition of the gradient of another backward.
@@ -78,16 +78,16 @@ class TakenGradient(Tensor):
         return repr(self.value())
 
     def value(self) -> Tensor:
-        """Put the gradient into `.grad` and return it. Raises RuntimeError if `step()` has used it."""
+        """Put the gradient into `.grad` and return it. Raises RuntimeError if `step()` has used the gradient."""
         param = self._param()
         if self.held is None:
             giver = self._giver()
             if self.is_used or param is None or giver is None:
                 raise wrong_state(
-                    "the gradient cannot be read",
+                    "The gradient cannot be read",
                     "it was used by step() and its memory has been reused",
                     "Read .grad between backward() and step() and call zero_grad() after step(), or build the "
-                    "optimizer with early=False, which keeps gradients until zero_grad()",
+                    "optimizer with early=False, which keeps gradients until zero_grad().",
                 )
             giver.give_back(param)
             assert self.held is not None, "the runtime must give the gradient to the stand-in too"

@@ -73,7 +73,7 @@ def dict_on_host(values: Mapping[str, object]) -> StateDict:
 
 
 def wide(value: object) -> object:
-    """Converts a state tensor of a half-precision parameter to fp32, because the update uses an fp32 copy of it."""
+    """Converts a state tensor of a half-precision parameter to fp32. The update uses an fp32 copy of the parameter."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
         return value.float()
     return value

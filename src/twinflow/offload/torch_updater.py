@@ -1,5 +1,7 @@
 """Updates of a bucket by any torch.optim.Optimizer, on fp32 copies of the bucket's parameters.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 The copies and the optimizer's state are on the host, or on the device if the bucket is resident.
 
 Each bucket has its own instance of the optimizer. The instance gets whole parameters, which are views of the bucket's

@@ -1,5 +1,8 @@
 """The thread that updates buckets on the host with a user's own optimizer, which is written in Python.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step, and a task is the work for one bucket in a job.
+
 This thread replaces the native worker. It asks the executor for the next update (`next_update`), which orders updates
 by deadline and hands out a task only when its gradients are on the host. From then until `finish_update` the thread
 owns the task, the gradients and the state of its bucket. An exception ends the thread and goes to the next caller of

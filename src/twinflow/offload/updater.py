@@ -1,4 +1,9 @@
-"""Allocates, reads and writes state on the host that twinflow's kernels update (csrc/executor_worker.cpp)."""
+"""Allocates, reads and writes state on the host that twinflow's kernels update (csrc/executor_worker.cpp).
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state. A slot is a page-locked host buffer for the gradients or the new weights of one
+bucket.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Owner(Protocol):
         ...
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Note a copy that was given to the user, and `store` it if the user writes to it.
+        """Note a copy of a weight that was given to the user. If the user writes to the copy, `store` its values.
 
         `is_counted`: such a write increments the version of the parameter.
         """
@@ -106,7 +106,9 @@ _ORDINARY: dict[type, type] = {}  # from a guarded subclass to the class of para
 
 
 def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if another optimizer has one of these parameters. If it was freed, close its runtime instead."""
+    """Raise ValueError if another TwinOptimizer has one of these parameters. If that optimizer was freed, close its
+    runtime instead.
+    """
     for name, tensor in tensors:
         owner = _owner(tensor)
         if owner is None:
@@ -115,10 +117,10 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
             owner.close()
         else:
             raise incompatible(
-                "a second TwinOptimizer",
-                name,
+                "A second TwinOptimizer",
+                f"the parameter {name}",
                 f"{name} already has a TwinOptimizer",
-                "Call close() of that optimizer before you build another",
+                "Call close() of that optimizer before you build another one.",
             )
 
 

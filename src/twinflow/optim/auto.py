@@ -1,5 +1,8 @@
 """`ratio="auto"`: measures the first steps, places the state of each bucket of parameters, and checks the result.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
+
 1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
    must not take memory that a forward needs.
 2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state.
@@ -132,7 +135,7 @@ class AutoPlacement:
             self._since, self._phase = 0, self._watch
 
     def _timing(self) -> Timing:
-        """The shortest measured times, which other work on the machine disturbs least. The warm-up does not count."""
+        """The shortest measured times, because other work on the machine lengthens steps. Excludes the warm-up."""
         later = self._timings[1:]
         num_parts = self._runtime.settings.accumulation_steps
         forward_s, backward_s = self._agreed([min(t.forward_s for t in later), min(t.backward_s for t in later)])
@@ -219,7 +222,7 @@ class AutoPlacement:
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes of state for each element in each place, including gradients that wait there."""
+        """Bytes of state for each element, by place. Resident state includes gradients that wait on the device."""
         runtime, settings = self._runtime, self._runtime.settings
         numel = sum(bucket.plan.numel for bucket in runtime.buckets)
         each = {}
@@ -236,13 +239,16 @@ class AutoPlacement:
         return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
 
     def _ways(self) -> Ways:
-        """Widths and options for the planner. Streamed state is excluded if gradients wait or add up on the host."""
+        """The planner's inputs: bytes of a gradient and of a weight element, and options of the runtime.
+
+        Streamed state is excluded if gradients wait or are summed on the host.
+        """
         settings, width = self._runtime.settings, self._width()
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
         return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
 
     def _room(self, share: float = 1.0) -> Memory:
-        """Memory for state: what it uses now, plus free memory, minus a reserve.
+        """Memory for state: the memory that state uses now, plus free memory, minus a reserve.
 
         `share` scales the device's reserve.
         """
@@ -327,7 +333,7 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """The rates with those of the host and of the link multiplied by `host` and `link`."""
+    """A copy of the rates. The rates of the host are multiplied by `host`, and those of the link by `link`."""
     return replace(
         rates,
         host_params={name: rate * host for name, rate in rates.host_params.items()},

@@ -6,8 +6,8 @@ parameters and compact states.
 - `step`
 - the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
 - for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
-- for half-precision parameters `master` (fp32), or `master_lower` (int16) for a bf16 parameter with a compact format,
-  which is the upper half of its master
+- for half-precision parameters `master`, the fp32 master weights. A bf16 parameter with a compact format has
+  `master_lower` (int16) instead, the lower halves of the master weights. The parameter itself has the upper halves.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from twinflow.rules.segment import (
 from twinflow.state_dict import StateDict, check_group_sizes, int_of, list_of, tensor_of, value_of
 
 Loss = TypeVar("Loss")
+
+_PASS_SAVED = "Pass a dict that state_dict() has returned, without changes."
 
 
 class HostOptimizer(Optimizer):
@@ -177,7 +179,7 @@ class HostOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip([i for group in groups for i in list_of(group, "params")], params, strict=True):
             if i in entries:
-                label = f"state_dict: state[{i}]"
+                label = f"state_dict['state'][{i}]"
                 loaded[param] = read_state(label, self.rule, self.states, param, entries[i])
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.update(loaded)
@@ -225,7 +227,8 @@ def full_master(param: Tensor, state: StateDict) -> Tensor | None:
 
 
 def lower_half(master: Tensor, upper: Tensor) -> Tensor:
-    """The difference of the bits of `master` and `upper` (bf16); 0 where `upper` is not a nearest neighbour.
+    """The lower halves of fp32 `master`: the difference between its bits and those of `upper` (bf16). An element is 0
+    where `upper` is not a bf16 neighbour nearest to `master`.
 
     If `master` is exactly between two bf16 values, rounding to even may have chosen the smaller one as `upper`. The
     difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its last
@@ -245,13 +248,14 @@ def check_saved_groups(
     """The saved groups with defaults filled in. Raises ValueError if they do not fit the optimizer."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise invalid_value("state_dict", sorted(map(str, state_dict)), "a dict with 'state' and 'param_groups'")
+            keys = sorted(map(str, state_dict))
+            raise ValueError(f"state_dict has the keys {keys}, but must also have {key!r}. {_PASS_SAVED}")
     groups = [{**defaults, **group} for group in check_group_sizes(state_dict, own)]
     for i, group in enumerate(groups):
         rule.check(group)
         for name, value in rule.torch_modes.items():
             if bool(group.pop(name, value)) is not value:
-                remedy = f"The state was saved by an optimizer that is not {rule.name}."
+                remedy = f"Load a state that an optimizer with the rule {rule.name!r} and {name}={value} has saved."
                 raise invalid_value(f"state_dict: param_groups[{i}][{name!r}]", not value, [value], remedy)
     return groups
 
@@ -261,8 +265,10 @@ def read_state(label: str, rule: Rule, states: str, param: Tensor, entry: Mappin
     wanted = [name for name in rule.states if name]
     names = [name for name in wanted if entry.get(name) is not None]
     if names != wanted and (names or rule.state_option is None):
-        remedy = "The state was saved by another kind of optimizer."
-        raise invalid_value(f"{label}: states", sorted(names), [wanted], remedy)
+        raise ValueError(
+            f"{label} has the states {names}, but must have {wanted}. Load a state that an optimizer with the rule "
+            f"{rule.name!r} has saved."
+        )
     counted = int_of(entry, "step") if "step" in entry else 1 if names else 0  # torch's SGD does not count steps
     state: StateDict = {"step": counted}
     if names:
@@ -297,7 +303,8 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
         return
     blocks = state_numels(rule, "int8", values.numel())[1][which]
     saved_scale = entry.get(f"{name}_scale")
-    scale = _check(f"{label} scales", saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
+    scale_label = label.removesuffix("']") + "_scale']"
+    scale = _check(scale_label, saved_scale, (torch.float32,), torch.Size([blocks])).detach().cpu()
     if own_scale is not None:
         into.copy_(values)
         own_scale.copy_(scale)
@@ -309,11 +316,12 @@ def _read_one(label: str, rule: Rule, store: Store, which: int, entry: Mapping[s
 
 def _check(label: str, value: object, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> Tensor:
     if not isinstance(value, Tensor):
-        raise invalid_value(label, value, "a tensor")
+        raise invalid_value(label, value, "a tensor", _PASS_SAVED)
     if value.dtype not in dtypes:
-        raise invalid_value(f"{label} dtype", value.dtype, dtypes)
+        raise invalid_value(f"The dtype of {label}", value.dtype, dtypes, _PASS_SAVED)
     if value.shape != shape:
-        raise invalid_value(f"{label} shape", tuple(value.shape), [tuple(shape)])
+        remedy = "Load the state into an optimizer over the parameters with which it was saved."
+        raise invalid_value(f"The shape of {label}", tuple(value.shape), [tuple(shape)], remedy)
     return value
 
 

@@ -5,9 +5,9 @@ and the gradients are divided by it afterwards. The dynamic scale changes exactl
 `DynamicLossScaler.update_scale`:
 
 - An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, it divides the scale by `factor` instead.
-- Good steps are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the scale by
-  `factor`.
-- `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every good step.
+- Steps without overflow are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the
+  scale by `factor`.
+- `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every step without overflow.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class LossScale:
         _check_above("factor", self.factor, 1.0)
         _check_whole("hysteresis_left", self.hysteresis_left, 1, self.hysteresis)
         if self.last_overflow >= self.iteration:
-            expected = f"less than the present iteration, which is {self.iteration}"
+            expected = f"a number less than iteration, which is {self.iteration}"
             raise invalid_value("last_overflow", self.last_overflow, expected)
         if self.dynamic and self.scale < self.min_scale:
-            raise invalid_value("scale", self.scale, f"at least min_scale, which is {self.min_scale}")
+            raise invalid_value("scale", self.scale, f"a number >= min_scale, which is {self.min_scale}")
 
 
 def static(value: float) -> LossScale:
     """A scale that never changes. Steps that overflow are still skipped."""
     if value == 0:
-        remedy = "In DeepSpeed 0 means a dynamic scale: use dynamic()."
+        remedy = "Use dynamic() for a dynamic scale, which 0 means in DeepSpeed."
         raise invalid_value("The loss scale", value, "a finite number > 0", remedy)
     return LossScale(value, dynamic=False)
 
@@ -121,8 +121,12 @@ def to_dict(scale: LossScale) -> dict[str, object]:
 def from_dict(saved: Mapping[str, object]) -> LossScale:
     """The loss scale from a dict of `to_dict`. Raises ValueError if keys are missing or unknown."""
     names = sorted(field.name for field in fields(LossScale))
-    if sorted(map(str, saved)) != names:
-        raise invalid_value("The list of keys of the loss scale in the checkpoint", sorted(map(str, saved)), [names])
+    keys = sorted(map(str, saved))
+    if keys != names:
+        raise ValueError(
+            f"The saved loss scale has the keys {keys}, but must have the keys {names}. Load a state that twinflow has "
+            "saved, without changes."
+        )
     made: Callable[..., LossScale] = LossScale  # `__post_init__` checks the values
     return made(**saved)
 

@@ -106,10 +106,10 @@ class Outcomes(Optimizer):
         return self.runtime.executor.wait_for_decision(job).norm
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: gradient norm, clipping factor, and counts of updates that ran before the clipping
-        decision.
+        """Figures of training by name.
 
-        Of all steps so far: seconds, bytes and skipped steps.
+        Figures of the last step: gradient norm, clipping factor, and counts of updates that ran before the clipping
+        decision. Figures of all steps so far: seconds, bytes and skipped steps.
         """
         norm, runtime = self.grad_norm, self.runtime
         self._read_decision()

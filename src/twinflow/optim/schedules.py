@@ -54,7 +54,8 @@ def build_scheduler(name: str, params: Mapping[str, object], optimizer: Optimize
                 make(optimizer=Optimizer(groups, dict(optimizer.defaults)), **params).step()
         except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             raise ValueError(
-                f"scheduler.type {name} does not work with scheduler.params {dict(params)}: {error}"
+                f"The scheduler {name} cannot be built with scheduler.params {dict(params)}. Correct scheduler.params. "
+                f"The error of {name}: {error}"
             ) from error
     return make(optimizer=optimizer, **params)
 
@@ -68,8 +69,8 @@ def warmup_factor(step: int, num_steps: int, warmup_type: str = "log") -> float:
 
 @dataclass(frozen=True)
 class Cycle:
-    """The shape of OneCycle: up, down, then a decay. Sizes are in steps. Stairs are the levels of a slope; 0: no
-    levels.
+    """The shape of OneCycle: up, down, then a decay. Sizes are in steps. `first_stairs` and `second_stairs` are the
+    numbers of levels in which the rate goes up and down; 0: it changes in every step.
     """
 
     first_size: float
@@ -221,10 +222,13 @@ class OneCycle(StepSchedule):
         self.cycle_momentum = bool(cycle_momentum) and any(self.momentum_keys)
         for name, moms in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
             if self.cycle_momentum and "betas" in self.momentum_keys and not all(0 <= mom < 1 for mom in moms):
-                raise invalid_value(name, moms, "numbers >= 0 and < 1, because the momentum is a beta")
+                expected = "one number >= 0 and < 1 for each param group, because the momentum is the first of betas"
+                raise invalid_value(name, moms, expected)
         if cycle_momentum and not self.cycle_momentum:
             warnings.warn(
-                f"OneCycle does not cycle a momentum, because this {type(optimizer).__name__} has none.", stacklevel=2
+                f"OneCycle changes only the learning rate, because {type(optimizer).__name__} has no momentum. Set "
+                "cycle_momentum to False to remove this warning.",
+                stacklevel=2,
             )
         super().__init__(optimizer, last_batch_iteration)
 
@@ -389,20 +393,22 @@ def _per_group(optimizer: Optimizer, name: str, value: object) -> list[float]:
     num_groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, (list, tuple)) else [value] * num_groups
     if len(values) != num_groups:
-        raise invalid_value(name, value, f"one number, or a list of {num_groups}, one for each param group")
+        raise invalid_value(
+            name, value, f"a number, or a list of one number for each param group ({num_groups} in all)"
+        )
     return [_check_number(name, item) for item in values]
 
 
 def _check_number(name: str, value: object, low: float = -math.inf) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= low:
         return float(value)
-    raise invalid_value(name, value, "a number" if low == -math.inf else f"a number from {low} on")
+    raise invalid_value(name, value, "a finite number" if low == -math.inf else f"a finite number >= {low}")
 
 
 def _check_integer(name: str, value: object, low: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= low:
         return value
-    raise invalid_value(name, value, f"an integer from {low} on")
+    raise invalid_value(name, value, f"an integer >= {low}")
 
 
 def _check_warmup_type(value: object) -> str:

@@ -1,11 +1,14 @@
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A replica is one
+copy of the model, which may be divided between pipeline and tensor ranks.
+
 Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
 is made when the sum has become stable (`VarianceWatch`). A read must wait for the last update, so it does not happen
 in every step.
 
 Compression errors are saved by parameter and replica, so that any layout of ranks can load them. The errors of a
-parameter belong to a replica, independent of which of its pipeline and tensor ranks have the parameter. With the same
+parameter belong to a replica, no matter which of its pipeline and tensor ranks have the parameter. With the same
 number of replicas, each replica loads its own errors. Otherwise each loads the mean of all, which keeps the mean of
 what was not yet communicated.
 """
@@ -109,7 +112,10 @@ class Switch:
                 self.make()
 
     def _own_total(self) -> float:
-        """The bias-corrected sum of this rank's part of the second moment. Copies are counted on one rank only."""
+        """The bias-corrected sum of this rank's part of the second moment.
+
+        A parameter with copies on several ranks is counted on one of them.
+        """
         total = 0.0
         for bucket in (one for one in self._optimizer.runtime.buckets if one.plan.is_counted):
             for i, param in enumerate(bucket.params):
@@ -266,7 +272,7 @@ class Replica(NamedTuple):
 
 
 def tree_of(params: Sequence[Param], flats: Mapping[int, Tensor], name_of: NameOf, replica: Replica) -> SavedErrors:
-    """The tree that one rank saves. `flats` has the errors by index of the parameter."""
+    """The nested dict of compression errors that one rank saves. `flats` has the errors by index of the parameter."""
     entries = {}
     for param in params:
         shard = shard_of(param.tensor)

@@ -271,7 +271,7 @@ class TwinOptimizer(Outcomes):
         return runtime
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
-        """Prepares the stores for updates before the clipping decision, within the user's limit of memory."""
+        """Allocates buffers for updates that run before the clipping decision, within the user's limit of memory."""
         max_bytes = self.tuning.shadow_bytes
         if max_bytes is None:  # half of the memory that stays free when all gradient slots are allocated
             max_bytes = max(0, own_host_bytes() - runtime.executor.unmade_bytes) // 2
@@ -384,7 +384,9 @@ class TwinOptimizer(Outcomes):
             if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
-                remedy = f"The optimizer was built without {option} and has no buffer for it. Build a new optimizer."
+                remedy = (
+                    f"The optimizer was built with {option}=0 and has no buffer for {option}. Build a new optimizer."
+                )
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
@@ -414,14 +416,14 @@ class TwinOptimizer(Outcomes):
                     grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: StateDict) -> None:
-        """Raises ValueError after construction, because buckets are planned once.
+        """Raises ValueError after construction, because buffers are planned once.
 
         Pass all groups to the constructor.
         """
         if self._runtime is not None:
             raise ValueError(
                 "add_param_group() cannot add parameters, because a TwinOptimizer takes all its parameters at the "
-                "start. Build a new one with all groups."
+                "start. Build a new optimizer with all groups."
             )
         super().add_param_group(param_group)
 
@@ -465,7 +467,7 @@ class TwinOptimizer(Outcomes):
     def __getstate__(self) -> StateDict:
         """Raises TypeError, because threads and page-locked memory cannot be copied."""
         raise TypeError(
-            "A TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into another one."
+            "A TwinOptimizer can neither be copied nor pickled. Save its state_dict() and load it into a new one."
         )
 
     def state_dict(self) -> StateDict:
@@ -476,7 +478,7 @@ class TwinOptimizer(Outcomes):
         if self.team is not None and self.team.is_partitioned:
             raise wrong_state(
                 "state_dict() cannot return the complete state",
-                "this rank has only a part of it",
+                "this rank has only a part of the state",
                 "Save with engine.save_checkpoint(), or read this rank's part with stream_state().",
             )
         self.runtime.wait()
@@ -537,6 +539,6 @@ def _held(me: weakref.ref[TwinOptimizer]) -> TwinOptimizer:
         raise wrong_state(
             "The model cannot be trained any more",
             "its TwinOptimizer was deleted",
-            "Keep a reference to the optimizer as long as the model is trained.",
+            "Build a new TwinOptimizer, and keep a reference to it as long as the model is trained.",
         )
     return found

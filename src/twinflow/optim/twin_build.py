@@ -1,5 +1,8 @@
 """Steps of building a TwinOptimizer: the kind of its state, parameter records, free memory, and settings that depend on
 free memory.
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
+bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class StateKind:
         return int(getattr(each, plan.place) * plan.numel) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
-        """The updater of each place."""
+        """The `Updater` of each place. An updater allocates, reads and writes the state of buckets."""
         if self.recipe is not None:
             return {
                 HOST: TorchUpdater(self.recipe, device),
@@ -140,8 +143,8 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
     if not found:
         raise ValueError(
-            "offload_params is True, but no block of the model has a parameter to train. Only the weights of members "
-            "of ModuleLists and Sequentials can be offloaded. Use offload_params=False."
+            "offload_params is True, but the model has no block with a parameter to train. A block is a member of a "
+            "ModuleList or Sequential, and only the weights of blocks can be offloaded. Use offload_params=False."
         )
     for param, block in owners(model, blocks, frozen=True).items():
         if block != ROOT:
@@ -157,7 +160,7 @@ def params_of(
     aside: Aside | None = None,
     zero: Zero | None = None,
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
-    """Records of the parameters, their specs for the plan, and their order in the model."""
+    """The `Param` of each parameter, their specs for the plan of buckets, and their order in the model."""
     shared = _shared_by_axes(model, zero)
     blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
@@ -182,7 +185,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
     """With compressed communication, a name for each parameter of which pipeline or tensor ranks have copies.
 
     Copies must have the same neighbours in their buckets (plan.py). A tied parameter has other neighbours on every
-    stage, so it gets a name, and buckets, of its own.
+    pipeline stage. It therefore gets its own name, and with it its own buckets.
     """
     if model is None or zero is None or zero.compression is None or zero.grid is None:
         return {}
@@ -195,7 +198,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
-    """The settings, with those fields set that depend on the memory that is free beside state of these sizes."""
+    """A copy of the settings. Fields that depend on free memory are set for state of these sizes."""
     resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
     left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)

@@ -29,6 +29,7 @@ from twinflow.rules.segment import FLOATS
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
 
+_PARTITION = "Call twinflow.zero.partition(model, zero) before building the optimizer, and not fully_shard()."
 _NONE_TO_TRAIN = "There is no parameter to train: none requires a gradient. Call requires_grad_() on some parameters."
 
 
@@ -73,13 +74,13 @@ def check_loss(loss: object) -> None:
 def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
     """Checks the types of arguments that are objects of twinflow."""
     if not (loss_scale is None or isinstance(loss_scale, LossScale)):
-        remedy = "Import them from twinflow.optim.loss_scale. A fixed number is static(number)."
+        remedy = "Import static and dynamic from twinflow.optim.loss_scale. static(1024) is a fixed loss scale of 1024."
         raise invalid_value("loss_scale", loss_scale, "None, static(...) or dynamic(...)", remedy)
     if not (tuning is None or isinstance(tuning, Tuning)):
-        remedy = 'Example: tuning=Tuning(hold="host").'
+        remedy = 'Pass, for example, tuning=Tuning(hold="host").'
         raise invalid_value("tuning", tuning, "None, or a twinflow.optim.twin.Tuning", remedy)
     if not (zero is None or isinstance(zero, Zero)):
-        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Example: zero=Zero(stage=2).")
+        raise invalid_value("zero", zero, "None, or a twinflow.zero.Zero", "Pass, for example, zero=Zero(stage=2).")
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
@@ -125,11 +126,10 @@ def check_model(model: nn.Module | None, zero: Zero | None) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise conflict("TwinOptimizer", "DistributedDataParallel")
     if model is not None and any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise invalid_value(
-            "model",
-            type(model).__name__,
-            "a module without parts from torch.jit, because hooks cannot be put on them",
-            "Script the module after training, or pass model.parameters(), with which step() waits for the update",
+        raise ValueError(
+            f"model ({type(model).__name__}) contains a torch.jit.ScriptModule, but must contain none, because hooks "
+            "cannot be registered on a ScriptModule. Script the model after training, or pass model.parameters() "
+            "instead of the model. step() then waits until the update is complete."
         )
     dist = torch.distributed
     if zero is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -150,7 +150,7 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
         given = list(model)
         if not given:
             raise ValueError(
-                "The parameters that were passed are empty. Pass the model, or list(model.parameters()): an iterator "
+                "The iterable of parameters is empty. Pass the model, or list(model.parameters()), because an iterator "
                 "can be read only once."
             )
         groups = _trainable(given)
@@ -223,9 +223,8 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
                 'parameters. Put single parameters into a group: {"params": [param]}.'
             )
         if "params" not in group:
-            keys = ", ".join(map(repr, group)) or "no key"
             remedy = 'Write {"params": list(model.parameters()), ...}.'
-            raise ValueError(f"A param group has the keys {keys}, but must have the key 'params'. {remedy}")
+            raise ValueError(f"A param group has the keys {list(group)}, but must have the key 'params'. {remedy}")
         given = group["params"]
         if isinstance(given, set):  # torch raises an exception that explains why a set is not allowed
             return groups
@@ -251,7 +250,7 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] 
         name = getattr(rule, "__name__", type(rule).__name__)
         raise conflict("ZeRO stages 2 and 3", "rule", rule=name, rules=", ".join(RULES))
     if states != "fp32":
-        remedy = "A torch.optim.Optimizer as rule defines its own states."
+        remedy = "Omit states, because the torch.optim.Optimizer that is passed as rule has its own state format."
         raise invalid_value("states", states, ["fp32"], remedy)
     if isinstance(rule, Optimizer) and param_groups is not None:
         raise conflict("TwinOptimizer", "groups of an instance")
@@ -268,7 +267,8 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
         except ValidationError:
             is_taken = False
         if not is_taken:
-            raise invalid_value(f"tuning.{name}", given, in_words(kind).replace("null", "None"))
+            allowed = in_words(kind).replace("null", "None")
+            raise invalid_value(f"tuning.{name}", given, f"one of {allowed}" if allowed.startswith("'") else allowed)
     if tuning.streamed and delayed_update:
         raise conflict("TwinOptimizer", "streamed", streamed=tuning.streamed)
 
@@ -338,23 +338,22 @@ def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bo
         if param.is_sharded != is_partitioned:
             if param.is_sharded:
                 raise ValueError(
-                    f"{param.name} is a DTensor, but must be a whole tensor without ZeRO stage 3. Use Zero(stage=3), "
+                    f"{param.name} is a DTensor, but must be a plain tensor without ZeRO stage 3. Use Zero(stage=3), "
                     "or do not partition the model."
                 )
-            raise ValueError(
-                f"{param.name} is a whole tensor, but must be a DTensor with ZeRO stage 3. Call "
-                "twinflow.zero.partition(model, zero) before building the optimizer."
-            )
+            raise ValueError(f"{param.name} is a plain tensor, but must be a DTensor with ZeRO stage 3. {_PARTITION}")
         placements = param.tensor.placements if isinstance(param.tensor, DTensor) else ()
         if param.is_sharded and not (len(placements) == 1 and placements[0].is_shard(0)):
-            raise invalid_value(f"{param.name} placements", placements, "Shard(0) on a mesh of one dimension")
+            raise invalid_value(f"The placements of the DTensor {param.name}", placements, "(Shard(0),)", _PARTITION)
         if param.tensor.is_meta:
             remedy = "Pass the module as the first argument. TwinOptimizer then allocates and initialises parameters."
-            raise invalid_value(f"{param.name} device", "meta", "a device with memory", remedy)
+            raise invalid_value(f"The device of {param.name}", "meta", "a device with memory", remedy)
         if param.tensor.dtype not in FLOATS:
-            raise invalid_value(f"{param.name} dtype", param.tensor.dtype, FLOATS)
+            remedy = "Convert the parameter before building the optimizer, or freeze it with requires_grad_(False)."
+            raise invalid_value(f"The dtype of {param.name}", param.tensor.dtype, FLOATS, remedy)
         if param.tensor.device != params[0].tensor.device:
-            allowed = f"{params[0].tensor.device}, where {params[0].name} is"
-            raise invalid_value(f"{param.name} device", str(param.tensor.device), allowed)
+            allowed = f"{str(params[0].tensor.device)!r}, the device of {params[0].name}"
+            remedy = "Move all trainable parameters to one device."
+            raise invalid_value(f"The device of {param.name}", str(param.tensor.device), allowed, remedy)
     if not offloads_params:
         check_memory((param.name, param.local) for param in params)

@@ -1,5 +1,7 @@
 """Converts the state of a TwinOptimizer to a dict and back: fp32 tensors by parameter name, for every format in memory.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 The dict contains only parameters that have been updated. 8-bit states are saved with their scales, so that loading into
 the same format gives the same codes.
 """
@@ -30,11 +32,10 @@ KIND = "twinflow.TwinOptimizer"
 VERSION = 1
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
 _UNCHANGED = "Pass a state that state_dict() has returned, without changes."
-_EXPECTED = "what state_dict() returns"
 
 
 class Source(Protocol):
-    """Saved entries of parameters, read one at a time. A tensor rank gets the entries of its parts."""
+    """Saved state by parameter, read for one parameter at a time. A tensor-parallel rank gets only its own parts."""
 
     def names(self) -> Iterable[str]:
         """The parameters that have an entry."""
@@ -85,7 +86,7 @@ def collect(optimizer: Outcomes, switch: Switch | None) -> StateDict:
 
 
 def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
-    """The state without the entries of parameters."""
+    """The state dict without the entries of parameters."""
     runtime = optimizer.runtime
     names = iter(param.name for param in runtime.params)
     groups = []
@@ -202,7 +203,7 @@ def _pieces(param: Param) -> list[tuple[Bucket, int]]:
 def restore(
     optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object], source: Source | None = None
 ) -> None:
-    """Checks `saved` completely and then loads it. Entries are read from `source`, or from `saved` without it."""
+    """Checks `saved` completely and then loads it. Entries are read from `source`; if it is None, from `saved`."""
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:
@@ -290,17 +291,19 @@ def check(optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object
 def _check_kind(saved: object) -> None:
     """Raises ValueError if `saved` is not a state of this version of TwinOptimizer."""
     if not isinstance(saved, Mapping):
-        raise invalid_value("The type of state_dict", type(saved).__name__, "a dict, as state_dict() returns it")
+        raise ValueError(f"state_dict is of type {type(saved).__name__}, but must be a dict. {_UNCHANGED}")
     if saved.get("kind") == KIND and saved.get("version") == VERSION:
         return
-    remedy = "Pass what state_dict() of a TwinOptimizer has returned, in this version of twinflow."
-    given = f"kind {saved.get('kind')!r}, version {saved.get('version')!r}"
+    remedy = "Pass a dict that state_dict() of a TwinOptimizer has returned, in this version of twinflow."
     if "kind" not in saved and {"state", "param_groups"} <= set(saved):
         remedy = (
-            "It looks like the state of a torch.optim.Optimizer. Load it into that optimizer, built over this model, "
-            "and use TwinOptimizer(model, rule=optimizer), which continues from its state."
+            "The dict looks like the state of a torch.optim.Optimizer. Build that optimizer over this model and load "
+            "the state into it. Then TwinOptimizer(model, rule=optimizer) continues from this state."
         )
-    raise invalid_value("state_dict", given, f"kind {KIND!r}, version {VERSION}", remedy)
+    raise ValueError(
+        f"state_dict has the kind {saved.get('kind')!r} and the version {saved.get('version')!r}, but must have the "
+        f"kind {KIND!r} and the version {VERSION}. {remedy}"
+    )
 
 
 def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
@@ -329,22 +332,24 @@ def _is_whole(value: object) -> bool:
 def _check_watch(saved: object) -> None:
     """Checks the state of 1-bit Adam's watch over the second moment."""
     if not isinstance(saved, Mapping):
-        raise invalid_value("state_dict: switch", _kind(saved), _EXPECTED)
+        raise _wrong_type("switch", saved, "a dict")
     try:
         VarianceWatch(1, 1.0).load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
-        raise invalid_value("state_dict: switch", f"without {error}", _EXPECTED) from None
+        text = f"state_dict: switch cannot be read ({type(error).__name__}: {error})"
+        raise ValueError(f"{text}. {_UNCHANGED}") from None
 
 
 def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     """Raises ValueError unless the saved groups have the same parameters. The message names the differences."""
     allowed = "a list of dicts, each with the names of its 'params'"
     if not isinstance(groups, (list, tuple)):
-        raise invalid_value("state_dict: param_groups", groups, allowed)
+        raise invalid_value("state_dict: param_groups", groups, allowed, _UNCHANGED)
     for i, group in enumerate(groups):
         names = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            raise invalid_value(f"state_dict: param_groups[{i}]['params']", names, "a list of names")
+            name = f"state_dict: param_groups[{i}]['params']"
+            raise invalid_value(name, names, "a list of parameter names", _UNCHANGED)
     then = [list(group["params"]) for group in groups]
     if then == [list(names) for names in own]:
         return
@@ -352,14 +357,16 @@ def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     differences = {
         "only in the model": [name for name in now if name not in before],
         "only in the state": [name for name in before if name not in now],
-        "in another group": [name for name in now if before.get(name, now[name]) != now[name]],
+        "in different groups": [name for name in now if before.get(name, now[name]) != now[name]],
     }
     said = "; ".join(f"{what}: {_some(names)}" for what, names in differences.items() if names)
-    said = said or f"in {len(then)} groups and not {len(own)}, or in another order"
+    sizes = f"the state has {len(then)} groups and the optimizer has {len(own)}"
+    said = said or (sizes if len(then) != len(own) else "their order")
     raise ValueError(
         f"state_dict: the parameters of param_groups differ ({said}), but must have the same names in the same groups. "
-        "Train the same parameters in the same groups as when the state was saved. To train other ones, do not load "
-        "the optimizer state: engine.load_checkpoint(..., load_optimizer_states=False), or no load_state_dict()."
+        "Train the same parameters in the same groups as when the state was saved. To train other parameters, do "
+        "not load the optimizer state: use engine.load_checkpoint(..., load_optimizer_states=False), or do not call "
+        "load_state_dict()."
     )
 
 
@@ -372,24 +379,25 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _plain_entries(state: object, rule: Rule | None) -> dict[str, Mapping[str, object]]:
-    """The entries of a state dict by parameter name, after a check of their types and of those of their values."""
+    """The entries of a state dict by parameter name, after a check of the types of entries and values."""
     if not isinstance(state, Mapping):
-        raise invalid_value("state_dict: state", _kind(state), "a dict of entries by parameter name")
+        raise _wrong_type("state", state, "a dict with an entry for each parameter name")
     tensors = {"master", *(rule.states if rule is not None else ())}
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
-            raise invalid_value(f"state_dict: state of {name}", _kind(entry), "a dict")
+            raise _wrong_type(f"state of {name}", entry, "a dict")
         for key, value in entry.items():
             is_tensor = isinstance(value, Tensor) and value.is_floating_point()
             if (key in tensors or str(key).endswith("_scale")) and not is_tensor:
-                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a tensor of floating-point numbers")
+                raise _wrong_type(f"{key} of {name}", value, "a tensor of floating-point numbers")
             if rule is None and key in ("state", "group") and not isinstance(value, dict):
-                raise invalid_value(f"state_dict: {key} of {name}", _kind(value), "a dict")
+                raise _wrong_type(f"{key} of {name}", value, "a dict")
     return dict(state)
 
 
-def _kind(value: object) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+def _wrong_type(name: str, value: object, expected: str) -> ValueError:
+    kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+    return ValueError(f"state_dict: {name} is {kind}, but must be {expected}. {_UNCHANGED}")
 
 
 def _check_entries(
@@ -401,7 +409,7 @@ def _check_entries(
         if name not in own:
             expected = "the name of a trainable parameter of this model"
             remedy = "Load the state into the model for which it was saved, with the same parameters frozen."
-            raise invalid_value("state_dict: name of an entry", name, expected, remedy)
+            raise invalid_value("state_dict: a key of state", name, expected, remedy)
         try:
             step = source.step(name)
         except (KeyError, TypeError, ValueError):
@@ -426,4 +434,5 @@ def _check_entries(
             is_scale = key.endswith("_scale")
             wanted: tuple[int, ...] = (-(-param.tensor.numel() // BLOCK),) if is_scale else tuple(param.tensor.shape)
             if key != "step" and shape != wanted and not (is_scale and is_part):
-                raise invalid_value(f"state_dict: shape of {name} {key}", shape, [wanted])
+                remedy = "Load the state into the model for which it was saved."
+                raise invalid_value(f"state_dict: the shape of {key} of {name}", shape, [wanted], remedy)

@@ -104,7 +104,7 @@ def adamw_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper:
 
 
 def adam_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper) -> Updated:
-    """One step of Adam. Weight decay is added to the gradient (L2). Without it the result is that of AdamW."""
+    """One step of Adam. Weight decay is added to the gradient (L2). With weight decay 0 the result is that of AdamW."""
     assert m is not None and v is not None
     m, v, move = _moments(m, v, flush(g + hyper[6] * p) if hyper[6] else g, hyper)
     return flush(p - move), m, v
@@ -230,7 +230,8 @@ LION = Rule(
 def check_nesterov(options: Options) -> None:
     """Raise ValueError for Nesterov momentum without momentum or with dampening."""
     if options["nesterov"] and (number(options, "momentum") == 0.0 or number(options, "dampening") != 0.0):
-        raise invalid_value("nesterov", True, "False, or True with momentum > 0 and dampening = 0")
+        remedy = "Nesterov momentum needs momentum > 0 and dampening = 0. Set both, or nesterov=False."
+        raise invalid_value("nesterov", True, "False with these options", remedy)
 
 
 def sgd_hyper(options: Options, step: int) -> Hyper:

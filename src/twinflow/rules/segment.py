@@ -60,7 +60,7 @@ class Store:
         )
 
     def empty_like(self) -> Store:
-        """New buffers like these, not initialised. An update can write to them and leave this store unchanged."""
+        """New buffers of the same sizes, not initialised. An update that writes to them leaves this store unchanged."""
         weight = torch.empty_like(self.weight) if self.weight is not None else None
         states, scales = (_each(pair, torch.empty_like) for pair in (self.states, self.scales))
         return Store(self.format, torch.empty_like(self.master), weight, states, scales)
@@ -126,7 +126,7 @@ def new_store(
         return store
     if weight is None or dtype != torch.bfloat16:
         remedy = "Pass a bf16 weight, which stores the upper halves of the split master."
-        raise invalid_value("weight dtype", dtype, [torch.bfloat16], remedy)
+        raise invalid_value("The dtype of weight", dtype, [torch.bfloat16], remedy)
     upper, lower = formats.split(values)
     weight.copy_(upper)
     return replace(store, master=lower)
@@ -137,22 +137,24 @@ def check_format(rule: Rule, format: str) -> None:
     if format not in FORMATS:
         raise invalid_value("states", format, FORMATS)
     if format not in rule.formats:
-        raise invalid_value("states", format, rule.formats, f"The rule {rule.name!r} supports these formats.")
+        raise invalid_value(
+            "states", format, rule.formats, f"Use one of these formats, which the rule {rule.name!r} supports."
+        )
 
 
 def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
     """Raise ValueError unless the tensor is dense, contiguous, on the CPU, of one of `dtypes` and of length `numel`."""
     if tensor.layout != torch.strided:
-        raise invalid_value(f"{label} layout", tensor.layout, [torch.strided], "Convert it with .to_dense().")
+        raise invalid_value(f"{label} layout", tensor.layout, [torch.strided], "Convert the tensor with .to_dense().")
     if tensor.device.type != "cpu":
-        raise invalid_value(f"{label} device", str(tensor.device), "cpu", "Move the tensor with .cpu().")
+        raise invalid_value(f"{label} device", str(tensor.device), ["cpu"], "Move the tensor with .cpu().")
     if tensor.dtype not in dtypes:
-        raise invalid_value(f"{label} dtype", tensor.dtype, dtypes)
+        raise invalid_value(f"{label} dtype", tensor.dtype, dtypes, "Convert the tensor with .to(dtype).")
     if numel is not None and tensor.numel() != numel:
         raise invalid_value(f"{label} length", tensor.numel(), [numel])
     if not tensor.is_contiguous():
-        raise invalid_value(
-            f"{label} strides", tensor.stride(), "those of a contiguous tensor", "Call .contiguous() first."
+        raise ValueError(
+            f"{label} has the strides {tensor.stride()}, but must be contiguous. Convert the tensor with .contiguous()."
         )
 
 
@@ -164,9 +166,9 @@ def check_segment(segment: Segment) -> None:
     if not math.isfinite(segment.factor):
         raise invalid_value(f"{segment.name}: factor", segment.factor, "a finite number")
     if segment.first_index % BLOCK or segment.first_index < 0:
-        raise invalid_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK}")
+        raise invalid_value(f"{segment.name}: first_index", segment.first_index, f"a multiple of {BLOCK} that is >= 0")
     if len(segment.hyper) != segment.rule.num_scalars:
-        allowed = f"{segment.rule.num_scalars} numbers, from the rule's hyper()"
+        allowed = f"a tuple of {segment.rule.num_scalars} numbers, as the rule's hyper() returns"
         raise invalid_value(f"{segment.name}: hyper", segment.hyper, allowed)
     _check_store(segment, segment.store, "", numel)
     if segment.target is not None:
@@ -205,11 +207,16 @@ def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
     ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
     for name, a, b in zip(("master", "weight", *segment.rule.states, "scale", "scale"), ours, theirs, strict=True):
         if (a is None) != (b is None) or (a is not None and b is not None and a.dtype != b.dtype):
-            raise invalid_value(
-                f"{segment.name}: target {name}", b if b is None else b.dtype, "the same kind as the store's"
+            kinds = ["None" if tensor is None else f"a tensor of {tensor.dtype}" for tensor in (b, a)]
+            raise ValueError(
+                f"{segment.name}: target {name} is {kinds[0]}, but must be {kinds[1]}, as in the store. Make the "
+                "target with store.empty_like()."
             )
         if a is not None and b is not None and _overlap(a, b):
-            raise invalid_value(f"{segment.name}: target {name}", "the store's own memory", "another buffer")
+            raise ValueError(
+                f"{segment.name}: target {name} shares memory with the store, but must have its own memory. Make the "
+                "target with store.empty_like()."
+            )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,8 @@
 """1-bit Adam with partitioned state: ranks send compressed momenta to the owner of a part, and owners send compressed
 weight changes back.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 Before the switch, communication is not compressed. At the switch the second moment v is frozen and rounded such that
 sqrt(v) + eps is a power of two. Every rank gets the exponents k of all elements, where 2**k = 1 / (sqrt(v) + eps).
 Before that, v is raised for elements whose v is much smaller than in the rest of their parameter: in Adam, v would grow
@@ -8,7 +10,8 @@ with a rare large gradient and limit the step, but a frozen v does not grow. Aft
 for each bucket:
 
 1. Every rank encodes (b1 * shared + (1 - b1) * its gradient) * 2**k plus its error, and sends each part to the owner of
-   the part. `shared` is the momentum by which the last step changed the weights. The error contains it already.
+   the part. `shared` is the momentum by which the last step changed the weights. The rank's error already contains this
+   momentum.
 2. The owner decodes the mean, which is the new momentum. The owner's update, on the host or on the device, uses this
    momentum and changes the weights of its part by lr * momentum * 2**k.
 3. The owner encodes the difference between its weights and the weights of all ranks. All ranks, including the owner,
@@ -190,6 +193,6 @@ def raised(variance: Tensor, floor: float) -> Tensor:
 
 
 def rounded_variance(exponents: Tensor) -> Tensor:
-    """The second moment that belongs to these exponents."""
+    """The second moment 2**(-2k) of each element. `exponents` holds k + 127, or 0 for elements without a gradient."""
     inverse = two_to(exponents, -1)
     return torch.where(exponents != 0, inverse * inverse, 0.0)

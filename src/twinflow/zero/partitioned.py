@@ -70,11 +70,11 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
 def _check(model: nn.Module) -> None:
     """Raises ValueError for a model that `fully_shard` does not support, before the model changes."""
     if next(model.parameters(), None) is None:
-        raise ValueError("There is no parameter to train: the model has none. Pass a model with parameters.")
+        raise ValueError("The model has no parameters, but must have some to be trained. Pass a model with parameters.")
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(
-                f"{name} is a DTensor, but must be a whole tensor, because ZeRO stage 3 calls fully_shard() itself. "
+                f"{name} is a DTensor, but must be a plain tensor, because ZeRO stage 3 calls fully_shard() itself. "
                 "Pass the model as it was before fully_shard()."
             )
         if not param.dim():

@@ -1,5 +1,8 @@
 """The publisher sends new weights to all ranks.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step.
+
 Threads: the thread "twinflow-publisher" calls all all-gathers, on the stream "publish". If two ranks called them in
 different orders, layers would be mixed up without an error. The thread therefore calls them step by step, in the order
 in which the next forward needs the weights, for the buckets that all ranks agree to have changed (`expect`).
@@ -7,7 +10,7 @@ in which the next forward needs the weights, for the buckets that all ranks agre
 Order for one bucket: the executor reports that this rank's part was copied into its parameters (`wait_until_sent`). The
 stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies the other ranks' parts
 into the parameters. `note_published` gives the event of the last copy to the executor, and the next forward waits for
-it. `executor.changed` protects the list of editions.
+it. `executor.changed` protects the list of `Edition`s, one for each step.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class RankThread:
 
 @dataclass(eq=False)
 class Edition:
-    """One step: the buckets that it changes, and the buckets that stay the same."""
+    """The publication of one step: the buckets that the step changes, and the buckets that it does not change."""
 
     job: Job
     changed: deque[Bucket]  # changed buckets that are not yet published
@@ -85,7 +88,9 @@ class Copies:
 
 
 class Publisher(RankThread):
-    """Gathers the parts that other ranks have updated. Without a group, every rank has updated everything."""
+    """Gathers the weights that other ranks have updated. Without a group there is nothing to gather, because every rank
+    has updated all weights.
+    """
 
     def __init__(
         self,
@@ -109,14 +114,14 @@ class Publisher(RankThread):
         self._thread.start()
 
     def expect(self, job: Job, changed: Sequence[int]) -> None:
-        """Announces that this job changes these buckets on all ranks, and the order of publishing."""
+        """Announces the buckets that this job changes on all ranks, in the order in which they are published."""
         same = [bucket for index, bucket in self._buckets.items() if index not in set(changed)]
         with self._changed:
             self._editions.append(Edition(job, deque(self._buckets[index] for index in changed), same))
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Drops all announced buckets, because their weights will not come."""
+        """Drops all announced buckets, because their weights will not be updated."""
         with self._changed:
             self._editions.clear()
 

@@ -1,7 +1,10 @@
 """The reducer sums gradients over all ranks and gives each rank its part of the sum.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
+optimizer step, and a task is the work for one bucket in a job.
+
 Threads: autograd's thread submits complete buckets. The thread "twinflow-reducer" calls all collectives, on the stream
-"reduce". `executor.changed` protects the rounds.
+"reduce". `executor.changed` protects the `Round`s, one for each backward.
 
 Order: all ranks must call collectives in the same order, but gradients may be complete in any order. Buckets are
 reduced in the order in which the first backward of rank 0 completed them. In the first step they are reduced from the
@@ -69,7 +72,7 @@ class Wire:
 class Reducer(RankThread):
     """Takes complete buckets and gives this rank's part of their sum to the executor.
 
-    It is the runtime's `Sharing`, and passes on to the publisher what concerns new weights.
+    It implements the runtime's interface `Sharing`. The publisher handles the new weights.
     """
 
     def __init__(
@@ -272,7 +275,7 @@ class Reducer(RankThread):
         return norms
 
     def _agree_on_orders(self, came: Sequence[int]) -> None:
-        """Sets both orders on all ranks to those of rank 0's first step."""
+        """Sets the orders of reducing and publishing on all ranks to those of rank 0's first step."""
         forward = sorted(self._buckets, key=lambda b: (b.deadline, b.plan.index))
         row = torch.tensor([*came, *(b.plan.index for b in forward)], dtype=torch.int64)
         first = self._wire.agree.gather_rows(row)[0].tolist()

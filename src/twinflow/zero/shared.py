@@ -1,5 +1,7 @@
 """ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
 
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+
 - Stage 0: every rank gets all summed gradients and updates everything.
 - Stage 1: the optimizer state is partitioned. A rank gets its part of the summed gradients when they are complete.
 - Stage 2: the sums of several backwards are partitioned too. Gradients are reduced in every backward.
@@ -62,7 +64,7 @@ class Zero:
         if self.op not in ("mean", "sum"):
             raise invalid_value("op", self.op, ("mean", "sum"))
         if not 0.0 < self.predivide < float("inf"):
-            raise invalid_value("predivide", self.predivide, "a number above 0")
+            raise invalid_value("predivide", self.predivide, "a finite number above 0")
         divides = self.predivide != 1.0
         if self.stage == 3 and not self.parks:
             refuse("ZeRO stages 2 and 3", {"predivide": divides}, predivide=self.predivide)
@@ -72,7 +74,7 @@ class Zero:
             refuse("1-bit Adam", found, stage_except_1=self.stage, predivide=self.predivide)
         if not (dist.is_available() and dist.is_initialized()):
             raise wrong_state(
-                "Zero cannot be made", "there is no process group", "Call twinflow.init_distributed() first."
+                "A Zero object cannot be built", "there is no process group", "Call twinflow.init_distributed() first."
             )
 
     @property

@@ -28,13 +28,15 @@ LOGGER = logging.getLogger("twinflow")
 
 
 def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
-    """Starts a watch over all ranks. A single process has none, because it may be idle."""
+    """Starts a watch that detects ranks that fail or hang. A single process gets None, because it may be idle."""
     if ranks.world_size == 1:
         return None
     store = group_store()
     if not hasattr(store, "clone"):  # some stores of torch 2.8 cannot open a second connection
         LOGGER.warning(
-            "The store of this process group cannot be watched. If a rank fails, other ranks may wait for it forever."
+            "Failures of other ranks are not detected, because the key-value store of this process group cannot open a "
+            "second connection. If a rank fails, the other ranks may wait for it forever. Use a torch "
+            "version later than 2.8."
         )
         return None
     return Watch(store, ranks.rank, ranks.world_size, hang_timeout_s)
@@ -63,7 +65,7 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | No
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
-    """Binds this rank to its share of the CPUs, near its GPU if possible, and sets the number of threads to it."""
+    """Binds this rank to its share of the CPUs, near its GPU if possible, and sets the number of threads for them."""
     group = new_group("gloo")
     nodes = _local_nodes(group, ranks, device)
     share = share_host(ranks.local_rank, ranks.local_world_size, nodes)

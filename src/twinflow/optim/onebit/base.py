@@ -1,5 +1,7 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
+A bucket is a set of flat buffers for some parameters of one param group.
+
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
 `step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
 """
@@ -37,7 +39,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "worker_error", "server_error", "exponents",
 
 
 class Shared(TypedDict, total=False):
-    """Options of all these optimizers."""
+    """Options of all optimizers with compressed communication."""
 
     code: str  # code of compressed values: a name of twinflow.codes
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
@@ -103,19 +105,20 @@ class CompressedOptimizer(Optimizer):
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Raises ValueError after construction, because buckets are planned once.
+        """Raises ValueError after construction, because buffers are planned once.
 
         Pass all groups to the constructor.
         """
         if getattr(self, "_is_built", False):
             raise ValueError(
                 "add_param_group() cannot add parameters, because this optimizer takes all its parameters at the "
-                "start. Build a new one with all groups."
+                "start. Build a new optimizer with all groups."
             )
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in FLOATS:
-                raise invalid_value(f"params[{len(self.param_groups) - 1}][{i}] dtype", param.dtype, FLOATS)
+                name = f"The dtype of params[{len(self.param_groups) - 1}][{i}]"
+                raise invalid_value(name, param.dtype, FLOATS, "Convert the model before building the optimizer.")
 
     # The step.
 
@@ -232,7 +235,7 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
-        """This rank's state with its compression errors. Only the same rank, with as many ranks, can load it."""
+        """This rank's state with its compression errors. Only the same rank of the same number of ranks can load it."""
         return self._dict(is_portable=False)
 
     def portable_state_dict(self) -> dict[str, object]:
@@ -293,15 +296,20 @@ class CompressedOptimizer(Optimizer):
             raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__], remedy)
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
-            remedy = "Compression errors belong to one rank. To load on other ranks, save with portable_state_dict()."
-            own = (self.group.world, self.group.rank)
-            raise invalid_value("state_dict: (ranks, rank)", saved, [own], remedy)
+            raise ValueError(
+                f"state_dict was saved by rank {head['rank']} of {head['world']}, but this is rank {self.group.rank} "
+                f"of {self.group.world}. The state contains compression errors, which only the rank that saved them "
+                "can load. To load on other ranks, save with portable_state_dict()."
+            )
         check_group_sizes(state_dict, self.param_groups)
         for i, param in enumerate(self._params()):
             for name, value in state.get(i, {}).items():
                 if isinstance(value, Tensor) and value.shape != param.shape:
                     raise invalid_value(
-                        f"state_dict: the shape of state[{i}][{name!r}]", tuple(value.shape), [tuple(param.shape)]
+                        f"state_dict: the shape of state[{i}][{name!r}]",
+                        tuple(value.shape),
+                        [tuple(param.shape)],
+                        "Load the state into an optimizer over the parameters with which it was saved.",
                     )
             if "exp_avg" not in state.get(i, {}):
                 keys = sorted(state.get(i, {}))
@@ -313,7 +321,7 @@ class CompressedOptimizer(Optimizer):
 
     def _load_bucket(self, bucket: FlatBucket, entries: Sequence[Mapping[str, object]]) -> None:
         def flat_of(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            """A saved state of all parameters; None if they do not have it."""
+            """A saved state of all parameters as a flat tensor; None if the saved parameters lack it."""
             if not all(name in entry for entry in entries):
                 return None
             flat = torch.zeros_like(bucket.weights, dtype=dtype)
@@ -433,8 +441,8 @@ class FreezingOptimizer(CompressedOptimizer):
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(
-                f"{type(self).__name__}: {num_late} parameters have got their first gradient after the second moment "
-                "was frozen, and are not updated. Use a higher freeze_step, or build a new optimizer."
+                f"{type(self).__name__} does not update {num_late} parameters, because their first gradient came after "
+                "the second moment was frozen. Use a higher freeze_step, or build a new optimizer."
             )
 
     def _head(self) -> dict[str, object]:

@@ -28,7 +28,7 @@ class FlatBucket:
     """Some parameters of one param group, with one dtype on one device, and their state.
 
     `group` is the index of the param group. Parameters start at multiples of 128 elements, and the length of each of
-    the `world` parts of a flat tensor is a multiple of 128.
+    the `world` parts of a flat tensor, one for each rank, is a multiple of 128.
     """
 
     @torch.no_grad()
@@ -124,7 +124,10 @@ class FlatBucket:
         self._versions = [param._version for param in self.params]
 
     def set_exponents(self, exponents: Tensor, group: Group) -> None:
-        """Sets new exponents and scales the errors accordingly."""
+        """Sets new exponents of the factors 2**k by which elements are multiplied before they are encoded.
+
+        Compression errors are converted to the new factors.
+        """
         old, self.exponents = self.exponents, exponents
         if old is not None and self.errors is not None:
             ratio = torch.where((old != 0) & (exponents != 0), two_to(exponents) * two_to(old, -1), 0.0)

@@ -164,8 +164,8 @@ class ZeroOneAdam(CompressedOptimizer):
         if not self.is_in_step:
             raise wrong_state(
                 "The optimizer cannot be saved now",
-                "ranks have different weights between two exchanges",
-                "Save when `is_in_step` is True.",
+                "the weights of the ranks differ until the next exchange",
+                "Save after a step() after which the optimizer's attribute is_in_step is True.",
             )
         return {"variance": asdict(self._variance), "local": asdict(self._local)}
 
