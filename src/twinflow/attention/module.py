@@ -77,8 +77,11 @@ class SparseSelfAttention(nn.Module):
         if key.shape != query.shape and key.shape == query.transpose(-1, -2).shape:
             key = key.transpose(-1, -2)  # DeepSpeed also accepts a transposed key
         if key.shape != query.shape or value.shape != query.shape:
-            shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-            raise invalid_value("shapes of query, key and value", shapes, "equal, because this is self-attention")
+            shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            raise ValueError(
+                f"query, key and value have the shapes {shapes}, but must have equal shapes, because this is "
+                "self-attention. For other shapes, use twinflow.attention.sparse_attention."
+            )
         extras: dict[str, Any] = {}
         biases = [] if rpe is None else [rpe]
         if attn_mask is not None:
@@ -103,7 +106,8 @@ class SparseSelfAttention(nn.Module):
     def _length(self, seq_len: int) -> int:
         if seq_len > self.max_seq_length:
             remedy = "Build SparseSelfAttention with a larger max_seq_length."
-            raise invalid_value("sequence length", seq_len, f"at most max_seq_length {self.max_seq_length}", remedy)
+            allowed = f"at most max_seq_length, which is {self.max_seq_length}"
+            raise invalid_value("The sequence length", seq_len, allowed, remedy)
         return seq_len
 
 
@@ -118,7 +122,8 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         if hidden % heads:
-            raise invalid_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
+            allowed = f"a multiple of config.num_attention_heads, which is {heads}"
+            raise invalid_value("config.hidden_size", hidden, allowed)
         pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
         if pattern.num_heads != heads:
             remedy = f"Build sparsity_config with num_heads={heads}, which is config.num_attention_heads."
@@ -151,15 +156,16 @@ def _as_2d(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
     found, wanted = ([size for size in sizes if size != 1] for sizes in (mask.shape, shape))
     if found != wanted or mask.dim() < 2:
         raise invalid_value(
-            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, optionally with further dimensions of size one"
+            f"{name}.shape", tuple(mask.shape), f"{shape}, optionally with further dimensions of size one"
         )
     return mask.reshape(shape)
 
 
 def _additive(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
-        remedy = f'A mask of 0 and 1 needs {name}_mode="mul".'
-        raise invalid_value(f"{name}.dtype", mask.dtype, "a float dtype, because it is added to the scores", remedy)
+        remedy = f'For a mask of 0 and 1, build SparseSelfAttention with {name}_mode="mul".'
+        allowed = "a float dtype, because the mask is added to the scores"
+        raise invalid_value(f"{name}.dtype", mask.dtype, allowed, remedy)
     return mask
 
 

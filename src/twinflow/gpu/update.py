@@ -98,7 +98,8 @@ def runs(device: torch.device, trial: Callable[[], None], results: str) -> bool:
         trial()
     except Exception as error:
         warnings.warn(
-            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. ({error})",
+            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. "
+            f"Triton's error: {error}",
             stacklevel=3,
         )
         return False

@@ -88,10 +88,10 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         raise invalid_value("zero", layout.zero, (0, 1, 2, 3))
     expected = {"zbv": 2, "gpipe": 1, "1f1b": 1}.get(layout.schedule)
     if expected is not None and layout.num_chunks != expected:
-        raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
+        raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with the schedule {layout.schedule!r}")
     if layout.num_stages > shape.num_layers:
         allowed = f"at most {shape.num_layers}, the number of layers"
-        raise invalid_value("the number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
+        raise invalid_value("The number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
     if shape.num_heads % layout.num_tp:
         raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
     if layout.schedule == "interleaved":

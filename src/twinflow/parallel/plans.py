@@ -89,8 +89,9 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
     if getattr(config, "add_cross_attention", False):
-        remedy = "With cross attention, keys and queries have different inputs. Write your own plan for this model."
-        raise invalid_value("config.add_cross_attention", True, [False], remedy)
+        allowed = "False, because with cross attention keys and queries have different inputs"
+        remedy = "For this model, write a plan and set it as tensor_parallel.plan in the config."
+        raise invalid_value("config.add_cross_attention", True, allowed, remedy)
     if model_type in READY:
         plan = READY[model_type](config)
     elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):
