@@ -52,7 +52,7 @@ class Spread:
 
 
 def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any) -> Spread:
-    """The sizes of all axes. ValueError for combinations that are not supported."""
+    """The sizes of all axes. Raises ValueError for combinations that are not supported."""
     own = model.num_ranks if isinstance(model, PipelineModule) else None
     axes = resolve_axes(config, own)
     num_data, left = divmod(ranks.world_size, axes.pipe * axes.model)
@@ -142,7 +142,7 @@ def _note_without_axes(config: Config) -> None:
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
-    """The plan for tensor ranks. ValueError on all ranks for a pattern that matches no module of any rank."""
+    """The plan for tensor ranks. Raises ValueError on all ranks for a pattern that matches no module of any rank."""
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given
     match(dict(module.named_modules()), plan, is_part=True)
@@ -194,8 +194,8 @@ def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -
 
 
 def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | None:
-    """Replaces given parameters, named parameters or groups by those of this rank. Parameters of other ranks are left
-    out.
+    """Replaces given parameters, named parameters or groups by those of this rank. Parameters of other ranks are
+    removed.
     """
     if given is None or found.replaced is None:
         return None if given is None else list(given)
@@ -241,7 +241,7 @@ def settle(module: nn.Module, grid: Grid | None) -> None:
 
 
 def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[str]:
-    """The classes in `names` that this rank's part of the model has. ValueError for a class that no rank has."""
+    """The classes in `names` that this rank's part of the model has. Raises ValueError for a class that no rank has."""
     own = sorted({class_of(part) for part in module.modules()})
     everywhere = {name for one in gather_json(grid.everyone, own) for name in one}
     for name in names:

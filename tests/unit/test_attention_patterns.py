@@ -250,7 +250,8 @@ def test_config_sections() -> None:
         ),
         (
             {"mode": "fixed", "num_random_blocks": 4},
-            "num_random_blocks=4 cannot be used with .*mode='fixed'.*Remove the key, or use the mode variable or bigbird",
+            "num_random_blocks=4 cannot be used with .*mode='fixed'.*"
+            "Remove the key, or use the mode variable or bigbird",
         ),
         ({"mode": "local", "different_layout_per_head": True}, "different_layout_per_head=True cannot be used with"),
         ({"num_heads": 4}, "sparse_attention.num_heads"),

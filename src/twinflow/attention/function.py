@@ -111,9 +111,11 @@ class PatternAttention:
         is_causal: bool | None = None,
         **extras: Any,
     ) -> Tensor:
-        """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.
+        """Attention of q [batch, heads, queries, head_dim] to k and v [batch, kv_heads, keys, head_dim].
 
-        `is_causal`: whether the layer is causal. None means as in the pattern. The seed of dropout is drawn from
+        The queries have the last positions of the keys, as in generation with a cache.
+
+        `is_causal`: whether the layer is causal. With None, the pattern decides. The seed of dropout is drawn from
         torch's CPU generator, so that a layer that is recomputed in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)

@@ -1,7 +1,7 @@
 """Sparse attention for the attention interface of transformers.
 
 transformers looks up two functions by the name of an implementation: the attention itself, and a function that creates
-the mask of a whole forward. The mask function of this module returns only the padding, as [B, keys], instead of a
+the mask of a whole forward. The mask function of this module returns only the padding, as [batch, keys], instead of a
 square mask. Causality is part of the layout. This module uses transformers only if the user's model has imported it.
 """
 
@@ -156,7 +156,10 @@ class TransformersAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of query [B, H, nq, D] to key and value [B, Hkv, nk, D]. Returns [B, nq, H, D] and None."""
+        """Attention of query [batch, heads, queries, head_dim] to key and value [batch, kv_heads, keys, head_dim].
+
+        Returns the result as [batch, queries, heads, head_dim], and None in place of the probabilities.
+        """
         for name in _REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise _refusal(name, kwargs[name])
@@ -187,10 +190,11 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function that transformers calls once per forward. Returns the padding as bool [B, keys], with True for
-    tokens that are used, or None if there is no padding.
+    """The mask function that transformers calls once per forward. Returns the padding as bool [batch, keys], with True
+    for tokens that are used, or None if there is no padding.
 
-    If there is more than causality and padding (for instance packed sequences), transformers makes a square mask.
+    If the mask has more than causality and padding (for instance packed sequences), a square mask of transformers is
+    returned.
     """
     masking = sys.modules["transformers.masking_utils"]
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:

@@ -92,7 +92,7 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
 
     def corner(self, num_blocks: int, is_causal: bool) -> Layout:
-        """The first rows and columns of a square layout, made causal if `is_causal`."""
+        """The first `num_blocks` rows and columns of a square layout. With `is_causal`, later keys are dropped."""
         if self.num_rows == num_blocks and self.is_causal == is_causal:
             return self
         flats = []
@@ -131,7 +131,7 @@ class Layout:
         return patterns[list(self.head_to_pattern)]
 
     def for_heads(self, start: int, stop: int) -> Layout:
-        """The layout of the heads start to stop, for a rank that has only these heads."""
+        """The layout of the heads from `start` to `stop` (exclusive), for a rank that has only these heads."""
         if not 0 <= start < stop <= self.num_heads:
             raise invalid_value(
                 "heads", (start, stop), f"a range (first, last + 1) of the {self.num_heads} heads of the layout"
@@ -197,7 +197,9 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. `num_heads` heads may use one grid."""
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid is used for all
+    `num_heads` heads.
+    """
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:

@@ -38,7 +38,7 @@ def pad_to_block_size(
 
     A mask is created if there is padding and no mask was given. Embeddings are padded with the embedding of the padding
     token if `model_embeddings` is given, and with zeros otherwise. The attention of this package accepts any length.
-    This function is for models and kernels that do not.
+    This function is for models and kernels that need whole blocks.
     """
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
@@ -76,7 +76,7 @@ def _pad_embeds(embeds: Tensor, pad_len: int, pad_token_id: int, model_embedding
 
 
 def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-    """Remove the padding from an output [B, tokens, ...]."""
+    """Remove the last `pad_len` tokens from an output [batch, tokens, ...]."""
     return sequence_output[:, :-pad_len] if pad_len else sequence_output
 
 

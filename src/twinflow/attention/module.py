@@ -19,8 +19,8 @@ REMOVED = -1e4  # a value of an additive mask that is not greater than this one 
 class SparseSelfAttention(nn.Module):
     """Self-attention over the blocks that a pattern keeps.
 
-    Layouts are cached per instance, so that layers with different patterns do not share one. A sequence that is shorter
-    than `max_seq_length` uses the corner of the layout for `max_seq_length`.
+    Layouts are cached per instance. A sequence that is shorter than `max_seq_length` uses the top left corner of the
+    layout for `max_seq_length`.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Self-attention of query, key and value [B, H, L, D] in any float dtype. Returns a tensor of the same shape.
+        """Self-attention of query, key and value [batch, heads, tokens, head_dim] in any float dtype. The result has
+        the shape of query.
 
-        `rpe` broadcasts to [B, H, L, L], is added to the scaled scores, and gets a gradient if it requires one.
-        `key_padding_mask` is [B, L] (further dimensions of size one are removed), and `attn_mask` is [L, L]. In mode
-        "add" a mask is added to the scores, with 0 for tokens that are used. In mode "mul" it is 1 for tokens that are
-        used and 0 for others.
+        `rpe` (relative position embedding) broadcasts to [batch, heads, tokens, tokens], is added to the scaled scores,
+        and gets a gradient if it requires one. `key_padding_mask` is [batch, tokens] (further dimensions of size one
+        are removed), and `attn_mask` is [tokens, tokens]. In mode "add" a mask is added to the scores, with 0 for
+        tokens that are used. In mode "mul" a mask is 1 for tokens that are used and 0 for others.
         """
         num_tokens = self._length(query.shape[2])
         if key.shape != query.shape and key.shape == query.transpose(-1, -2).shape:
@@ -137,8 +138,8 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(pattern, max_seq_length=longest, backend=backend)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Self-attention from [B, L, hidden] to [B, L, hidden]. The mask is additive [B, 1, 1, L] as in BERT, or a bool
-        or integer mask [B, L] with 1 for tokens that are used.
+        """Self-attention from [batch, tokens, hidden] to [batch, tokens, hidden]. The mask is additive
+        [batch, 1, 1, tokens] as in BERT, or a bool or integer mask [batch, tokens] with 1 for tokens that are used.
         """
         batch, tokens, hidden = hidden_states.shape
         heads = batch, tokens, self.num_attention_heads, self.attention_head_size

@@ -17,7 +17,10 @@ HALF_BYTES = WEIGHT_BYTES["bf16"]  # size of an activation, gradient or weight
 
 @dataclass(frozen=True)
 class Layout:
-    """In a step, each data rank runs `num_micro_batches` micro-batches of `micro_batch` sequences."""
+    """The numbers of pipeline (pp), tensor (tp) and data ranks (dp), and the options that affect memory and time.
+
+    In a step, each data rank runs `num_micro_batches` micro-batches of `micro_batch` sequences.
+    """
 
     num_pp: int
     num_tp: int
@@ -47,12 +50,12 @@ class Layout:
 
     @property
     def placement(self) -> str:
-        """How stages are assigned to ranks."""
+        """How stages are assigned to ranks: V or LOOP of schedules.py."""
         return V if self.schedule == "zbv" else LOOP
 
     @property
     def kept_by(self) -> int:
-        """Tensor ranks that split an activation."""
+        """Number of tensor ranks among which a kept activation is split."""
         return self.num_tp if self.partitions else 1
 
     @property

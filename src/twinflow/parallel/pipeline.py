@@ -265,7 +265,9 @@ def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) 
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under its name. A container of numbered members is a ModuleList: its members are blocks."""
+    """Register a module under its name. A container of numbered members becomes a ModuleList, because twinflow
+    treats the members of a ModuleList as blocks.
+    """
     *path, last = name.split(".")
     here = root
     for step, after in zip(path, name.split(".")[1:], strict=True):
@@ -282,7 +284,7 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
 def _find_ties(
     made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
 ) -> tuple[tuple[Tie, ...], dict[str, str]]:
-    """The ties, and a dict from each other name on this rank to the name of the first use."""
+    """The ties, and a dict that maps each further name of a shared parameter on this rank to its first name."""
     uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # ranks and names of all uses
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items():

@@ -65,7 +65,8 @@ def parse_style(text: str) -> Style:
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
     """The style of each module that a pattern matches.
 
-    Raises a ValueError for a pattern without a match, unless `is_part`: the names are those of a part of the model.
+    Raises a ValueError for a pattern without a match, unless `is_part` is True: `names` are then those of a part of the
+    model.
     """
     styles = {pattern: parse_style(text) for pattern, text in plan.items()}
     found: dict[str, Style] = {}

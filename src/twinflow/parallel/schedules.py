@@ -109,7 +109,7 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V of two chunks.
 
     Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. The patterns need 2p - 1
-    micro-batches. With fewer, the surplus steps are left out.
+    micro-batches. With fewer micro-batches, the surplus steps are dropped.
     """
     _check_sizes(num_ranks, num_micro_batches)
     p, n = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
@@ -178,8 +178,8 @@ def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int,
 
 
 def count_in_flight(actions: Sequence[Action]) -> int:
-    """The same number as `peak_in_flight`, counted in a list of actions. The activations of a pair are kept from F to B
-    or W.
+    """The largest number of (stage, micro-batch) pairs whose activations are kept at a time, counted in a list of
+    actions. The activations of a pair are kept from F to B or W.
     """
     held = most = 0
     for action in actions:

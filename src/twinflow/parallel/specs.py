@@ -37,8 +37,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used at several positions. All uses of a `key` are one module, built from the spec of the first
-    use.
+    """A layer that is used at several positions. All specs with the same `key` are one module, built from the first of
+    these specs.
 
     `forward_fn(module, x)` is called at this position instead of the module. `tied_weight_attr` names the shared
     parameters, as in DeepSpeed ("weight", "embedding.weight", or a list). They must exist. The gradients of all

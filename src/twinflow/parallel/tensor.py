@@ -46,7 +46,8 @@ def parallelize(
     """Split a model over the ranks of a group, in place. `plan`: from `plan_for`, or with the styles of `plans.py`.
 
     Every rank passes the same whole model, or one on the meta device. Raises a ValueError before any change if the
-    model cannot be split. `sequence`: also split the sequence between the split layers, if the plan has a stream.
+    model cannot be split. `sequence`: also split the sequence between the layers with the styles stream:enter and
+    stream:leave.
     `is_part`: the model is a stage of a larger one, so patterns of the plan may match no module.
     """
     modules: dict[str, Any] = dict(model.named_modules())

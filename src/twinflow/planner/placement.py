@@ -1,5 +1,5 @@
 """Chooses where the optimizer state of each bucket is placed: the placement that fits and has the shortest predicted
-step.
+step. A bucket is a group of parameters that are copied and updated together. An item is a bucket in the simulation.
 
 The input side of the model needs its weights first in forward and has its gradients last in backward, so there is no
 time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
