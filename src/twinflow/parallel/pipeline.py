@@ -246,7 +246,7 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
     """The assignment of stages to ranks, as a schedule with as many micro-batches as ranks, which is always valid."""
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
-        allowed = f"{shape.num_chunks}, as always with the schedule {name!r}"
+        allowed = f"{shape.num_chunks}, the only number for the schedule {name!r}"
         raise invalid_value("num_chunks", num_chunks, allowed, "Remove the argument num_chunks.")
     return shape
 
