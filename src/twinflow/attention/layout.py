@@ -27,7 +27,7 @@ PairTest = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The kept blocks of scores. Rows are blocks of queries, and columns are blocks of keys.
+    """The kept blocks of scores. Rows are blocks of `block` queries, and columns are blocks of `block` keys.
 
     The tensors must not be changed. Positions count from zero on both axes: row r has the queries from position r *
     block, and column c has the keys from position c * block.

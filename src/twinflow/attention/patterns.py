@@ -25,7 +25,8 @@ KEPT_LIMIT = 2**30
 @dataclass(frozen=True)
 class SparsityConfig:
     """Base class of all patterns: number of heads, block size, whether heads differ, and the seed of random blocks.
-    Raises ValueError for invalid arguments.
+
+    A pattern keeps or drops blocks of `block` queries x `block` keys. Raises ValueError for invalid arguments.
     """
 
     num_heads: int
