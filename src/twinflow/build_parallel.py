@@ -52,15 +52,15 @@ class Spread:
 
 
 def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any) -> Spread:
-    """The sizes of all axes. ValueError for combinations that are not supported."""
+    """The sizes of all axes. Raises ValueError for combinations that are not supported."""
     own = model.num_ranks if isinstance(model, PipelineModule) else None
     axes = resolve_axes(config, own)
     num_data, left = divmod(ranks.world_size, axes.pipe * axes.model)
     if left or not num_data:
-        given = f"{axes.pipe} x {axes.model}"
+        name = f"The product of pipeline.stages={axes.pipe} and tensor_parallel.autotp_size={axes.model}"
         remedy = f"Start a multiple of {axes.pipe * axes.model} processes, or use fewer stages or tensor ranks."
         expected = f"a divisor of {ranks.world_size}, the number of processes"
-        raise invalid_value("pipeline.stages x tensor_parallel.autotp_size", given, expected, remedy)
+        raise invalid_value(name, axes.pipe * axes.model, expected, remedy)
     check(_combination(config, axes, model, optimizer))
     return Spread(axes, num_data)
 
@@ -100,8 +100,8 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
         raise incompatible(
             "A model on the meta device",
             "pipeline or tensor ranks",
-            "its weights are split before they are created",
-            "Give a model with weights, or a PipelineModule of LayerSpecs: each rank then builds only its own layers.",
+            "the weights must exist when they are divided among the ranks",
+            "Pass a model with weights, or a PipelineModule of LayerSpecs: each rank then builds only its own layers.",
         )
     before = dict(module.named_parameters(remove_duplicate=False))
     grid = None
@@ -142,7 +142,7 @@ def _note_without_axes(config: Config) -> None:
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
-    """The plan for tensor ranks. ValueError on all ranks for a pattern that matches no module of any rank."""
+    """The plan for tensor ranks. Raises ValueError on all ranks for a pattern that matches no module of any rank."""
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given
     match(dict(module.named_modules()), plan, is_part=True)
@@ -151,7 +151,8 @@ def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
     anywhere = [any(column) for column in zip(*gather_json(grid.everyone, fits), strict=True)]
     for pattern, fits_any in zip(plan, anywhere, strict=True):
         if given is not None and not fits_any:
-            raise invalid_value("A pattern of tensor_parallel.plan", pattern, "one that matches a module of the model")
+            remedy = "Use a pattern that matches a name in model.named_modules()."
+            raise invalid_value("A pattern of tensor_parallel.plan", pattern, "one that matches a module", remedy)
     return plan
 
 
@@ -180,16 +181,21 @@ def _check_pipeline(module: PipelineModule, config: Config, grid: Grid | None) -
     ):
         if given is not None and given != own:
             name = {"chunks": "num_chunks", "partition": "partition_method"}.get(key, key)
-            allowed = [own] if own is not None else "left out with a PipelineModule"
-            raise invalid_value(f"pipeline.{key}", given, allowed, f"Use PipelineModule({name}={given!r}).")
+            raise incompatible(
+                f"pipeline.{key}={given!r}",
+                "this PipelineModule" if own is None else f"PipelineModule({name}={own!r})",
+                "a PipelineModule gets this setting as an argument",
+                f"Remove pipeline.{key} from the config, and build PipelineModule({name}={given!r}).",
+            )
     if grid is not None and module.index != grid.pipe:
-        remedy = "Leave `topology` out, or give its axes in the order pipe, data, model."
-        raise invalid_value(f"The stage of rank {grid.rank} in the PipelineModule", module.index, [grid.pipe], remedy)
+        allowed = f"{grid.pipe}, because the ranks are ordered by pipe, data and model"
+        remedy = "Build the PipelineModule without `topology`, or with the axes in the order pipe, data, model."
+        raise invalid_value(f"The stage of rank {grid.rank} in the PipelineModule", module.index, allowed, remedy)
 
 
 def own_parameters(given: Iterable[Any] | None, found: Spread) -> list[Any] | None:
-    """Replaces given parameters, named parameters or groups by those of this rank. Parameters of other ranks are left
-    out.
+    """Replaces given parameters, named parameters or groups by those of this rank. Parameters of other ranks are
+    removed.
     """
     if given is None or found.replaced is None:
         return None if given is None else list(given)
@@ -235,7 +241,7 @@ def settle(module: nn.Module, grid: Grid | None) -> None:
 
 
 def classes_here(names: Sequence[str], module: nn.Module, grid: Grid) -> list[str]:
-    """The classes in `names` that this rank's part of the model has. ValueError for a class that no rank has."""
+    """The classes in `names` that this rank's part of the model has. Raises ValueError for a class that no rank has."""
     own = sorted({class_of(part) for part in module.modules()})
     everywhere = {name for one in gather_json(grid.everyone, own) for name in one}
     for name in names:

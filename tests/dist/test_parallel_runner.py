@@ -201,7 +201,7 @@ def test_headers() -> None:
         assert spec is None or spec == (tensor.dtype, tensor.requires_grad, tuple(tensor.shape))
     with pytest.raises(ValueError, match="tensors between stages"):
         encode(key, (torch.zeros(1, 1, 1),) * 100)
-    with pytest.raises(ValueError, match="the dtype of a tensor between stages"):
+    with pytest.raises(ValueError, match="The dtype of a tensor between stages"):
         encode(key, (torch.zeros(2, dtype=torch.float8_e4m3fnuz),))
 
 
@@ -263,7 +263,7 @@ def test_mistakes_are_named() -> None:
     schedule = make_schedule("gpipe", 1, 2)
     with pytest.raises(ValueError, match="micro-batches is 1, but must be 2 on every pipeline rank"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.tensor(1.0), None)])
-    with pytest.raises(ValueError, match="loss is"):
+    with pytest.raises(ValueError, match=r"The loss has the shape \(.*but must be a tensor with one element"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([(torch.ones(BATCH), None)] * 2)
-    with pytest.raises(ValueError, match="value between stages is 'dict'"):
+    with pytest.raises(ValueError, match="output of a pipeline stage is of type dict"):
         Runner(Doubling(), schedule, 0, Wire([0], 0, CPU)).train([({}, None)] * 2)

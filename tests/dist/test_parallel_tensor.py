@@ -157,14 +157,14 @@ def test_hooks_see_sums(found: list[dict[str, Any]]) -> None:
 
 REFUSED = {
     "vocabulary": "token_embedding.weight is 31",
-    "heads": "'3 heads of 6'",
+    "heads": "qkv.weight is 3, but must be a multiple of 2",
     "style": "'diagonal'",
     "pattern": "'blocks.*.atention'",
-    "kind": "norm is 'LayerNorm'",
+    "kind": "norm is of type LayerNorm",
     "tie": "shares a parameter with token_embedding",
     "attribute": "blocks.0.attention.heads is None",
-    "stream": "without a stream",
-    "twice": "'already split', but must be whole",
+    "stream": "without the styles stream:enter and stream:leave",
+    "twice": "is already split. Call parallelize only once",
 }
 
 

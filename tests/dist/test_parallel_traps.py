@@ -20,9 +20,9 @@ from parallel_trap_cases import (
 
 def test_refusals_name_the_reason_and_change_nothing() -> None:
     words = {
-        "schedule": "pipeline.schedule is 'zbv'",
-        "interval": "pipeline.activation_checkpoint_interval is 1",
-        "partition": "pipeline.partition is 'uniform'",
+        "schedule": "pipeline.schedule='zbv' cannot be used with PipelineModule(schedule='1f1b')",
+        "interval": "pipeline.activation_checkpoint_interval=1 cannot be used with this PipelineModule",
+        "partition": "pipeline.partition='uniform' cannot be used with this PipelineModule",
         "frozen": "parameters to train on pipeline rank 0 is 0",
         "plan": "tensor_parallel.plan is 'nosuch'",
         "heads": "2",

@@ -145,7 +145,7 @@ def test_a_prompt_in_pieces() -> None:
 
 def test_a_static_cache_is_refused() -> None:
     model = att.sparsify(build("llama"), WINDOW).eval()
-    with pytest.raises(ValueError, match="cache with sparse attention"):
+    with pytest.raises(ValueError, match="With sparse attention, the first key must be at position 0"):
         model.generate(batch(8)["input_ids"], max_new_tokens=4, cache_implementation="static")
 
 
@@ -247,7 +247,7 @@ def funnel() -> Any:
         (lambda: build("bert"), [WINDOW], "must be 2, one for each layer"),
         (mistral, WINDOW, "sliding_window 16"),
         (t5, WINDOW, "T5ForConditionalGeneration"),
-        (crossing, WINDOW, "Patterns are for self-attention, and not for attention from a decoder"),
+        (crossing, WINDOW, "patterns are for self-attention, and not for attention from a decoder"),
         (funnel, att.FixedSparsityConfig(HEADS), "FunnelModel"),
         (lambda: build("bert", output_attentions=True), WINDOW, "output_attentions"),
     ],

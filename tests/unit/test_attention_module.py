@@ -235,10 +235,10 @@ def test_a_token_of_a_sparse_gpt_sees_what_its_blocks_see() -> None:
         (att.BigBirdSparsityConfig(HEADS), 'attention="unidirectional"'),
         (att.LocalSlidingWindowSparsityConfig(3), r"pattern.num_heads is 3, but must be 4"),
         ([WINDOW], "number of patterns is 1, but must be 2, one for each layer"),
-        ({2: WINDOW}, "a layer in the dict of patterns is 2, but must be 0 to 1"),
+        ({2: WINDOW}, "A key of the dict of patterns is 2, but must be a layer number from 0 to 1"),
         ({}, "at least one layer"),
-        ("fixed", "pattern is 'str'"),
-        ([WINDOW, None], "pattern of a layer is 'NoneType'"),
+        ("fixed", "pattern is of type str"),
+        ([WINDOW, None], "pattern of a layer is of type NoneType"),
     ],
 )
 def test_patterns_that_do_not_fit_are_refused(pattern: Any, words: str) -> None:
@@ -309,7 +309,7 @@ def test_the_config_gives_sparse_layers_their_pattern() -> None:
         ({}, 'attention="unidirectional"'),
         (
             {"mode": "local", "num_random_blocks": 2},
-            "num_random_blocks=2 cannot be used with.*Remove it, or use the mode variable or bigbird",
+            "num_random_blocks=2 cannot be used with.*Remove the key, or use the mode variable or bigbird",
         ),
         ({"mode": "fixed", "attention": "unidirectional", "num_local_blocks": 3, "num_global_blocks": 2}, "divisor"),
     ],
@@ -320,7 +320,9 @@ def test_a_section_that_does_not_fit_is_refused(section: dict[str, Any], words: 
 
 
 def test_a_model_without_a_place_for_it_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model for sparse attention is 'Sequential'.*SparseSelfAttention"):
+    with pytest.raises(
+        ValueError, match=r"cannot be applied to a model of the class Sequential\..*SparseSelfAttention"
+    ):
         initialized(nn.Sequential(nn.Linear(4, 4)), sparse_attention={"mode": "local"})
     initialized(nn.Sequential(nn.Linear(4, 4)), sparse_attention={"mode": "dense"}).destroy()
 
@@ -350,7 +352,7 @@ def test_padding_to_blocks() -> None:
     assert made.attention_mask.sum() == 42
     assert att.pad_to_block_size(7, ids).input_ids is ids
     assert att.unpad_sequence_output(0, ids) is ids
-    with pytest.raises(ValueError, match="input_ids, inputs_embeds"):
+    with pytest.raises(ValueError, match="input_ids and inputs_embeds are None"):
         att.pad_to_block_size(16)
     utils = att.SparseAttentionUtils.pad_to_block_size(16, ids, mask, None, None, None, 1, None)
     assert utils.pad_len == 11

@@ -202,7 +202,9 @@ def test_random_blocks_are_added_to_the_rest() -> None:
 def test_any_length_and_whole_blocks() -> None:
     pattern = FixedSparsityConfig(2)
     assert pattern.layout(100) == pattern.layout(112)
-    with pytest.raises(ValueError, match=r"seq_len is 100, but must be a multiple of block 16. For any other length"):
+    with pytest.raises(
+        ValueError, match=r"seq_len is 100, but must be a multiple of block, which is 16. For any other length"
+    ):
         pattern.make_layout(100)
     with pytest.raises(ValueError, match=r"Use layout\(\)"):
         LocalSlidingWindowSparsityConfig(2).make_layout(2**20)
@@ -244,11 +246,12 @@ def test_config_sections() -> None:
         ({"mode": ["fixed"]}, "sparse_attention.mode"),
         (
             {"mode": "fixed", "num_local_block": 4},
-            "sparse_attention.num_local_block=4 cannot be used with .*mode='fixed'.*Keys of this mode: block",
+            "sparse_attention.num_local_block=4 cannot be used with .*mode='fixed'.*Use only keys of this mode: block",
         ),
         (
             {"mode": "fixed", "num_random_blocks": 4},
-            "num_random_blocks=4 cannot be used with .*mode='fixed'.*Remove it, or use the mode variable or bigbird",
+            "num_random_blocks=4 cannot be used with .*mode='fixed'.*"
+            "Remove the key, or use the mode variable or bigbird",
         ),
         ({"mode": "local", "different_layout_per_head": True}, "different_layout_per_head=True cannot be used with"),
         ({"num_heads": 4}, "sparse_attention.num_heads"),
@@ -256,7 +259,7 @@ def test_config_sections() -> None:
         ({"block": 16.0}, "block is 16.0"),
         ({"attention": "causal"}, "attention is 'causal'"),
         ({"num_local_blocks": True}, "num_local_blocks is True"),
-        ({"num_local_blocks": 4, "num_global_blocks": 3}, "a divisor of num_local_blocks 4"),
+        ({"num_local_blocks": 4, "num_global_blocks": 3}, "a divisor of num_local_blocks, which is 4"),
         ({"num_different_global_patterns": 2}, "Set different_layout_per_head to true"),
         ({"num_different_global_patterns": 5, "different_layout_per_head": True}, "at most 4"),
         ({"different_layout_per_head": "yes"}, "different_layout_per_head is 'yes'"),
@@ -269,8 +272,11 @@ def test_config_sections() -> None:
         ({"mode": "variable", "local_window_blocks": 4}, "local_window_blocks is 4"),
         ({"mode": "variable", "local_window_blocks": [0]}, "local_window_blocks is 0"),
         ({"mode": "variable", "global_block_indices": [-1]}, "global_block_indices is -1"),
-        ({"mode": "variable", "global_block_end_indices": [1, 2]}, "one end for each"),
-        ({"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]}, "greater than it"),
+        ({"mode": "variable", "global_block_end_indices": [1, 2]}, "an end for each start"),
+        (
+            {"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
+            "greater than the start",
+        ),
         ({"mode": "bigbird", "num_sliding_window_blocks": 0}, "num_sliding_window_blocks is 0"),
         ({"seed": -1}, "seed is -1"),
     ],
@@ -285,5 +291,5 @@ def test_wrong_numbers() -> None:
         FixedSparsityConfig(0)
     with pytest.raises(ValueError, match="seq_len is 0"):
         FixedSparsityConfig(1).layout(0)
-    with pytest.raises(NotImplementedError, match="use one of the classes"):
+    with pytest.raises(NotImplementedError, match=r"defines no pattern\. Use a class"):
         SparsityConfig(1).layout(16)

@@ -219,14 +219,14 @@ def test_a_pattern_is_laid_out_for_the_length() -> None:
     ("options", "message"),
     [
         ({"backend": "cuda"}, "backend is 'cuda', but must be one of 'auto', 'triton', 'flex', 'torch'"),
-        ({"layout": "bigbird"}, "layout is 'str', but must be a Layout or a SparsityConfig"),
-        ({"dropuot": 0.1}, "the name of an option of sparse_attention is 'dropuot', but must be one of 'scale'"),
+        ({"layout": "bigbird"}, "layout is of type str, but must be a Layout or a SparsityConfig"),
+        ({"dropuot": 0.1}, "The name of an argument of sparse_attention is 'dropuot', but must be one of 'scale'"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         (
             {"backend": "triton"},
-            "q.device is 'cpu', but must be a CUDA device. Move the tensors, or use backend=\"torch\"",
+            "q.device is 'cpu', but must be a CUDA device. Move q, k and v to a GPU, or use backend=\"torch\"",
         ),
-        ({"backend": "flex"}, "block is 16, but must be 128. The kernels of flex use tiles of 128"),
+        ({"backend": "flex"}, 'block is 16, but must be 128 with backend="flex", whose kernels use tiles of this size'),
     ],
 )
 def test_mistakes_are_named(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 0.1}, "dropout is 0.1, but must be 0.0 with flex"),
+        ({"dropout": 0.1}, 'dropout is 0.1, but must be 0.0 with backend="flex"'),
         ({"bias": torch.zeros(256, 256, requires_grad=True)}, "bias.requires_grad is True"),
         ({"relative": torch.zeros(1, 511, requires_grad=True)}, "relative.requires_grad is True"),
         ({}, "q.device is 'cpu', but must be a CUDA device"),

@@ -311,10 +311,10 @@ def test_cards_go_by_their_size_too() -> None:
         ({"zero": 4}, "zero is 4"),
         ({"num_tp": 3}, "a divisor of the 32 attention heads"),
         ({"num_pp": 17}, "at most 16, the number of layers. Use fewer stages or chunks"),
-        ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with zbv"),
-        ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with 1f1b"),
+        ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with the schedule 'zbv'"),
+        ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with the schedule '1f1b'"),
         ({"schedule": "dfs"}, "schedule is 'dfs'"),
-        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "a multiple of 2, the number of rounds"),
+        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "in 2 equal rounds"),
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, object], words: str) -> None:

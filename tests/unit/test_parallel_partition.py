@@ -94,7 +94,7 @@ def test_methods(method: str, expected: tuple[int, ...]) -> None:
         ("best", FACTS, 2, "partition_method is 'best'"),
         ("type:Conv", FACTS, 2, "matches some of"),
         ("type:(", FACTS, 2, "a valid regular expression"),
-        ("profile", [LayerFacts("A", 1)], 1, "seconds of all 1 layers"),
+        ("profile", [LayerFacts("A", 1)], 1, "times of all 1 layers"),
         ("uniform", FACTS, 8, "at most 7, the number of layers"),
         ("parameters", FACTS, 8, "at most 7"),
         ("uniform", FACTS, 0, "a whole number >= 1"),

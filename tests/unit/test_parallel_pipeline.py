@@ -361,21 +361,25 @@ TIED = TiedLayerSpec("a", nn.Linear, 2, 2)
     [
         refused("at least one layer", [], 1),
         refused("Write LayerSpec", [nn.Linear], 1),
-        refused("layer 1 is 3", [LINEAR, 3], 1),
+        refused("Layer 1 is 3", [LINEAR, 3], 1),
         refused("Pass num_stages or a topology", [LINEAR]),
-        refused("with init_distributed", [LINEAR] * 2, 2),
+        refused(r"Call init_distributed\(\) first", [LINEAR] * 2, 2),
         refused("index is 2, but must be a number from 0 to 1", [LINEAR] * 2, 2, index=2),
         refused("at most 1, the number of layers", [LINEAR], 2, index=0),
         refused("at most 3, the number of layers", [LINEAR] * 3, 2, index=0, schedule="zbv"),
         refused("schedule is 'best'", [LINEAR], 1, schedule="best"),
         refused("num_chunks is 2, but must be 1", [LINEAR], 1, num_chunks=2),
-        refused("That is the size in the topology", [LINEAR] * 2, 2, ProcessTopology(["pipe"], [1])),
+        refused("the size of the axis 'pipe' in the topology", [LINEAR] * 2, 2, ProcessTopology(["pipe"], [1])),
         refused("a topology with an axis 'pipe'", [LINEAR], None, ProcessTopology(["data"], [1])),
         refused("activation_checkpoint_interval is -1", [LINEAR], 1, activation_checkpoint_interval=-1),
         refused("loss_fn is 3", [LINEAR], 1, loss_fn=3),
-        refused("layer_seconds is '2 numbers'", [LINEAR], 1, layer_seconds=[1, 2]),
-        refused("tied as 'a'", [TIED, TiedLayerSpec("a", nn.Embedding, 2, 2)], 1),
-        refused("tied_weight_attr of 'a'", [TIED, TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="gain")], 1),
+        refused("The length of layer_seconds is 2, but must be 1, one", [LINEAR], 1, layer_seconds=[1, 2]),
+        refused("tied with the key 'a'", [TIED, TiedLayerSpec("a", nn.Embedding, 2, 2)], 1),
+        refused(
+            "tied_weight_attr of the TiedLayerSpec 'a'",
+            [TIED, TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="gain")],
+            1,
+        ),
     ],
 )
 def test_refusals(message: str, args: Any, options: Any) -> None:
@@ -438,7 +442,7 @@ def test_a_layer_that_cannot_be_counted() -> None:
             super().__init__()
             self.scale = torch.ones(1).item()
 
-    with pytest.raises(ValueError, match="it cannot be built on the meta device"):
+    with pytest.raises(ValueError, match="this layer cannot be built on the meta device"):
         PipelineModule([LayerSpec(Stubborn)], 1)
     assert PipelineModule([LayerSpec(Stubborn)], 1, partition_method="uniform").num_stages == 1
 

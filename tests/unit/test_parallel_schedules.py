@@ -124,9 +124,9 @@ def test_lists_that_are_not_whole_are_refused() -> None:
     first = list(good.actions[0])
     for actions, words in (
         (first[:-1], "forward and one backward of stage 0, micro-batch 1"),
-        ([*first, first[0]], "listed once, for a micro-batch of the step"),
+        ([*first, first[0]], "listed once, with a micro-batch from 0 to 1"),
         ([first[2], *first[:2], first[3]], "listed after 0F0"),
-        ([*first[:-1], Action("B", 1, 1)], "of a stage of rank 0"),
+        ([*first[:-1], Action("B", 1, 1)], "An action of rank 0 is '1B1', but must be a stage of this rank"),
         ([*first[:-1], Action("X", 0, 1)], "F, B, I or W"),
         ([*first[:-1], Action("I", 0, 1)], "forward and one backward"),
     ):
@@ -140,11 +140,11 @@ def test_mistakes_are_named() -> None:
         (lambda: make_schedule("dfs", 2, 2), "'gpipe', '1f1b', 'interleaved', 'zbv'"),
         (
             lambda: interleaved(4, 9, 2),
-            "a multiple of 2, the number of rounds. A multiple of 4, the number of ranks, is always valid",
+            "in 2 equal rounds. Use a multiple of 4, the number of pipeline ranks.",
         ),
-        (lambda: interleaved(4, 8, 0), "the number of chunks of a rank is 0"),
-        (lambda: gpipe(0, 8), "the number of pipeline stages is 0"),
-        (lambda: zbv(2, 0), "the number of micro-batches is 0"),
+        (lambda: interleaved(4, 8, 0), "The number of chunks of a rank is 0"),
+        (lambda: gpipe(0, 8), "The number of pipeline stages is 0"),
+        (lambda: zbv(2, 0), "The number of micro-batches is 0"),
     ):
         with pytest.raises(ValueError, match="is") as raised:
             call()

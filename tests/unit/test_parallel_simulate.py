@@ -119,7 +119,7 @@ def test_lists_that_wait_in_a_circle_are_refused() -> None:
 
 
 def test_times_must_be_there_and_not_below_zero() -> None:
-    with pytest.raises(ValueError, match="one for each of 2 stages"):
+    with pytest.raises(ValueError, match="must be 2, one for each stage"):
         simulate(gpipe(2, 2), [StageTime(1, 1, 1)])
     with pytest.raises(ValueError, match=">= 0"):
         simulate(gpipe(1, 1), [StageTime(-1, 1, 1)])

@@ -18,7 +18,7 @@ REFUSED = {
     "partition_activations=True with tensor_parallel.sequence=True cannot be used with tensor": Combination(
         model=2, partition_activations=True, sequence=True
     ),
-    "an engine without an optimizer cannot be used with pipeline": Combination(pipe=2, has_optimizer=False),
+    "An engine without an optimizer cannot be used with pipeline": Combination(pipe=2, has_optimizer=False),
     "TwinOptimizer that was built before initialize cannot be used with tensor": Combination(
         model=2, own_optimizer=True
     ),

@@ -100,9 +100,13 @@ def test_the_formula_of_links_is_the_map_of_ranks(sizes: tuple[int, int, int], p
 @pytest.mark.parametrize(
     ("sizes", "world", "words"),
     [
-        ((4, 4, 2), 64, ["4 x 4 x 2 = 32", "must be equal to 64", "Set the data axis to 4"]),
+        (
+            (4, 4, 2),
+            64,
+            ["pipe x model x data = 4 x 4 x 2 is 32", "must be 64, the number of ranks", "Set the data axis to 4"],
+        ),
         ((3, 4, 2), 32, ["whose product divides 32"]),
-        ((0, 4, 2), 32, ["the number of pipeline stages is 0"]),
+        ((0, 4, 2), 32, ["The number of pipeline stages is 0"]),
     ],
 )
 def test_products_that_are_not_the_world(sizes: tuple[int, int, int], world: int, words: list[str]) -> None:
@@ -120,8 +124,8 @@ def test_mistakes_are_named() -> None:
         (lambda: topology.filter_match(expert=0), "axis is 'expert'"),
         (lambda: topology.get_coord(8), "rank is 8"),
         (lambda: ProcessTopology(["a", "a"], [1, 2]), "different names"),
-        (lambda: ProcessTopology(["a"], [0]), "size of axis a is 0"),
-        (lambda: map_ranks(1, 1, 1, per_node=0), "the number of GPUs in a machine is 0"),
+        (lambda: ProcessTopology(["a"], [0]), "size of the axis 'a' is 0"),
+        (lambda: map_ranks(1, 1, 1, per_node=0), "The number of GPUs in a machine is 0"),
     ):
         with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
             call()

@@ -91,7 +91,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
             raise invalid_value(
                 f"(dtype, device) of {name}",
                 (tensor.dtype, tensor.device),
-                f"that of q, {(q.dtype, q.device)}",
+                f"{(q.dtype, q.device)}, as for q",
                 f"Use {name}.to(q).",
             )
     if not q.is_floating_point():
@@ -99,12 +99,13 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
     sizes = sizes_of(q, k)
     if k.shape != v.shape or k.shape[0] != sizes.batch or k.shape[3] != sizes.head_dim:
         shapes = tuple(k.shape), tuple(v.shape)
-        raise invalid_value("(k.shape, v.shape)", shapes, f"[{sizes.batch}, heads, keys, {sizes.head_dim}] for both")
+        allowed = f"two equal shapes [{sizes.batch}, heads, keys, {sizes.head_dim}], with batch and head_dim of q"
+        raise invalid_value("(k.shape, v.shape)", shapes, allowed)
     if min(q.shape) < 1 or min(k.shape) < 1:
-        raise invalid_value("(q.shape, k.shape)", (tuple(q.shape), tuple(k.shape)), "without a dimension of size 0")
+        raise invalid_value("(q.shape, k.shape)", (tuple(q.shape), tuple(k.shape)), "shapes without a size 0")
     if sizes.num_heads % sizes.num_kv_heads:
         raise invalid_value(
-            "the number of heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q"
+            "The number of heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q"
         )
     _check_layout(layout, sizes, extras)
     _check_tensors(sizes, extras, q.device)
@@ -120,25 +121,27 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
 def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
     if layout.num_heads != sizes.num_heads:
         raise invalid_value(
-            "the number of heads of the layout",
+            "The number of heads of the layout",
             layout.num_heads,
-            [sizes.num_heads],
-            f"q has {sizes.num_heads} heads. Build the layout for as many.",
+            f"{sizes.num_heads}, the number of heads of q",
+            f"Build the layout for {sizes.num_heads} heads.",
         )
     if extras.q_start < 0:
         raise invalid_value("q_start", extras.q_start, "a whole number >= 0")
     end = extras.q_start + sizes.num_queries
     if layout.num_rows * layout.block < end:
         raise invalid_value(
-            "the number of block rows of the layout",
+            "The number of block rows of the layout",
             layout.num_rows,
             f"at least {-(-end // layout.block)}, for {end} query positions in blocks of {layout.block}",
+            "Build the layout for a longer sequence.",
         )
     if layout.num_cols * layout.block < sizes.num_keys:
         raise invalid_value(
-            "the number of block columns of the layout",
+            "The number of block columns of the layout",
             layout.num_cols,
             f"at least {-(-sizes.num_keys // layout.block)}, for {sizes.num_keys} keys in blocks of {layout.block}",
+            "Build the layout for a longer sequence.",
         )
 
 
@@ -154,16 +157,19 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
                 "torch.bool, with True for entries that are used" if is_bool else "a float dtype",
             )
         if tensor.device != device:
-            raise invalid_value(f"{name}.device", tensor.device, [device])
+            raise invalid_value(f"{name}.device", tensor.device, [device], f"Use {name}.to(q.device).")
     padding, relative = extras.key_padding, extras.relative
     if padding is not None and padding.shape != (sizes.batch, sizes.num_keys):
-        raise invalid_value("key_padding.shape", tuple(padding.shape), [(sizes.batch, sizes.num_keys)])
+        allowed = f"{(sizes.batch, sizes.num_keys)}, which is (batch, keys)"
+        raise invalid_value("key_padding.shape", tuple(padding.shape), allowed)
     for name, tensor in (("mask", extras.mask), ("bias", extras.bias)):
         if tensor is not None and not _broadcasts(tuple(tensor.shape), sizes.scores):
-            raise invalid_value(f"{name}.shape", tuple(tensor.shape), f"a shape that broadcasts to {sizes.scores}")
+            allowed = f"a shape that broadcasts to {sizes.scores}, which is (batch, heads, queries, keys)"
+            raise invalid_value(f"{name}.shape", tuple(tensor.shape), allowed)
     width = sizes.num_queries + sizes.num_keys - 1
     if relative is not None and tuple(relative.shape) not in ((1, width), (sizes.num_heads, width)):
-        raise invalid_value("relative.shape", tuple(relative.shape), [(1, width), (sizes.num_heads, width)])
+        allowed = f"{(sizes.num_heads, width)} or {(1, width)}, which is (heads or 1, queries + keys - 1)"
+        raise invalid_value("relative.shape", tuple(relative.shape), allowed)
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
@@ -193,7 +199,8 @@ def _mix(x: T) -> T:
 
 
 def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """The hash of each score, 0 to 2**32 - 1, as int64. heads = b * H + h. All arguments are int64 and broadcast."""
+    """The hash of each score, 0 to 2**32 - 1, as int64. `heads` has batch index * number of heads + head.
+    All arguments are int64 and broadcast."""
     head = _mix(heads * HEAD & WORD ^ seed_word(seed))
     row = _mix(queries * QUERY & WORD ^ head)
     return _mix(keys * KEY & WORD ^ row)

@@ -19,6 +19,7 @@ from twinflow.attention.layout import Layout
 from twinflow.errors import invalid_value
 
 BLOCK = 128
+WITH = 'with backend="flex"'
 REMEDY = 'Use backend="triton".'
 CACHED_MASKS = 8
 
@@ -28,7 +29,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Ten
     sizes = check_call(q, k, v, layout, extras)
     _refuse(layout, extras, sizes)
     if not q.is_cuda:
-        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Move the tensors, or use backend="torch".')
+        raise invalid_value(
+            "q.device", str(q.device), "a CUDA device", 'Move q, k and v to a GPU, or use backend="torch".'
+        )
     out: Tensor = _compiled()(
         q,
         k,
@@ -49,18 +52,18 @@ def _compiled() -> Callable[..., Any]:
 
 def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
     if layout.block != BLOCK:
-        raise invalid_value("block", layout.block, [BLOCK], f"The kernels of flex use tiles of {BLOCK}. {REMEDY}")
+        raise invalid_value("block", layout.block, f"{BLOCK} {WITH}, whose kernels use tiles of this size", REMEDY)
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
         lengths = (sizes.num_queries, sizes.num_keys)
-        raise invalid_value("(number of queries, number of keys)", lengths, f"multiples of {BLOCK} with flex", REMEDY)
+        raise invalid_value("(number of queries, number of keys)", lengths, f"two multiples of {BLOCK} {WITH}", REMEDY)
     if extras.q_start:
-        raise invalid_value("q_start", extras.q_start, "0 with flex", REMEDY)
+        raise invalid_value("q_start", extras.q_start, f"0 {WITH}", REMEDY)
     if extras.dropout:
-        raise invalid_value("dropout", extras.dropout, "0.0 with flex, which has no dropout", REMEDY)
+        raise invalid_value("dropout", extras.dropout, f"0.0 {WITH}, which has no dropout", REMEDY)
     for name in ("bias", "relative"):
         tensor = getattr(extras, name)
         if tensor is not None and tensor.requires_grad:
-            raise invalid_value(f"{name}.requires_grad", True, "False with flex", REMEDY)
+            raise invalid_value(f"{name}.requires_grad", True, f"False {WITH}", REMEDY)
 
 
 def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:

@@ -21,7 +21,7 @@ from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import MODES, DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
 from twinflow.attention.reference import block_attention
 from twinflow.attention.triton_attention import triton_attention
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
 CACHED_LAYOUTS = 32  # maximum number of layouts, for patterns that are passed to sparse_attention
@@ -45,15 +45,15 @@ def sparse_attention(
     known = [field.name for field in fields(Extras)]
     for name in extras:
         if name not in known:
-            raise invalid_value("the name of an option of sparse_attention", name, known)
+            raise invalid_value("The name of an argument of sparse_attention", name, known)
     if isinstance(layout, SparsityConfig):
         if q.dim() != 4 or k.dim() != 4:
             shapes = (tuple(q.shape), tuple(k.shape))
-            raise invalid_value("(q.shape, k.shape)", shapes, "[batch, heads, tokens, head_dim] for both")
+            raise invalid_value("(q.shape, k.shape)", shapes, "two shapes [batch, heads, tokens, head_dim]")
         length = max(k.shape[2], extras.get("q_start", 0) + q.shape[2])
         layout = _layout(layout, -(-length // layout.block) * layout.block)
     if not isinstance(layout, Layout):
-        raise invalid_value("layout", type(layout).__name__, "a Layout or a SparsityConfig")
+        raise ValueError(f"layout is of type {type(layout).__name__}, but must be a Layout or a SparsityConfig.")
     if backend == "auto":
         backend = "triton" if q.is_cuda else "torch"
     if backend == "torch":
@@ -88,7 +88,7 @@ class PatternAttention:
     ) -> None:
         if not isinstance(pattern, SparsityConfig):
             allowed = "a SparsityConfig, such as FixedSparsityConfig(num_heads=...)"
-            raise invalid_value("pattern", type(pattern).__name__, allowed)
+            raise ValueError(f"pattern is of type {type(pattern).__name__}, but must be {allowed}.")
         if backend not in BACKENDS:
             raise invalid_value("backend", backend, BACKENDS)
         if heads is not None and not 0 <= heads[0] < heads[1] <= pattern.num_heads:
@@ -111,19 +111,21 @@ class PatternAttention:
         is_causal: bool | None = None,
         **extras: Any,
     ) -> Tensor:
-        """Attention of q [B, H, nq, D] to k and v [B, Hkv, nk, D]. The queries have the last nq positions.
+        """Attention of q [batch, heads, queries, head_dim] to k and v [batch, kv_heads, keys, head_dim].
 
-        `is_causal`: whether the layer is causal. None means as in the pattern. The seed of dropout is drawn from
+        The queries have the last positions of the keys, as in generation with a cache.
+
+        `is_causal`: whether the layer is causal. With None, the pattern decides. The seed of dropout is drawn from
         torch's CPU generator, so that a layer that is recomputed in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)
         num_queries, num_keys = q.shape[2], k.shape[2]
         if num_queries > num_keys:
             raise invalid_value(
-                "the number of keys",
+                "The number of keys",
                 num_keys,
-                f"at least the number of queries, {num_queries}",
-                "The queries must be the last positions of the keys.",
+                f"at least {num_queries}, the number of queries",
+                "Pass the keys and values of all positions up to the last query.",
             )
         start = num_keys - num_queries
         causal = self.pattern.is_causal if is_causal is None else is_causal
@@ -158,18 +160,17 @@ class PatternAttention:
             return layout
         if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
             return layout.for_heads(0, num_heads)  # all heads have the same pattern
-        remedy = "Pass the range of the pattern's heads that the layer has: heads=(first, last + 1)."
-        raise invalid_value("the number of heads of q", num_heads, [layout.num_heads], remedy)
+        allowed = f"{layout.num_heads}, the number of heads of the pattern"
+        remedy = "If the layer has only some heads of the pattern, pass their range as heads=(first, last + 1)."
+        raise invalid_value("The number of heads of q", num_heads, allowed, remedy)
 
 
 def check_causal(pattern: SparsityConfig, is_causal: bool) -> None:
     """Raise ValueError for a pattern with which tokens of a decoder would see later tokens."""
     if is_causal and not pattern.is_causal and not isinstance(pattern, DenseSparsityConfig):
-        remedy = (
-            'In a decoder a token must not see later tokens. Build the pattern with attention="unidirectional" '
-            "(in JSON: sparse_attention.attention)."
-        )
-        raise invalid_value("pattern", f"{type(pattern).__name__}, bidirectional", "a unidirectional pattern", remedy)
+        remedy = 'Build the pattern with attention="unidirectional" (in JSON: sparse_attention.attention).'
+        reason = "a token of a decoder must not see later tokens"
+        raise incompatible(f"A bidirectional {type(pattern).__name__}", "a decoder", reason, remedy)
 
 
 def _laid_out(pattern: SparsityConfig, num_tokens: int, max_tokens: int) -> int:

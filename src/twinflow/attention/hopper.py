@@ -53,7 +53,8 @@ def run(
     name: str, own: Tensors, others: Tensors, results: Tensors, more: Sequence[Any], call: Call, plan: TilePlan
 ) -> None:
     """Launch a kernel: "forward", "query_gradients" or "key_gradients". It computes the rows of `results` that are not
-    cut, and the pieces of the others. `more`: the tensors of the kernel that are not divided into tiles.
+    cut, and the pieces of the rows that are cut (see tiles.py). `more`: the tensors of the kernel that
+    are not divided into tiles.
     """
     from twinflow.attention import kernels_hopper
 
@@ -128,7 +129,7 @@ def _swizzled(count: int, dtype: torch.dtype) -> Any:
 
 
 def _rows(tensor: Tensor) -> Rows:
-    """The rows of a tensor that plan_for has checked, or of an empty tensor like it."""
+    """The result of `rows_of`, which is not None because `plan_for` has checked the tensor."""
     rows = rows_of(tensor)
     assert rows is not None, (tensor.shape, tensor.stride())
     return rows

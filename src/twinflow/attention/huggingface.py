@@ -1,7 +1,7 @@
 """Sparse attention for the attention interface of transformers.
 
 transformers looks up two functions by the name of an implementation: the attention itself, and a function that creates
-the mask of a whole forward. The mask function of this module returns only the padding, as [B, keys], instead of a
+the mask of a whole forward. The mask function of this module returns only the padding, as [batch, keys], instead of a
 square mask. Causality is part of the layout. This module uses transformers only if the user's model has imported it.
 """
 
@@ -17,17 +17,21 @@ from torch import Tensor, nn
 
 from twinflow.attention.function import PatternAttention, check_causal
 from twinflow.attention.patterns import SparsityConfig
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 
 _BEFORE = "_twinflow_attention_before"  # attribute of a model: its previous implementation, and the handle of our hook
 _NEEDS = ("AttentionInterface", "AttentionMaskInterface")
+_REBUILD = "Build the model with twinflow.attention.SparseSelfAttention."
 # Arguments of an attention that change its result and are not supported here.
-_REFUSED = {
-    "output_attentions": "Probabilities are never stored. To read them, use unsparsify() and eager attention.",
-    "softcap": "Sparse attention does not cap scores.",
-    "s_aux": "Sparse attention has no attention sinks.",
-    "position_bias": "Sparse attention does not support a position bias of the model.",
-    "sliding_window": "The pattern defines the window. Set the model's sliding_window to None.",
+_REFUSED = {  # argument -> (reason, remedy)
+    "output_attentions": (
+        "the probabilities are never stored",
+        "To read the probabilities, use unsparsify() and eager attention.",
+    ),
+    "softcap": ("the kernels do not cap scores", "Use a model without a softcap."),
+    "s_aux": ("the kernels have no attention sinks", "Use a model without attention sinks."),
+    "position_bias": ("the kernels do not add a position bias of the model", "Use a model without a position bias."),
+    "sliding_window": ("the pattern defines the window", "Set sliding_window to None in the model's config."),
 }
 
 
@@ -50,7 +54,7 @@ def num_heads_of(model: Any) -> int:
     """Number of query heads of a model of transformers."""
     count = getattr(model.config, "num_attention_heads", None)
     if not isinstance(count, int):
-        remedy = "Apply sparse attention to the part of the model that has the text layers."
+        remedy = "Call twinflow.attention.sparsify for the submodule that has the text layers."
         raise invalid_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
     return count
 
@@ -72,12 +76,8 @@ def sparse_transformers(
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        raise invalid_value(
-            "model",
-            type(model).__name__,
-            "a model whose attention can be replaced",
-            "Its set_attn_implementation() had no effect.",
-        )
+        reason = "its set_attn_implementation() had no effect"
+        raise _not_applicable(type(model).__name__, reason, _REBUILD)
     if not hasattr(model, _BEFORE):
         setattr(model, _BEFORE, (before, model.register_forward_pre_hook(_refuse_outputs, with_kwargs=True)))
 
@@ -99,7 +99,11 @@ def _refuse_outputs(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 
 def _refusal(name: str, value: object) -> ValueError:
     shown = "a tensor" if isinstance(value, Tensor) else value
-    return invalid_value(name, shown, "unset with sparse attention", _REFUSED[name])
+    return incompatible(f"{name}={shown}", "sparse attention", *_REFUSED[name])
+
+
+def _not_applicable(model: str, reason: str, remedy: str) -> ValueError:
+    return ValueError(f"Sparse attention cannot be applied to {model}, because {reason}. {remedy}")
 
 
 def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
@@ -109,17 +113,16 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
         version = getattr(transformers, "__version__", "unknown")
         raise invalid_value(
-            "transformers",
+            "The version of transformers",
             version,
             f"a version with {' and '.join(_NEEDS)}",
-            'Install it with: pip install "transformers>=5"',
+            'Run `pip install "transformers>=5"`.',
         )
     if not model._can_set_attn_implementation():
-        remedy = "Its layers compute attention themselves. Build it with twinflow.attention.SparseSelfAttention."
-        raise invalid_value("model", name, "one whose layers use transformers' attention interface", remedy)
+        raise _not_applicable(name, "its layers do not use transformers' attention interface", _REBUILD)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        remedy = "Patterns are for self-attention, and not for attention from a decoder to an encoder."
-        raise invalid_value("model", name, "an encoder-only or a decoder-only model", remedy)
+        reason = "patterns are for self-attention, and not for attention from a decoder to an encoder"
+        raise _not_applicable(name, reason, "Use an encoder-only or a decoder-only model.")
     if getattr(config, "output_attentions", False):
         raise _refusal("output_attentions", True)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
@@ -127,8 +130,8 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
     is_windowed = window is not None and getattr(config, "use_sliding_window", True)
     if kinds or (is_windowed and not getattr(config, "layer_types", None)):
         what = f"{name} with {', '.join(sorted(kinds)) or f'sliding_window {window}'}"
-        remedy = "Set sliding_window to None, and use LocalSlidingWindowSparsityConfig."
-        raise invalid_value("model", what, "a model with full attention in all layers", remedy)
+        remedy = "Set sliding_window to None in the model's config, and use LocalSlidingWindowSparsityConfig."
+        raise _not_applicable(what, "all layers must have full attention", remedy)
     is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
     for pattern in patterns:
         check_causal(pattern, is_causal)
@@ -153,7 +156,10 @@ class TransformersAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of query [B, H, nq, D] to key and value [B, Hkv, nk, D]. Returns [B, nq, H, D] and None."""
+        """Attention of query [batch, heads, queries, head_dim] to key and value [batch, kv_heads, keys, head_dim].
+
+        Returns the result as [batch, queries, heads, head_dim], and None in place of the probabilities.
+        """
         for name in _REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise _refusal(name, kwargs[name])
@@ -168,8 +174,9 @@ class TransformersAttention:
             return self.layers[0]
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer >= len(self.layers):
+            allowed = f"a layer number from 0 to {len(self.layers) - 1}"
             remedy = "Use one pattern for all layers."
-            raise invalid_value(f"{type(module).__name__}.layer_idx", layer, f"0 to {len(self.layers) - 1}", remedy)
+            raise invalid_value(f"{type(module).__name__}.layer_idx", layer, allowed, remedy)
         return self.layers[layer]
 
 
@@ -183,16 +190,19 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function that transformers calls once per forward. Returns the padding as bool [B, keys], with True for
-    tokens that are used, or None if there is no padding.
+    """The mask function that transformers calls once per forward. Returns the padding as bool [batch, keys], with True
+    for tokens that are used, or None if there is no padding.
 
-    If there is more than causality and padding (for instance packed sequences), transformers makes a square mask.
+    If the mask has more than causality and padding (for instance packed sequences), a square mask of transformers is
+    returned.
     """
     masking = sys.modules["transformers.masking_utils"]
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
-        what = f"a cache of {kv_length} keys from {kv_offset}, queries from {q_offset}"
-        remedy = "Do not set cache_implementation. The default dynamic cache ends with the queries."
-        raise invalid_value("cache with sparse attention", what, "a cache that ends with the queries", remedy)
+        raise ValueError(
+            f"The cache has {kv_length} keys from position {kv_offset}, and the {q_length} queries start at position "
+            f"{q_offset}. With sparse attention, the first key must be at position 0 and the last key at the position "
+            "of the last query. Remove cache_implementation, because the default dynamic cache has this form."
+        )
     if mask_function not in (masking.causal_mask_function, masking.bidirectional_mask_function):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         square: Tensor = masking.sdpa_mask(
@@ -211,7 +221,9 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
     if mask.dim() == 2:
         return {"key_padding": mask[:, :num_keys] != 0}
     if mask.dim() != 4:
-        raise invalid_value("attention_mask.shape", tuple(mask.shape), "[B, keys] or [B, heads or 1, queries, keys]")
+        raise invalid_value(
+            "attention_mask.shape", tuple(mask.shape), "[batch, keys] or [batch, heads or 1, queries, keys]"
+        )
     mask = mask[..., :num_keys]
     if mask.is_floating_point():
         removed = mask <= torch.finfo(mask.dtype).min / 2

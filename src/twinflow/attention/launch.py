@@ -143,7 +143,7 @@ class Call:
         return group if is_shared else 1
 
     def work(self, by_keys: bool) -> Work:
-        """The description of the grid for plans."""
+        """The heads, the batch size and the limits from which `tile_plan` computes a plan."""
         in_program = self.in_program if by_keys else 1
         heads = self.layout.head_to_pattern[::in_program]
         return Work(heads, self.sizes.batch, in_program, self.tunings.min_piece)

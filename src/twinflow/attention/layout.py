@@ -27,7 +27,7 @@ PairTest = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The kept blocks of scores. Rows are blocks of queries, and columns are blocks of keys.
+    """The kept blocks of scores. Rows are blocks of `block` queries, and columns are blocks of `block` keys.
 
     The tensors must not be changed. Positions count from zero on both axes: row r has the queries from position r *
     block, and column c has the keys from position c * block.
@@ -92,7 +92,7 @@ class Layout:
         return torch.repeat_interleave(torch.arange(self.num_rows, dtype=torch.int32), lengths)
 
     def corner(self, num_blocks: int, is_causal: bool) -> Layout:
-        """The first rows and columns of a square layout, made causal if `is_causal`."""
+        """The first `num_blocks` rows and columns of a square layout. With `is_causal`, later keys are dropped."""
         if self.num_rows == num_blocks and self.is_causal == is_causal:
             return self
         flats = []
@@ -120,10 +120,10 @@ class Layout:
         if numel > DENSE_LIMIT:
             shape = (self.num_heads, self.num_rows, self.num_cols)
             raise invalid_value(
-                "shape of the layout",
+                "The shape of the grid",
                 shape,
                 f"a shape with at most {DENSE_LIMIT} entries",
-                "Use rows_of() and cols_of().",
+                "Use rows_of() and cols_of(), which return only the kept blocks.",
             )
         patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
         for pattern in range(self.num_patterns):
@@ -131,7 +131,7 @@ class Layout:
         return patterns[list(self.head_to_pattern)]
 
     def for_heads(self, start: int, stop: int) -> Layout:
-        """The layout of the heads start to stop, for a rank that has only these heads."""
+        """The layout of the heads from `start` to `stop` (exclusive), for a rank that has only these heads."""
         if not 0 <= start < stop <= self.num_heads:
             raise invalid_value(
                 "heads", (start, stop), f"a range (first, last + 1) of the {self.num_heads} heads of the layout"
@@ -168,7 +168,8 @@ def from_flat(
     _check_shape(block, num_rows, num_cols)
     heads = tuple(range(len(flats))) if head_to_pattern is None else tuple(int(p) for p in head_to_pattern)
     if not heads or any(not 0 <= pattern < len(flats) for pattern in heads):
-        raise invalid_value("head_to_pattern", heads, f"at least one head, each with a pattern below {len(flats)}")
+        allowed = f"a list with at least one entry, each a pattern number >= 0 and < {len(flats)}"
+        raise invalid_value("head_to_pattern", heads, allowed)
     found: dict[bytes, int] = {}
     kept: list[Tensor] = []
     counts: list[Tensor] = []
@@ -196,15 +197,17 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. `num_heads` heads may use one grid."""
+    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid is used for all
+    `num_heads` heads.
+    """
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
         raise invalid_value("grid.shape", tuple(grid.shape), "[heads, rows, cols] or [rows, cols]")
     if grid.is_floating_point() or grid.is_complex():
-        raise invalid_value("grid.dtype", grid.dtype, "bool or an integer dtype")
+        raise invalid_value("grid.dtype", grid.dtype, "bool or an integer dtype", "Pass grid != 0.")
     if num_heads is not None and grid.shape[0] not in (1, num_heads):
-        raise invalid_value("the number of grids", grid.shape[0], f"1 or num_heads, {num_heads}")
+        raise invalid_value("grid.shape[0]", grid.shape[0], f"1 or num_heads, which is {num_heads}")
     flats = [head.detach().cpu().reshape(-1).nonzero()[:, 0] for head in grid]
     heads = [0] * num_heads if num_heads is not None and len(flats) == 1 else None
     return from_flat(flats, grid.shape[1], grid.shape[2], block, is_causal=is_causal, head_to_pattern=heads)
@@ -234,7 +237,7 @@ def from_csr(
             "row_starts does not fit cols. The offsets of all patterns, one pattern after the other, must ascend "
             f"from 0 to the length of cols, which is {cols.numel()}."
         )
-    _check_range("cols", cols, num_cols)
+    _check_range("An entry of cols", cols, num_cols)
     num_rows = starts.shape[1] - 1
     rows = torch.arange(num_rows).repeat(starts.shape[0])
     flat = torch.repeat_interleave(rows, starts.diff(dim=1).reshape(-1)) * num_cols + cols
@@ -253,7 +256,10 @@ def from_rows(
     """A layout from lists. There is one list per pattern, with one tensor of columns per row."""
     sizes = {len(rows) for rows in patterns}
     if len(sizes) != 1 or 0 in sizes:
-        raise invalid_value("the set of row counts of the patterns", sorted(sizes), "one number >= 1 for all patterns")
+        raise ValueError(
+            f"The patterns have the numbers of rows {sorted(sizes)}, but all patterns must have the same number of "
+            "rows. There must be at least one pattern and one row."
+        )
     counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
     cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])
     return from_csr(_starts(counts), cols, num_cols, block, is_causal=is_causal, head_to_pattern=head_to_pattern)
@@ -298,7 +304,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _sorted_unique(flat: Tensor, size: int) -> Tensor:
-    _check_range("block index", flat, size)
+    _check_range("A block index (row * num_cols + col)", flat, size)
     flat = torch.from_numpy(np.sort(flat.cpu().numpy()))  # torch's sort would also allocate the indices
     is_first = torch.ones_like(flat, dtype=torch.bool)
     is_first[1:] = flat[1:] != flat[:-1]
@@ -309,7 +315,7 @@ def _check_range(name: str, values: Tensor, size: int) -> None:
     if values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise invalid_value(name, low if low < 0 else high, f"0 to {size - 1}")
+            raise invalid_value(name, low if low < 0 else high, f"a number from 0 to {size - 1}")
 
 
 def check_block(block: object) -> None:
@@ -321,6 +327,6 @@ def check_block(block: object) -> None:
 def _check_shape(block: int, num_rows: int, num_cols: int) -> None:
     check_block(block)
     if num_rows < 1 or num_cols < 1:
-        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "at least (1, 1)")
+        raise invalid_value("(rows, columns) of the layout", (num_rows, num_cols), "at least (1, 1)")
     if num_cols >= 2**31 or num_rows >= 2**31:
-        raise invalid_value("rows and columns of the layout", (num_rows, num_cols), "less than 2**31 each")
+        raise invalid_value("(rows, columns) of the layout", (num_rows, num_cols), "a pair of numbers < 2**31")

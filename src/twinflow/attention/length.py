@@ -38,11 +38,11 @@ def pad_to_block_size(
 
     A mask is created if there is padding and no mask was given. Embeddings are padded with the embedding of the padding
     token if `model_embeddings` is given, and with zeros otherwise. The attention of this package accepts any length.
-    This function is for models and kernels that do not.
+    This function is for models and kernels that need whole blocks.
     """
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None:
-        raise invalid_value("(input_ids, inputs_embeds)", (None, None), "a pair with at least one tensor")
+        raise ValueError("input_ids and inputs_embeds are None, but one of them must be a tensor. Pass input_ids.")
     if block_size < 1:
         raise invalid_value("block_size", block_size, "a whole number >= 1")
     batch, tokens = given.shape[:2]
@@ -76,7 +76,7 @@ def _pad_embeds(embeds: Tensor, pad_len: int, pad_token_id: int, model_embedding
 
 
 def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-    """Remove the padding from an output [B, tokens, ...]."""
+    """Remove the last `pad_len` tokens from an output [batch, tokens, ...]."""
     return sequence_output[:, :-pad_len] if pad_len else sequence_output
 
 
@@ -103,8 +103,11 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
         _extend_buffers(holder, max_position + offset)
     if not holders:
         if not any("rotary" in type(part).__name__.lower() for part in model.modules()):
-            allowed = "one with position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions"
-            raise invalid_value("model", type(model).__name__, allowed, "Extend its position embedding yourself.")
+            raise ValueError(
+                f"The positions of a {type(model).__name__} cannot be extended. The model must have "
+                "position_embeddings (BERT, RoBERTa), wpe (GPT-2) or rotary positions. Extend the position embedding "
+                "of the model yourself."
+            )
         if max_position < known:
             raise invalid_value("max_position", max_position, f"at least {known}, which the model already supports")
     config.max_position_embeddings = max_position + offset

@@ -19,8 +19,8 @@ REMOVED = -1e4  # a value of an additive mask that is not greater than this one 
 class SparseSelfAttention(nn.Module):
     """Self-attention over the blocks that a pattern keeps.
 
-    Layouts are cached per instance, so that layers with different patterns do not share one. A sequence that is shorter
-    than `max_seq_length` uses the corner of the layout for `max_seq_length`.
+    Layouts are cached per instance. A sequence that is shorter than `max_seq_length` uses the top left corner of the
+    layout for `max_seq_length`.
     """
 
     def __init__(
@@ -66,19 +66,23 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Self-attention of query, key and value [B, H, L, D] in any float dtype. Returns a tensor of the same shape.
+        """Self-attention of query, key and value [batch, heads, tokens, head_dim] in any float dtype. The result has
+        the shape of query.
 
-        `rpe` broadcasts to [B, H, L, L], is added to the scaled scores, and gets a gradient if it requires one.
-        `key_padding_mask` is [B, L] (further dimensions of size one are removed), and `attn_mask` is [L, L]. In mode
-        "add" a mask is added to the scores, with 0 for tokens that are used. In mode "mul" it is 1 for tokens that are
-        used and 0 for others.
+        `rpe` (relative position embedding) broadcasts to [batch, heads, tokens, tokens], is added to the scaled scores,
+        and gets a gradient if it requires one. `key_padding_mask` is [batch, tokens] (further dimensions of size one
+        are removed), and `attn_mask` is [tokens, tokens]. In mode "add" a mask is added to the scores, with 0 for
+        tokens that are used. In mode "mul" a mask is 1 for tokens that are used and 0 for others.
         """
         num_tokens = self._length(query.shape[2])
         if key.shape != query.shape and key.shape == query.transpose(-1, -2).shape:
             key = key.transpose(-1, -2)  # DeepSpeed also accepts a transposed key
         if key.shape != query.shape or value.shape != query.shape:
-            shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-            raise invalid_value("shapes of query, key and value", shapes, "equal, because this is self-attention")
+            shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            raise ValueError(
+                f"query, key and value have the shapes {shapes}, but must have equal shapes, because this is "
+                "self-attention. For other shapes, use twinflow.attention.sparse_attention."
+            )
         extras: dict[str, Any] = {}
         biases = [] if rpe is None else [rpe]
         if attn_mask is not None:
@@ -103,7 +107,8 @@ class SparseSelfAttention(nn.Module):
     def _length(self, seq_len: int) -> int:
         if seq_len > self.max_seq_length:
             remedy = "Build SparseSelfAttention with a larger max_seq_length."
-            raise invalid_value("sequence length", seq_len, f"at most max_seq_length {self.max_seq_length}", remedy)
+            allowed = f"at most max_seq_length, which is {self.max_seq_length}"
+            raise invalid_value("The sequence length", seq_len, allowed, remedy)
         return seq_len
 
 
@@ -118,7 +123,8 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         if hidden % heads:
-            raise invalid_value("hidden_size", hidden, f"a multiple of num_attention_heads, which is {heads}")
+            allowed = f"a multiple of config.num_attention_heads, which is {heads}"
+            raise invalid_value("config.hidden_size", hidden, allowed)
         pattern = FixedSparsityConfig(num_heads=heads) if sparsity_config is None else sparsity_config
         if pattern.num_heads != heads:
             remedy = f"Build sparsity_config with num_heads={heads}, which is config.num_attention_heads."
@@ -132,8 +138,8 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(pattern, max_seq_length=longest, backend=backend)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Self-attention from [B, L, hidden] to [B, L, hidden]. The mask is additive [B, 1, 1, L] as in BERT, or a bool
-        or integer mask [B, L] with 1 for tokens that are used.
+        """Self-attention from [batch, tokens, hidden] to [batch, tokens, hidden]. The mask is additive
+        [batch, 1, 1, tokens] as in BERT, or a bool or integer mask [batch, tokens] with 1 for tokens that are used.
         """
         batch, tokens, hidden = hidden_states.shape
         heads = batch, tokens, self.num_attention_heads, self.attention_head_size
@@ -151,15 +157,16 @@ def _as_2d(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
     found, wanted = ([size for size in sizes if size != 1] for sizes in (mask.shape, shape))
     if found != wanted or mask.dim() < 2:
         raise invalid_value(
-            f"{name}.shape", tuple(mask.shape), f"{list(shape)}, optionally with further dimensions of size one"
+            f"{name}.shape", tuple(mask.shape), f"{shape}, optionally with further dimensions of size one"
         )
     return mask.reshape(shape)
 
 
 def _additive(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
-        remedy = f'A mask of 0 and 1 needs {name}_mode="mul".'
-        raise invalid_value(f"{name}.dtype", mask.dtype, "a float dtype, because it is added to the scores", remedy)
+        remedy = f'For a mask of 0 and 1, build SparseSelfAttention with {name}_mode="mul".'
+        allowed = "a float dtype, because the mask is added to the scores"
+        raise invalid_value(f"{name}.dtype", mask.dtype, allowed, remedy)
     return mask
 
 

@@ -69,11 +69,11 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
         counts |= {num_heads_of(part) for part in transformers_models(model)}
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
     if len(counts) > 1:
-        remedy = (
-            "Remove sparse_attention from the config, and call twinflow.attention.sparsify with a pattern per layer."
-        )
-        raise invalid_value(
-            "the set of head counts of the model's layers", sorted(counts), "the same number in all layers", remedy
+        numbers = " or ".join(map(str, sorted(counts)))
+        raise ValueError(
+            f"The layers of the model have {numbers} heads, but sparse_attention in the config needs the same number "
+            "of heads in all layers. Remove sparse_attention from the config, and call twinflow.attention.sparsify "
+            "with a pattern per layer."
         )
     if not counts and not is_dense:
         raise _nothing_to_change(model)
@@ -111,18 +111,19 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if num_layers and len(pattern) != num_layers:
             raise invalid_value(
-                "the number of patterns", len(pattern), f"{num_layers}, one for each layer of the model"
+                "The number of patterns", len(pattern), f"{num_layers}, one for each layer of the model"
             )
         patterns = list(pattern)[:num_layers]
     else:
         allowed = "a SparsityConfig, a list of them, or a dict from layer to SparsityConfig"
-        raise invalid_value("pattern", type(pattern).__name__, allowed)
+        raise ValueError(f"pattern is of type {type(pattern).__name__}, but must be {allowed}.")
     for its, count in zip(patterns, num_heads, strict=True):
         if not isinstance(its, SparsityConfig):
-            raise invalid_value("pattern of a layer", type(its).__name__, "a SparsityConfig")
+            raise ValueError(f"The pattern of a layer is of type {type(its).__name__}, but must be a SparsityConfig.")
         if its.num_heads != count:
+            allowed = f"{count}, the number of heads of the layer"
             raise invalid_value(
-                "pattern.num_heads", its.num_heads, [count], f"Build the pattern with num_heads={count}."
+                "pattern.num_heads", its.num_heads, allowed, f"Build the pattern with num_heads={count}."
             )
     return patterns
 
@@ -130,7 +131,7 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
 def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[SparsityConfig]:
     for layer in patterns:
         if num_layers and layer not in range(num_layers):
-            raise invalid_value("a layer in the dict of patterns", layer, f"0 to {num_layers - 1}")
+            raise invalid_value("A key of the dict of patterns", layer, f"a layer number from 0 to {num_layers - 1}")
     if not patterns:
         raise invalid_value("pattern", patterns, "a dict with at least one layer and its pattern")
     some = next(iter(patterns.values()))
@@ -139,11 +140,8 @@ def _filled(patterns: Mapping[int, SparsityConfig], num_layers: int) -> list[Spa
 
 
 def _nothing_to_change(model: nn.Module) -> ValueError:
-    allowed = (
-        "a model of transformers, one with layers that have num_heads and set_attention(fn), or one with "
-        "SparseSelfAttention in it"
+    return ValueError(
+        f"Sparse attention cannot be applied to a model of the class {type(model).__name__}. The model must be a model "
+        "of transformers, have layers with num_heads and set_attention(fn), or contain SparseSelfAttention. Build the "
+        "model with twinflow.attention.SparseSelfAttention."
     )
-    remedy = (
-        "The attention of other layers cannot be replaced. Build the model with twinflow.attention.SparseSelfAttention."
-    )
-    return invalid_value("model for sparse attention", type(model).__name__, allowed, remedy)

@@ -25,7 +25,8 @@ KEPT_LIMIT = 2**30
 @dataclass(frozen=True)
 class SparsityConfig:
     """Base class of all patterns: number of heads, block size, whether heads differ, and the seed of random blocks.
-    Raises ValueError for invalid arguments.
+
+    A pattern keeps or drops blocks of `block` queries x `block` keys. Raises ValueError for invalid arguments.
     """
 
     num_heads: int
@@ -50,7 +51,7 @@ class SparsityConfig:
             raise incompatible(
                 "horizontal_global_attention=True",
                 f"attention={attention!r}",
-                "global rows would see later tokens",
+                "the tokens of global blocks would see later tokens",
                 "Set horizontal_global_attention to false.",
             )
         self._freeze_lists()
@@ -69,7 +70,9 @@ class SparsityConfig:
             object.__setattr__(self, name, tuple(values))
         starts, ends = getattr(self, "global_block_indices", ()), getattr(self, "global_block_end_indices", None)
         if ends is not None and (len(ends) != len(starts) or any(a >= b for a, b in zip(starts, ends, strict=True))):
-            allowed = f"a list with one end for each of {list(starts)}, each greater than its start"
+            allowed = (
+                f"a list with an end for each start in global_block_indices {list(starts)}, greater than the start"
+            )
             raise invalid_value("global_block_end_indices", ends, allowed)
 
     @property
@@ -94,12 +97,11 @@ class SparsityConfig:
         check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
             raise invalid_value(
-                "seq_len", seq_len, f"a multiple of block {self.block}", "For any other length, use layout()."
+                "seq_len", seq_len, f"a multiple of block, which is {self.block}", "For any other length, use layout()."
             )
         if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
-            raise invalid_value(
-                "seq_len", seq_len, f"small enough for a grid of {DENSE_LIMIT} entries", "Use layout()."
-            )
+            allowed = f"so small that the grid has at most {DENSE_LIMIT} entries"
+            raise invalid_value("seq_len", seq_len, allowed, "Use layout(), which stores only the kept blocks.")
         return self.layout(seq_len).to_dense().to(torch.int64)
 
     def _num_variants(self) -> int:
@@ -109,7 +111,7 @@ class SparsityConfig:
 
     def _flat(self, num_blocks: int, variant: int, generator: torch.Generator) -> Tensor:
         """Kept blocks as row * num_blocks + col. Order and duplicates do not matter."""
-        raise NotImplementedError(f"{type(self).__name__} is not a pattern, use one of the classes derived from it")
+        raise NotImplementedError(f"{type(self).__name__} defines no pattern. Use a class such as FixedSparsityConfig.")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class FixedSparsityConfig(SparsityConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_local_blocks % self.num_global_blocks:
-            allowed = f"a divisor of num_local_blocks {self.num_local_blocks}"
+            allowed = f"a divisor of num_local_blocks, which is {self.num_local_blocks}"
             raise invalid_value("num_global_blocks", self.num_global_blocks, allowed)
         num_different = self.num_different_global_patterns
         if num_different > 1 and not self.different_layout_per_head:
@@ -150,9 +152,8 @@ class FixedSparsityConfig(SparsityConfig):
             )
         most = self.num_local_blocks // self.num_global_blocks
         if num_different > most:
-            raise invalid_value(
-                "num_different_global_patterns", num_different, f"at most {most}, the number that fits into a window"
-            )
+            allowed = f"at most {most}, which is num_local_blocks // num_global_blocks"
+            raise invalid_value("num_different_global_patterns", num_different, allowed)
 
     def _num_variants(self) -> int:
         return self.num_different_global_patterns
@@ -278,9 +279,9 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
         if key not in takes[mode]:
             others = [name for name, keys in takes.items() if key in keys]
             remedy = (
-                f"Remove it, or use the mode {' or '.join(others)}."
+                f"Remove the key, or use the mode {' or '.join(others)}."
                 if others
-                else f"Keys of this mode: {', '.join(takes[mode])}."
+                else f"Use only keys of this mode: {', '.join(takes[mode])}."
             )
             option = f"sparse_attention.{key}={value!r}"
             raise incompatible(option, f"sparse_attention.mode={mode!r}", "this mode has no such key", remedy)
@@ -357,5 +358,5 @@ def check_count(name: str, value: object, least: int) -> None:
 
 def _check_kept(num_kept: int) -> None:
     if num_kept > KEPT_LIMIT:
-        allowed = f"at most {KEPT_LIMIT} per pattern"
-        raise invalid_value("number of kept blocks", num_kept, allowed, "Use a larger block or a sparser pattern.")
+        remedy = "Use a larger block or a sparser pattern."
+        raise invalid_value("The number of kept blocks of a pattern", num_kept, f"at most {KEPT_LIMIT}", remedy)

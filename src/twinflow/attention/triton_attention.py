@@ -53,7 +53,9 @@ def triton_attention(
     if sizes.head_dim > MAX_HEAD_DIM:
         raise invalid_value("head_dim", sizes.head_dim, f"at most {MAX_HEAD_DIM}", 'Use backend="torch".')
     if not q.is_cuda and not is_interpreting():
-        raise invalid_value("q.device", str(q.device), "a CUDA device", 'Move the tensors, or use backend="torch".')
+        raise invalid_value(
+            "q.device", str(q.device), "a CUDA device", 'Move q, k and v to a GPU, or use backend="torch".'
+        )
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings or tunings_for(sizes.head_dim, q.dtype))
     out: Tensor = _TritonAttention.apply(q, k, v, extras.bias, extras.relative, call)  # type: ignore[no-untyped-call]
     return out

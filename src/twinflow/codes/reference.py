@@ -3,10 +3,10 @@
 `encode` packs c = (base_factor * base + factor * values) * 2**k + error. It stores the rounding error, c minus the
 decoded codes, in `error`. `mean` computes the mean of rows that several ranks have packed. `decode` unpacks rows.
 
-`exponents` has k + 127 for each element, which is the exponent field of the fp32 number 2**k. It is 0 for elements that
-are left out: these are decoded as zero and do not affect a scale. The factors 2**k bring numbers of very different
+`exponents` has k + 127 for each element, which is the exponent field of the fp32 number 2**k. It is 0 for excluded
+elements, which are decoded as zero and do not affect a scale. The factors 2**k bring numbers of very different
 magnitudes to about the same magnitude before they share a scale. Multiplying by a power of two adds no rounding error.
-If `is_scaled` is false, `exponents` only tells which elements are left out.
+If `is_scaled` is false, `exponents` only tells which elements are excluded.
 
 All arithmetic is fp32, and each operation is rounded. The scale of the 1-bit code is defined by this order of
 summation: the magnitudes of a block are summed in 64 lanes, each lane in order, and the lanes are then added in halves.

@@ -247,7 +247,7 @@ def _unpacked(codes, scale, start, numel, BITS: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _without_exponents(x, pointers, mask, IS_SCALED: tl.constexpr):
-    """`x` divided by the powers of two, with zeros for elements that are left out, and the mask of the others."""
+    """`x` divided by the powers of two, with zeros for excluded elements (exponent 0), and a mask of the others."""
     exponent = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     if IS_SCALED:
         x = x * value((254 - exponent) << 23)

@@ -31,7 +31,7 @@ _MASTERS = {"split": torch.int16, "fp16": torch.float32}
 
 
 class Piece(NamedTuple):
-    """One slice of a bucket."""
+    """A slice of a bucket (a group of parameters with flat buffers) that belongs to one parameter."""
 
     # flat weight that the update writes: bf16 (upper halves of a split master), fp16, or fp32 (the master)
     weight: Tensor
@@ -43,7 +43,8 @@ class Piece(NamedTuple):
 class Rows:
     """A table in host memory, page-locked for a GPU, with one row of numbers for each piece of a bucket.
 
-    A row has: whether to update, factor, key, hyperparameters. Floats are stored as fp32 bits.
+    A row has: whether to update the piece, the factor of the gradient, the key of random rounding, and the
+    hyperparameters. Floats are stored as fp32 bits.
     """
 
     def __init__(self, num_pieces: int, is_pinned: bool) -> None:
@@ -68,7 +69,7 @@ class Rows:
 
 
 class _Checked(NamedTuple):
-    """A store that has passed all checks."""
+    """A store (the flat buffers of a bucket's state) that has passed all checks."""
 
     store: Store
     buffers: tuple[Tensor | None, ...]  # in the types that the kernel takes
@@ -98,7 +99,8 @@ def runs(device: torch.device, trial: Callable[[], None], results: str) -> bool:
         trial()
     except Exception as error:
         warnings.warn(
-            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. ({error})",
+            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. "
+            f"Triton's error: {error}",
             stacklevel=3,
         )
         return False

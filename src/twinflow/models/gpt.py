@@ -273,7 +273,7 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
     if num_tokens > positions.num_embeddings:
         allowed = f"at most the model's context, which is {positions.num_embeddings}"
         raise invalid_value(
-            "the number of tokens in a sequence",
+            "The number of tokens in a sequence",
             num_tokens,
             allowed,
             "Shorten the input, or build the model with a larger context.",

@@ -90,8 +90,8 @@ def _along(x: Tensor, group: Group, dim: int, there: Callable[..., Tensor], back
         return x
     if there is not joined and x.shape[dim] % group.world:
         what = "number of features" if dim in (-1, x.dim() - 1) else "length of the sequence"
-        allowed = f"a multiple of {group.world}, the number of tensor ranks that share it"
-        raise invalid_value(f"the {what}", x.shape[dim], allowed, "Pad the tensor, or use fewer tensor ranks.")
+        allowed = f"a multiple of {group.world}, the number of tensor ranks, because each rank gets an equal part"
+        raise invalid_value(f"The {what}", x.shape[dim], allowed, "Pad the tensor, or use fewer tensor ranks.")
     return _go(x, partial(there, group=group, dim=dim), partial(back, group=group, dim=dim))
 
 

@@ -41,8 +41,8 @@ class Batch:
         """Compute all deferred gradients (the half W) and pass them to autograd, so that hooks on the weights run once
         for each weight.
 
-        The tensors of a job are freed before the next job. Backward starts at views of the weights: the gradient of a
-        view is a new tensor, which a weight without a gradient takes over without a copy.
+        The tensors of one deferred gradient are freed before the next one is computed. Backward starts at views of the
+        weights: the gradient of a view is a new tensor, which a weight without a gradient takes over without a copy.
         """
         sums: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():

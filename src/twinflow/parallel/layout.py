@@ -17,7 +17,10 @@ HALF_BYTES = WEIGHT_BYTES["bf16"]  # size of an activation, gradient or weight
 
 @dataclass(frozen=True)
 class Layout:
-    """In a step, each data rank runs `num_micro_batches` micro-batches of `micro_batch` sequences."""
+    """The numbers of pipeline (pp), tensor (tp) and data ranks (dp), and the options that affect memory and time.
+
+    In a step, each data rank runs `num_micro_batches` micro-batches of `micro_batch` sequences.
+    """
 
     num_pp: int
     num_tp: int
@@ -47,12 +50,12 @@ class Layout:
 
     @property
     def placement(self) -> str:
-        """How stages are assigned to ranks."""
+        """How stages are assigned to ranks: V or LOOP of schedules.py."""
         return V if self.schedule == "zbv" else LOOP
 
     @property
     def kept_by(self) -> int:
-        """Tensor ranks that split an activation."""
+        """Number of tensor ranks among which a kept activation is split."""
         return self.num_tp if self.partitions else 1
 
     @property
@@ -88,10 +91,10 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         raise invalid_value("zero", layout.zero, (0, 1, 2, 3))
     expected = {"zbv": 2, "gpipe": 1, "1f1b": 1}.get(layout.schedule)
     if expected is not None and layout.num_chunks != expected:
-        raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with {layout.schedule}")
+        raise invalid_value("num_chunks", layout.num_chunks, f"{expected} with the schedule {layout.schedule!r}")
     if layout.num_stages > shape.num_layers:
         allowed = f"at most {shape.num_layers}, the number of layers"
-        raise invalid_value("the number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
+        raise invalid_value("The number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
     if shape.num_heads % layout.num_tp:
         raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
     if layout.schedule == "interleaved":

@@ -61,7 +61,7 @@ def partition_balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     _check_parts(len(weights), parts)
     values = np.asarray(weights, dtype=np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
-        raise invalid_value("the list of layer weights", list(weights), "a list of finite numbers >= 0")
+        raise invalid_value("The list of layer weights", list(weights), "a list of finite numbers >= 0")
     sums = _range_sums(values)
     limit = _least_largest(sums, parts)
     shares = sums / (limit or 1.0)  # scaled, so that the squares do not overflow
@@ -107,8 +107,8 @@ def _most_even(costs: Matrix, parts: int) -> tuple[int, ...]:
 def _seconds(layers: Sequence[LayerFacts]) -> list[float]:
     seconds = [layer.seconds for layer in layers if layer.seconds is not None]
     if len(seconds) < len(layers):
-        reason = f"it needs the seconds of all {len(layers)} layers"
-        remedy = "Give layer_seconds with one number for each layer. profile_layers() measures them."
+        reason = f"the times of all {len(layers)} layers are needed"
+        remedy = "Pass layer_seconds with one number for each layer. profile_layers() measures these numbers."
         raise incompatible(f"partition_method={PROFILE!r}", "layers without measured times", reason, remedy)
     return seconds
 
@@ -119,7 +119,8 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         expected = f"{TYPE!r} followed by a valid regular expression"
-        raise invalid_value("partition_method", TYPE + pattern, expected, f"Python reports: {error}.") from error
+        remedy = f"Correct the expression. Python reports: {error}."
+        raise invalid_value("partition_method", TYPE + pattern, expected, remedy) from error
     found = [int(compiled.search(layer.type_name) is not None) for layer in layers]
     if not any(found):
         names = sorted({layer.type_name for layer in layers})
@@ -130,7 +131,7 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
 
 def _check_parts(num: int, parts: int) -> None:
     if parts < 1:
-        raise invalid_value("the number of stages", parts, "a whole number >= 1")
+        raise invalid_value("The number of stages", parts, "a whole number >= 1")
     if num < parts:
         remedy = "Use fewer stages, or split the model into more layers."
-        raise invalid_value("the number of stages", parts, f"at most {num}, the number of layers", remedy)
+        raise invalid_value("The number of stages", parts, f"at most {num}, the number of layers", remedy)

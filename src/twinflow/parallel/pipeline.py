@@ -143,8 +143,9 @@ class PipelineModule(nn.Module):
             return self._loss_part.call(*inputs)
         if not is_number or stage not in self._runs:
             remedy = "To run a pipeline, call engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
-            given = stage if is_number else type(stage).__name__
-            raise invalid_value("stage", given, f"a stage of this rank, one of {list(self.stages)}", remedy)
+            given = f"is {stage}" if is_number else f"is of type {type(stage).__name__}"
+            allowed = f"the number of a stage of this rank, one of {list(self.stages)}"
+            raise ValueError(f"The first argument of a PipelineModule {given}, but must be {allowed}. {remedy}")
         value: Any = single(inputs)
         seeds = self._seeds(stage)
         for run in self._runs[stage]:
@@ -214,8 +215,8 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
     if found < 1:
         raise invalid_value("topology", topology, f"a topology with an axis {PIPE!r}")
     if num_stages not in (None, found):
-        remedy = "That is the size in the topology. Leave num_stages out."
-        raise invalid_value("num_stages", num_stages, [found], remedy)
+        allowed = f"{found}, the size of the axis {PIPE!r} in the topology"
+        raise invalid_value("num_stages", num_stages, allowed, "Remove the argument num_stages.")
     return found
 
 
@@ -228,15 +229,18 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
     if not (dist.is_available() and dist.is_initialized()):
         if num_ranks == 1:
             return 0
-        remedy = "Start the process group first with init_distributed(), or pass index."
-        raise invalid_value("the rank in the pipeline", None, f"a number from 0 to {num_ranks - 1}", remedy)
+        raise ValueError(
+            f"The position of this process among the {num_ranks} pipeline ranks is unknown, because there is no "
+            f"process group. Call init_distributed() first, or pass index, a number from 0 to {num_ranks - 1}."
+        )
     rank, world = dist.get_rank(), dist.get_world_size()
     if topology is not None:
         if topology.world_size() != world:
-            raise invalid_value("topology", topology, f"a topology of {world} ranks")
+            raise invalid_value("topology", topology, f"a topology of {world} ranks, the number of processes")
         return int(topology.get_coord(rank).pipe)
     if world % num_ranks:
-        raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of ranks")
+        remedy = f"Start a multiple of {num_ranks} processes."
+        raise invalid_value("num_stages", num_ranks, f"a divisor of {world}, the number of processes", remedy)
     return rank // (world // num_ranks)
 
 
@@ -244,8 +248,8 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
     """The assignment of stages to ranks, as a schedule with as many micro-batches as ranks, which is always valid."""
     shape = make_schedule(name, num_ranks, num_ranks, num_chunks)
     if num_chunks not in (1, shape.num_chunks):
-        remedy = f"The schedule {name} always has this number of chunks."
-        raise invalid_value("num_chunks", num_chunks, [shape.num_chunks], remedy)
+        allowed = f"{shape.num_chunks}, the only number for the schedule {name!r}"
+        raise invalid_value("num_chunks", num_chunks, allowed, "Remove the argument num_chunks.")
     return shape
 
 
@@ -254,7 +258,7 @@ def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) 
     some layers cannot be built on the meta device.
     """
     if seconds is not None and len(seconds) != len(items):
-        raise invalid_value("layer_seconds", f"{len(seconds)} numbers", f"{len(items)} numbers, one for each layer")
+        raise invalid_value("The length of layer_seconds", len(seconds), f"{len(items)}, one number for each layer")
     counts = method.lower() == partition.PARAMETERS
     return tuple(
         LayerFacts(specs.type_name(item), specs.num_params(item, counts), None if seconds is None else seconds[i])
@@ -263,7 +267,9 @@ def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) 
 
 
 def _register(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under its name. A container of numbered members is a ModuleList: its members are blocks."""
+    """Register a module under its name. A container of numbered members becomes a ModuleList, because twinflow
+    treats the members of a ModuleList as blocks.
+    """
     *path, last = name.split(".")
     here = root
     for step, after in zip(path, name.split(".")[1:], strict=True):
@@ -274,13 +280,13 @@ def _register(root: nn.Module, name: str, module: nn.Module) -> None:
     if known is None:
         here.add_module(last, module)
     elif known is not module:
-        raise invalid_value("the list of parts", f"a list with two modules named {name}", "a list with unique names")
+        raise ValueError(f"Two different modules in the parts have the name {name!r}. Give each module its own name.")
 
 
 def _find_ties(
     made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], here: int
 ) -> tuple[tuple[Tie, ...], dict[str, str]]:
-    """The ties, and a dict from each other name on this rank to the name of the first use."""
+    """The ties, and a dict that maps each further name of a shared parameter on this rank to its first name."""
     uses: dict[nn.Parameter, list[tuple[int, str]]] = {}  # ranks and names of all uses
     for owned, rank in zip(made, ranks, strict=True):
         for name, module in owned.items():
@@ -379,7 +385,7 @@ def profile_layers(module: PipelineModule, *inputs: Any, repeats: int = 3) -> tu
     """
     if module.num_ranks > 1:
         remedy = "To measure the module, build it with num_stages=1."
-        raise invalid_value("the number of ranks", module.num_ranks, [1], remedy)
+        raise invalid_value("The number of pipeline ranks of the module", module.num_ranks, [1], remedy)
     value, found = single(inputs), []
     for call in module.calls():
         seconds = []

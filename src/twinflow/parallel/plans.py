@@ -65,7 +65,8 @@ def parse_style(text: str) -> Style:
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:
     """The style of each module that a pattern matches.
 
-    Raises a ValueError for a pattern without a match, unless `is_part`: the names are those of a part of the model.
+    Raises a ValueError for a pattern without a match, unless `is_part` is True: `names` are then those of a part of the
+    model.
     """
     styles = {pattern: parse_style(text) for pattern, text in plan.items()}
     found: dict[str, Style] = {}
@@ -89,8 +90,9 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
     if getattr(config, "add_cross_attention", False):
-        remedy = "With cross attention, keys and queries have different inputs. Write your own plan for this model."
-        raise invalid_value("config.add_cross_attention", True, [False], remedy)
+        allowed = "False, because with cross attention keys and queries have different inputs"
+        remedy = "For this model, write a plan and set it as tensor_parallel.plan in the config."
+        raise invalid_value("config.add_cross_attention", True, allowed, remedy)
     if model_type in READY:
         plan = READY[model_type](config)
     elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):

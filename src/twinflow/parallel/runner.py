@@ -81,7 +81,7 @@ class Runner:
         num = self.schedule.num_micro_batches
         if len(micro_batches) != num:
             expected = f"{num} on every pipeline rank, as in the schedule"
-            raise invalid_value("the number of micro-batches", len(micro_batches), expected)
+            raise invalid_value("The number of micro-batches", len(micro_batches), expected)
         step = _Step(micro_batches)
         do = {"F": self._forward, "B": self._backward, "I": self._input_half, "W": self._weight_half}
         self._play(self.schedule, lambda action: do[action.kind](action, step))
@@ -166,11 +166,12 @@ class Runner:
         if self._loss_fn is not None:
             loss = self._loss_fn(output, step.micro_batches[action.micro_batch][1])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
+            is_tensor = isinstance(loss, Tensor)
+            given = f"has the shape {tuple(loss.shape)}" if is_tensor else f"is of type {type(loss).__name__}"
             remedy = "Return one number from loss_fn, for example with .mean()."
             if self._loss_fn is None:
                 remedy = "Pass loss_fn to PipelineModule, or let the last layer return the loss."
-            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise invalid_value("The loss", given, "a tensor with one element", remedy)
+            raise ValueError(f"The loss {given}, but must be a tensor with one element. {remedy}")
         has_graph = any(isinstance(part, Tensor) and part.requires_grad for part in _as_tuple(output))
         if has_graph and not loss.requires_grad:
             remedy = "Compute it from the output of the model, without detach() or item()."
@@ -211,5 +212,8 @@ def _as_tuple(value: Any) -> Value:
         return (value,)
     is_value = isinstance(value, tuple | list) and all(one is None or isinstance(one, Tensor) for one in value)
     if not is_value:
-        raise invalid_value("value between stages", type(value).__name__, "a tensor, or a tuple of tensors and None")
+        raise ValueError(
+            f"An input or output of a pipeline stage is of type {type(value).__name__}, but must be a tensor, or a "
+            "tuple or list of tensors and None. Convert the value in the data or in the layer that returns it."
+        )
     return tuple(value)

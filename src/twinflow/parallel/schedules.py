@@ -93,7 +93,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
     """
     _check_sizes(num_ranks, num_micro_batches)
     if num_chunks < 1:
-        raise invalid_value("the number of chunks of a rank", num_chunks, "a whole number >= 1")
+        raise invalid_value("The number of chunks of a rank", num_chunks, "a whole number >= 1")
     size = round_size(num_ranks, num_micro_batches) if num_chunks > 1 else num_micro_batches
     rounds = [range(start, start + size) for start in range(0, num_micro_batches, size)]
     lists = []
@@ -109,7 +109,7 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V of two chunks.
 
     Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. The patterns need 2p - 1
-    micro-batches. With fewer, the surplus steps are left out.
+    micro-batches. With fewer micro-batches, the surplus steps are dropped.
     """
     _check_sizes(num_ranks, num_micro_batches)
     p, n = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
@@ -145,9 +145,11 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     """Micro-batches that an interleaved rank runs through a chunk before the next chunk."""
     num_rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % num_rounds:
-        expected = f"a multiple of {num_rounds}, the number of rounds"
-        remedy = f"A multiple of {num_ranks}, the number of ranks, is always valid."
-        raise invalid_value("the number of micro-batches", num_micro_batches, expected, remedy)
+        expected = (
+            f"a multiple of {num_rounds}, because the schedule runs the micro-batches in {num_rounds} equal rounds"
+        )
+        remedy = f"Use a multiple of {num_ranks}, the number of pipeline ranks."
+        raise invalid_value("The number of micro-batches", num_micro_batches, expected, remedy)
     return num_micro_batches // num_rounds
 
 
@@ -176,8 +178,8 @@ def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int,
 
 
 def count_in_flight(actions: Sequence[Action]) -> int:
-    """The same number as `peak_in_flight`, counted in a list of actions. The activations of a pair are kept from F to B
-    or W.
+    """The largest number of (stage, micro-batch) pairs whose activations are kept at a time, counted in a list of
+    actions. The activations of a pair are kept from F to B or W.
     """
     held = most = 0
     for action in actions:
@@ -192,13 +194,15 @@ def check_schedule(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             kind, stage, micro_batch = action
+            name = f"An action of rank {rank}"
             if kind not in KINDS or not 0 <= stage < schedule.num_stages or schedule.rank_of(stage) != rank:
-                raise invalid_value("an action", str(action), f"F, B, I or W of a stage of rank {rank}")
+                raise invalid_value(name, str(action), "a stage of this rank, then F, B, I or W, then the micro-batch")
             if not 0 <= micro_batch < schedule.num_micro_batches or seen[action]:
-                raise invalid_value("an action", str(action), "listed once, for a micro-batch of the step")
+                allowed = f"listed once, with a micro-batch from 0 to {schedule.num_micro_batches - 1}"
+                raise invalid_value(name, str(action), allowed)
             before = {"B": "F", "I": "F", "W": "I"}.get(kind)
             if before and not seen[(before, stage, micro_batch)]:
-                raise invalid_value("an action", str(action), f"listed after {stage}{before}{micro_batch}")
+                raise invalid_value(name, str(action), f"listed after {stage}{before}{micro_batch}")
             seen[action] += 1
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
@@ -230,4 +234,4 @@ def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: in
 def _check_sizes(num_ranks: int, num_micro_batches: int) -> None:
     for name, value in (("pipeline stages", num_ranks), ("micro-batches", num_micro_batches)):
         if value < 1:
-            raise invalid_value(f"the number of {name}", value, "a whole number >= 1")
+            raise invalid_value(f"The number of {name}", value, "a whole number >= 1")

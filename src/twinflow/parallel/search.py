@@ -70,7 +70,7 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
             f"a multiple of a micro-batch ({', '.join(map(str, ask.micro_batches))}) "
             "times a possible number of data ranks"
         )
-        remedy = f"A batch of {ask.num_gpus * max(ask.micro_batches)} allows all layouts."
+        remedy = f"Use --batch {ask.num_gpus * max(ask.micro_batches)}, which allows all layouts."
         raise invalid_value("--batch", ask.batch, allowed, remedy)
     if not fitting:
         nearest = min(tried, key=lambda pair: pair[0])[1]

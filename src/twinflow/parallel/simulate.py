@@ -70,9 +70,10 @@ def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0
     Raises a ValueError for lists that deadlock.
     """
     if len(times) != schedule.num_stages:
-        raise invalid_value("the number of stage times", len(times), f"one for each of {schedule.num_stages} stages")
-    if send_s < 0 or any(min(t.forward_s, t.input_s, t.weight_s, t.recompute_s) < 0 for t in times):
-        raise invalid_value("a stage time or send_s", "negative", "a number >= 0")
+        raise invalid_value("The number of stage times", len(times), f"{schedule.num_stages}, one for each stage")
+    lowest = min(send_s, *(min(t.forward_s, t.input_s, t.weight_s, t.recompute_s) for t in times))
+    if lowest < 0:
+        raise invalid_value("The lowest of send_s and the stage times", lowest, "a number >= 0")
     check_schedule(schedule)
     starts, makespan = _play(schedule, times, send_s)
     busy = tuple(sum(times[a.stage].seconds(a.kind) for a in actions) for actions in schedule.actions)
@@ -130,8 +131,10 @@ def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tupl
         if len(started) < len(actions)
     ]
     if stuck:
-        remedy = f"These ranks wait for each other: {', '.join(stuck[:8])}."
-        raise invalid_value("schedule", schedule.name, "a schedule without a deadlock", remedy)
+        raise ValueError(
+            f"The schedule {schedule.name!r} has a deadlock, because these ranks wait for each other: "
+            f"{', '.join(stuck[:8])} (stage, kind and micro-batch of an action). Change the order of these actions."
+        )
     return starts, max(now)
 
 

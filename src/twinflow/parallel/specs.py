@@ -23,8 +23,8 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not isinstance(typename, type) or not issubclass(typename, nn.Module):
-            remedy = "A function without weights can be put into the list of layers directly."
-            raise invalid_value("typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
+            remedy = "Put a function without weights into the list of layers directly."
+            raise invalid_value("The typename of a LayerSpec", typename, "a subclass of torch.nn.Module", remedy)
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
@@ -37,8 +37,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used at several positions. All uses of a `key` are one module, built from the spec of the first
-    use.
+    """A layer that is used at several positions. All specs with the same `key` are one module, built from the first of
+    these specs.
 
     `forward_fn(module, x)` is called at this position instead of the module. `tied_weight_attr` names the shared
     parameters, as in DeepSpeed ("weight", "embedding.weight", or a list). They must exist. The gradients of all
@@ -57,12 +57,12 @@ class TiedLayerSpec(LayerSpec):
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         if not isinstance(key, str) or not key:
-            raise invalid_value("key of a TiedLayerSpec", key, "a name")
+            raise invalid_value("The key of a TiedLayerSpec", key, "a string that is not empty")
         if forward_fn is not None and not callable(forward_fn):
             raise invalid_value("forward_fn", forward_fn, "a function of the module and its input, or None")
         names = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
         if not names or not all(isinstance(name, str) and name for name in names):
-            raise invalid_value("tied_weight_attr", tied_weight_attr, "a name, or a list of names")
+            raise invalid_value("tied_weight_attr", tied_weight_attr, "the name of a parameter, or a list of names")
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, names
 
     def check(self, module: nn.Module) -> None:
@@ -74,7 +74,7 @@ class TiedLayerSpec(LayerSpec):
                 found = getattr(found, step, None)
             if not isinstance(found, nn.Parameter) or found not in own:
                 allowed = [name for name, _ in module.named_parameters()]
-                raise invalid_value(f"tied_weight_attr of {self.key!r}", name, allowed)
+                raise invalid_value(f"tied_weight_attr of the TiedLayerSpec {self.key!r}", name, allowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +104,16 @@ def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
     for i, item in enumerate(items):
         if isinstance(item, type) or not (callable(item) or isinstance(item, (LayerSpec, Part))):
             remedy = "Write LayerSpec(Class, ...) for a layer that is built later." if isinstance(item, type) else ""
-            raise invalid_value(f"layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
+            raise invalid_value(f"Layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
         if is_loss(item) and (i < len(items) - 1 or loss_fn is not None):
-            remedy = "A part with is_loss=True must be the last layer, without another loss_fn."
-            raise invalid_value(f"layer {i}", "a loss", "a layer without a loss", remedy)
+            fact = f"Layer {i} is a Part with is_loss=True, but must"
+            if i < len(items) - 1:
+                raise ValueError(f"{fact} then be the last of the {len(items)} layers. Move the part to the end.")
+            raise ValueError(f"{fact} not be used with loss_fn. Remove loss_fn or is_loss=True.")
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
-            name = f"the class of layer {i}, tied as {item.key!r},"
-            raise invalid_value(name, type_name(item), [type_name(first[item.key])])
+            name = f"The class of layer {i}, which is tied with the key {item.key!r},"
+            allowed = f"{type_name(first[item.key])!r}, the class of the first layer with this key"
+            raise invalid_value(name, type_name(item), allowed)
     if loss_fn is not None and not callable(loss_fn):
         raise invalid_value("loss_fn", loss_fn, "a function of the output and the target")
     return items
@@ -142,7 +145,7 @@ def num_params(item: Item, counts_specs: bool) -> int | None:
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 modules = [item.build()]
         except (NotImplementedError, RuntimeError) as error:
-            reason = "counting its parameters fails, as it cannot be built on the meta device"
+            reason = "this layer cannot be built on the meta device, where its parameters are counted"
             remedy = "Use partition_method='uniform' or 'type:REGEX'."
             raise incompatible("partition_method='parameters'", str(item), reason, remedy) from error
     return sum(param.numel() for param in nn.ModuleList(modules).parameters() if param.requires_grad)

@@ -65,7 +65,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         if cls.__name__ in ADAPTERS:
             return ADAPTERS[cls.__name__](model)
     remedy = "For another class, define a method pipeline_parts() that returns a list of twinflow.parallel.Part."
-    raise invalid_value("the class of the model to split", type(model).__name__, ADAPTERS, remedy)
+    raise invalid_value("The class of the model to split", type(model).__name__, ADAPTERS, remedy)
 
 
 def _gpt2(model: Any) -> list[Part]:

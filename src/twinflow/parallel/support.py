@@ -110,14 +110,14 @@ LIMITS: Final = (
         "Set partition_activations to false.",
     ),
     Limit(
-        "an engine without an optimizer",
+        "An engine without an optimizer",
         _BOTH,
         lambda c: not c.has_optimizer,
         "checkpoints and mean losses use the rank groups of the optimizer",
         'Add a section "optimizer" to the config, or pass `optimizer` to initialize().',
     ),
     Limit(
-        "a TwinOptimizer that was built before initialize",
+        "A TwinOptimizer that was built before initialize",
         _BOTH,
         lambda c: c.own_optimizer,
         "this optimizer was built without the pipeline and tensor ranks of the config",

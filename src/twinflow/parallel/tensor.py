@@ -46,7 +46,8 @@ def parallelize(
     """Split a model over the ranks of a group, in place. `plan`: from `plan_for`, or with the styles of `plans.py`.
 
     Every rank passes the same whole model, or one on the meta device. Raises a ValueError before any change if the
-    model cannot be split. `sequence`: also split the sequence between the split layers, if the plan has a stream.
+    model cannot be split. `sequence`: also split the sequence between the layers with the styles stream:enter and
+    stream:leave.
     `is_part`: the model is a stage of a larger one, so patterns of the plan may match no module.
     """
     modules: dict[str, Any] = dict(model.named_modules())
@@ -55,8 +56,8 @@ def parallelize(
     _check_attributes(modules, styles, group.world)
     if sequence and not is_part and all(style.kind != "stream" for style in styles.values()):
         reason = "the plan does not define between which layers the sequence is split"
-        remedy = "Give the first layer the style stream:enter and the last layer the style stream:leave."
-        raise incompatible("sequence=True", "a plan without a stream", reason, remedy)
+        remedy = "In the plan, give the first layer the style stream:enter and the last layer the style stream:leave."
+        raise incompatible("sequence=True", "a plan without the styles stream:enter and stream:leave", reason, remedy)
     if group.world == 1:
         return
     _replace(modules.values(), cuts)
@@ -107,12 +108,12 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
         for attribute, dim in _split_dims(module, style).items():
             param = getattr(module, attribute)
             if shard_of(param) is not None:
-                raise invalid_value(f"layer {name}", "already split", "whole", "Call parallelize only once.")
+                raise ValueError(f"The layer {name} is already split. Call parallelize only once for a model.")
             cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
-                allowed = f"the style of {known.owner}, because both share the parameter {attribute}"
-                raise invalid_value(f"the style of {name}", style.kind, allowed)
+                allowed = f"equal to the style of {known.owner}, because both layers share the parameter {attribute}"
+                raise invalid_value(f"The style of {name}", style.kind, allowed)
     _check_ties(modules, styles, cuts)
     return cuts
 
@@ -120,11 +121,19 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
 def _check_kind(name: str, module: Any, style: Style) -> None:
     if style.kind != "vocab":
         if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            raise invalid_value(f"module {name}", type(module).__name__, f"an nn.Linear for the style {style.kind!r}")
+            raise _wrong_kind(name, module, "an nn.Linear", style)
     elif not isinstance(module, nn.Embedding):
-        raise invalid_value(f"module {name}", type(module).__name__, "an nn.Embedding for the style 'vocab'")
+        raise _wrong_kind(name, module, "an nn.Embedding", style)
     elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise invalid_value(f"module {name}", module, "an embedding without max_norm, scale_grad_by_freq and sparse")
+        allowed = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse for the style 'vocab'"
+        raise invalid_value(f"The module {name}", module, allowed, "Remove these options of the embedding.")
+
+
+def _wrong_kind(name: str, module: Any, allowed: str, style: Style) -> ValueError:
+    return ValueError(
+        f"The module {name} is of type {type(module).__name__}, but must be {allowed} for the style {style.kind!r}. "
+        "Give the module another style in the plan, or none."
+    )
 
 
 def _split_dims(module: Any, style: Style) -> dict[str, int]:
@@ -139,14 +148,18 @@ def _split_dims(module: Any, style: Style) -> dict[str, int]:
 def _shard(name: str, full: int, dim: int, style: Style, rank: int, world: int) -> TensorShard:
     num_units, rest = divmod(full, style.num_fused * style.unit)
     if rest:
-        remedy = f"The plan splits it into {style.num_fused} pieces of whole heads of width {style.unit}."
-        raise invalid_value(f"size of {name}", full, f"a multiple of {style.num_fused * style.unit}", remedy)
+        pieces = f"{style.num_fused} pieces" + (f" of heads of {style.unit} features" if style.unit > 1 else "")
+        allowed = f"a multiple of {style.num_fused * style.unit}, because the plan divides it into {pieces}"
+        remedy = f"Correct the style column:{style.num_fused}:{style.unit} in the plan."
+        raise invalid_value(f"The size of {name}", full, allowed, remedy)
     if num_units % world:
-        what = f"{num_units} heads of {style.unit}" if style.unit > 1 else num_units
+        part = f"each of the {style.num_fused} pieces of {name}" if style.num_fused > 1 else name
+        what = f"The number of heads of {style.unit} features in {part}" if style.unit > 1 else f"The size of {part}"
+        allowed = f"a multiple of {world}, the number of tensor ranks"
         remedy = "Use fewer tensor ranks" + ("." if style.kind != "vocab" else ", or pad the vocabulary.")
         if style.unit > 1:
-            remedy = "A head, also of keys and values, cannot be split across ranks. Use fewer tensor ranks."
-        raise invalid_value(f"size of {name}", what, f"a multiple of the {world} tensor ranks", remedy)
+            allowed += ", because a head (also of keys and values) cannot be split"
+        raise invalid_value(what, num_units, allowed, remedy)
     return even_shard(dim, full, rank, world, style.num_fused)
 
 
@@ -158,8 +171,10 @@ def _check_ties(modules: Mapping[str, Any], styles: Mapping[str, Style], cuts: M
             continue
         owner = next((cuts[id(param)].owner for param in module.parameters(False) if id(param) in cuts), None)
         if owner is not None:
-            remedy = f"It shares a parameter with {owner}, which is split. Give both a style."
-            raise invalid_value(f"the style of {name}", None, CUTTING, remedy)
+            raise ValueError(
+                f"The layer {name} shares a parameter with {owner}, which is split, but has no style in the plan. "
+                f"Give {name} one of the styles {', '.join(CUTTING)}."
+            )
 
 
 def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], world: int) -> None:
@@ -167,7 +182,7 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
         for attribute in style.names if style.kind in NAMING else ():
             value = getattr(modules[name], attribute, None)
             if not isinstance(value, int) or value % world:
-                allowed = f"a multiple of the {world} tensor ranks"
+                allowed = f"a multiple of {world}, the number of tensor ranks"
                 raise invalid_value(f"{name}.{attribute}", value, allowed, "Use fewer tensor ranks.")
 
 

@@ -44,7 +44,7 @@ class TiedGradients:
         self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
-        """Copy the parameter of the first holder to all holders.
+        """Copy the parameter of the first rank with a copy to all ranks with a copy.
 
         This also makes NCCL set up the connections of the replicas. Otherwise that would happen during the reductions
         of the first step.
@@ -64,7 +64,7 @@ class TiedGradients:
         param.grad = None
 
     def finish(self) -> None:
-        """Set the sum over all holders as the gradient. Does nothing if no holder has a gradient."""
+        """Set the sum over all ranks with a copy as the gradient. Does nothing if no such rank has a gradient."""
         here = _local(self._param)
         size, own = -(-here.numel() // self._replicas.world), self._replicas.rank
         rows = self._take_rows(here, size)

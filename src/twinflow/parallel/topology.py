@@ -30,10 +30,10 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
-            raise invalid_value("axes", list(axes), f"a list of different names, one for each of {list(dims)}")
+            raise invalid_value("axes", list(axes), f"a list of different names, one for each size in {list(dims)}")
         for axis, dim in zip(axes, dims, strict=True):
             if dim < 1:
-                raise invalid_value(f"the size of axis {axis}", dim, "a whole number >= 1")
+                raise invalid_value(f"The size of the axis {axis!r}", dim, "a whole number >= 1")
         self.axes = tuple(axes)
         self.dims = tuple(dims)
         coord = _coord_class(self.axes)
@@ -54,7 +54,7 @@ class ProcessTopology:
         """The rank at a position. All axes must be given."""
         if set(coords) != set(self.axes):
             remedy = "To give only some axes, use filter_match."
-            raise invalid_value("the list of axes", sorted(coords), f"all of {list(self.axes)}", remedy)
+            raise invalid_value("The list of given axes", sorted(coords), f"{sorted(self.axes)}, all axes", remedy)
         return self.filter_match(**coords)[0]
 
     def get_coord(self, rank: int) -> Any:
@@ -149,7 +149,7 @@ def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int |
     ranks, which must be the product of the three sizes.
     """
     if per_node < 1:
-        raise invalid_value("the number of GPUs in a machine", per_node, "a whole number >= 1")
+        raise invalid_value("The number of GPUs in a machine", per_node, "a whole number >= 1")
     check_product(num_pp, num_mp, num_dp, num_pp * num_mp * num_dp if world is None else world)
     topology = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
     places = tuple(
@@ -170,13 +170,13 @@ def check_product(num_pp: int, num_mp: int, num_dp: int, world: int) -> None:
     """Raise a ValueError if the product of the sizes is not the number of ranks."""
     for name, size in (("pipeline stages", num_pp), ("tensor ranks", num_mp), ("data ranks", num_dp)):
         if size < 1:
-            raise invalid_value(f"the number of {name}", size, "a whole number >= 1")
+            raise invalid_value(f"The number of {name}", size, "a whole number >= 1")
     if num_pp * num_mp * num_dp == world:
         return
-    given = f"{num_pp} x {num_mp} x {num_dp} = {num_pp * num_mp * num_dp}"
+    name = f"The product pipe x model x data = {num_pp} x {num_mp} x {num_dp}"
     remedy = (
         f"Set the data axis to {world // (num_pp * num_mp)}, or leave it out."
         if world % (num_pp * num_mp) == 0
         else f"Choose pipeline stages and tensor ranks whose product divides {world}."
     )
-    raise invalid_value("pipe x model x data", given, f"equal to {world}, the number of ranks", remedy)
+    raise invalid_value(name, num_pp * num_mp * num_dp, f"{world}, the number of ranks", remedy)

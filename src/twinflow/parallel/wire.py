@@ -67,6 +67,10 @@ class Key(NamedTuple):
     sender: int  # pipeline rank, like receiver
     receiver: int
 
+    def __str__(self) -> str:
+        value = "input" if self.kind == "F" else "gradient of the output"
+        return f"the {value} of stage {self.stage}, micro-batch {self.micro_batch}, from pipeline rank {self.sender}"
+
 
 class Spec(NamedTuple):
     """Description of a tensor in a header."""
@@ -111,12 +115,14 @@ def encode(key: Key, value: Value) -> Tensor:
         if tensor is None:
             numbers += [-1]
         elif tensor.dtype not in DTYPES:
-            raise invalid_value("the dtype of a tensor between stages", tensor.dtype, DTYPES)
+            remedy = "Convert the tensor in the layer that returns it."
+            raise invalid_value("The dtype of a tensor between stages", tensor.dtype, DTYPES, remedy)
         else:
             numbers += [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
     if len(numbers) > HEADER_NUMEL:
-        expected = f"small enough for a header of {HEADER_NUMEL} numbers"
-        raise invalid_value("the number of tensors between stages", len(value), expected, "Send fewer tensors.")
+        expected = f"so small that the shapes of the tensors fit into a header of {HEADER_NUMEL} numbers"
+        remedy = "Return fewer tensors from the last layer of the stage."
+        raise invalid_value("The number of tensors between stages", len(value), expected, remedy)
     header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
     header[: len(numbers)] = torch.tensor(numbers)
     return header
@@ -197,7 +203,7 @@ class Wire:
             while key not in self._mailbox:
                 self._check()
                 if time.monotonic() > deadline:
-                    late = f"The message {key} did not come within {self._timeout_s:.0f} s."
+                    late = f"The message with {key} did not come within {self._timeout_s:.0f} s."
                     raise RuntimeError(f"{late} Look for the first error in the logs of all ranks.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
@@ -329,7 +335,10 @@ class _Links:
         dist.recv(header, rank, group=self._headers[up].handle)
         found, specs = decode(header)
         if found != key:
-            raise RuntimeError(f"{found} came, but {key} was expected. The schedules of the ranks differ.")
+            differ = (
+                "The schedules of the ranks differ. Use the same config and the same number of micro-batches on all."
+            )
+            raise RuntimeError(f"A message with {found} came, but {key} was expected. {differ}")
         device = self._device if self._is_direct else torch.device("cpu")
         message: Message = []
         for spec in specs:

@@ -1,4 +1,7 @@
-"""Memory and time of a run, computed from numbers: bytes by kind on GPU and host, and the buckets of a step."""
+"""Memory and time of a run, computed from numbers: bytes by kind on GPU and host, and the buckets of a step.
+
+A bucket is a group of parameters that are copied and updated together.
+"""
 
 from __future__ import annotations
 

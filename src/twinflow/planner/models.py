@@ -158,8 +158,8 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
     try:
         return _FAMILIES[str(kind)](config, name or str(kind))
     except KeyError as error:
-        key = f"without {error.args[0]!r}"
-        raise invalid_value("config.json", key, f"a complete config of a {kind} model", "Add this key.") from None
+        key = error.args[0]
+        raise ValueError(f"config.json has no key {key!r}, which a {kind} model needs. Add this key.") from None
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:

@@ -1,5 +1,5 @@
 """Chooses where the optimizer state of each bucket is placed: the placement that fits and has the shortest predicted
-step.
+step. A bucket is a group of parameters that are copied and updated together. An item is a bucket in the simulation.
 
 The input side of the model needs its weights first in forward and has its gradients last in backward, so there is no
 time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
@@ -215,11 +215,11 @@ def _nothing_fits(
         narrow = state_bytes(other)
         resident = min(total, max(0, room.gpu_bytes) / narrow.resident)
         if (total - resident) * narrow.host <= room.host_bytes:
-            remedies.append(f'With "states": "{other}" the run would fit.')
+            remedies.append(f'Set "states": "{other}", with which the run would fit.')
             break
     if decision.clips:
         remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")
-    remedies.append("A smaller batch or activation checkpointing frees GPU memory.")
+    remedies.append("Use a smaller batch or activation checkpointing to free GPU memory.")
     have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU"
     return not_enough("memory", f"the {states} optimizer state", _gb(total * size.host), have, " ".join(remedies))
 

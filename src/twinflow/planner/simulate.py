@@ -1,4 +1,5 @@
-"""Predicts the time of a training step by simulating what the runtime does with every bucket.
+"""Predicts the time of a training step by simulating what the runtime does with every bucket. A bucket is a group of
+parameters that are copied and updated together.
 
 Four units work concurrently: the GPU, a copy channel in each direction, and the update worker of the host. Between two
 events each unit has a constant rate. The rate depends on the other units: copies slow down each other and the host. The
@@ -274,9 +275,9 @@ class Play:
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
 
     def _next_out(self) -> int | None:
-        """The gradient that is needed first, among those that may be updated.
+        """The index of the gradient to copy next: of the buckets that may be updated, the one that is needed first.
 
-        Before the norm is known, only buckets with room for a speculative copy may be updated.
+        Before the norm is known, a bucket may be updated only if memory for early updates is left.
         """
         if self.is_open:
             return heappop(self.to_out)[1]
