@@ -77,8 +77,10 @@ def initialize(
         raise invalid_value("model", None, "an nn.Module, or a function that creates one")
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:  # initialize() creates its own process groups
-            remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
-            raise invalid_value(name, type(value).__name__, "None", remedy)
+            raise ValueError(
+                f"{name} is of type {type(value).__name__}, but must be None, because initialize() creates the process "
+                "groups. Set tensor_parallel.autotp_size and pipeline.stages in the config instead."
+            )
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
@@ -172,8 +174,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
-        state = f"given as {', '.join(found)}" if found else None
-        raise invalid_value("The config", state, f"given once, as one of {', '.join(given)}")
+        state = f"given by {' and '.join(found)}" if found else "not given"
+        raise ValueError(f"The config is {state}, but must be given by exactly one of {', '.join(given)}.")
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
 
@@ -214,7 +216,7 @@ def checkpoint_activations(
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
         remedy = (
-            "Name the classes of the layers. The default, the members of a ModuleList, does not exist in this model."
+            "Name the classes of the layers. By default the members of a ModuleList are used, and this model has none."
         )
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.

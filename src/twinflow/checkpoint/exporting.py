@@ -173,7 +173,9 @@ def _check_out(out: Path, replace: bool) -> None:
         raise ValueError(f"{out} contains {names[0]}. Choose an empty folder, or use --force to replace this one.")
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.
-        raise ValueError(f"{out} contains {others[0]}, which no export wrote. Move it away, or choose another folder.")
+        raise ValueError(
+            f"{out} contains {others[0]}, which `twinflow export` did not write. Move it, or choose another folder."
+        )
 
 
 def _read_config(path: Path | None) -> bytes | None:
@@ -207,7 +209,7 @@ def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dt
         return Entry(name, own, shape, lambda: found.tensor("model", name))
     if master is not None and found.shape("optimizer", master) != shape:
         shapes = f"the shape {found.shape('optimizer', master)}, but the weight has {shape}"
-        raise damaged(f"{found.path}: The master of {name} has {shapes}")
+        raise damaged(f"{found.path}: The fp32 master of the weight {name} has {shapes}")
     return Entry(name, dtype, shape, lambda: _read(found, name, master, dtype))
 
 

@@ -184,7 +184,7 @@ class Checkpoint:
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
             expected = f"a shape with {shard.full} elements in dim {dim}, which is split over tensor ranks"
-            raise invalid_value(f"The shape of {name!r}", shape, expected, "Load it into the model that was saved.")
+            raise invalid_value(f"The shape of {name!r}", shape, expected, "Build the model that was saved.")
         if isinstance(one, Sharded) and one.split.dim == dim:
             fills, ranges = [source.fill for source in one.shards], one.split.ranges
         else:  # The tensor is stored whole, or is split along another dim.

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from twinflow.checkpoint.disk import damaged
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
 
@@ -123,7 +124,7 @@ def decode_meta(raw: bytes, path: Path) -> dict[str, Any]:
     """The `meta` that `encode_meta` encoded, from the bytes of the file at `path`."""
     meta = parse_json(raw, path, _restore_float)
     if not isinstance(meta, dict):
-        raise ValueError(f"{path} contains a {type(meta).__name__}, but must contain an object. The file is damaged.")
+        raise damaged(f"{path} contains a {type(meta).__name__}, but must contain a JSON object")
     return meta
 
 
@@ -140,7 +141,7 @@ def parse_json(raw: bytes, path: Path, object_hook: Callable[[dict[str, Any]], A
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_hook=object_hook)
     except (ValueError, RecursionError) as error:
-        message = f"{path} does not contain valid JSON: {error}. The file is damaged, or twinflow did not write it."
+        message = f"{path} does not contain valid JSON: {error}. Correct the file, or restore it from a copy."
         raise ValueError(message) from error
 
 

@@ -276,7 +276,7 @@ def _refusals(found: Section) -> Iterator[tuple[KeyPath, object, str | list[obje
             below = switch_of(value) or ()
             for part in below:
                 value = value[part]
-            allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "left out"
+            allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "null"
             yield (*path, *below), value, allowed, rule
 
 

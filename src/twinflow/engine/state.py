@@ -123,7 +123,7 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
             # `wait` raises the error too, but a script may end without calling it.
-            LOGGER.error(f"The checkpoint in the background was not written: {error!r}")
+            LOGGER.error(f"A thread could not write the checkpoint: {error!r}")
         finally:
             self._frozen.end()
 
