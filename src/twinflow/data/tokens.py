@@ -161,10 +161,10 @@ class TokenData:
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise invalid_value(
-                f"a token of {self.name}",
+                f"A token of {self.name}",
                 wrong,
-                f"0 to {self.vocab_size - 1}, because the vocabulary size is {self.vocab_size:,}",
-                "Check the tokenizer with which the file was made, and its dtype.",
+                f"from 0 to {self.vocab_size - 1}, because the vocabulary size is {self.vocab_size:,}",
+                "Give the tokenizer and the dtype with which the file was written.",
             )
 
     def _too_short(self, split: Split, context: int) -> ValueError:
@@ -210,7 +210,7 @@ def load_data(
     else:
         data = _text(source, load_tokenizer(tokenizer), json_key, cache, progress)
         if vocab_size is not None and vocab_size < data.vocab_size:
-            remedy = f"The tokenizer {tokenizer!r} has this many tokens."
+            remedy = f"The tokenizer {tokenizer!r} has {data.vocab_size:,} tokens."
             raise invalid_value("vocab_size", vocab_size, f"at least {data.vocab_size:,}", remedy)
     if data.num_tokens == 0:
         raise ValueError(f"data is {source!r}, but this source has no tokens. Give a source with text or tokens.")
@@ -228,7 +228,7 @@ def _token_file(source: str, path: Path, tokenizer: str, vocab_size: int | None)
         if tokens.dtype.itemsize > 2:
             raise ValueError(
                 f"data is {source!r}, but the size of its vocabulary is not known. Give vocab_size, the folder of its "
-                f"tokenizer, or a file {path.stem}.json beside it with "
+                f"tokenizer, or a file {path.stem}.json in the same folder with "
                 f'{{"dtype": "{tokens.dtype}", "vocab_size": ...}}.'
             )
         vocab_size = min(MAX_GUESSED_VOCAB, np.iinfo(tokens.dtype).max + 1)

@@ -315,5 +315,5 @@ def _only(optimizers: list[Any]) -> Optimizer:
     found = [one for one in optimizers if one.param_groups]  # for None, Lightning makes an optimizer without parameters
     if len(found) != 1:
         remedy = "Return one optimizer there, or set one in the config of TwinStrategy."
-        raise invalid_value("the number of optimizers from configure_optimizers()", len(found), [1], remedy)
+        raise invalid_value("The number of optimizers from configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]

@@ -97,7 +97,8 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     tasks = tasks_per_node(counts)
     node = _number(env, "SLURM_NODEID", 0)
     if node >= len(tasks):
-        raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, because {counts!r} has {len(tasks)} nodes")
+        allowed = f"from 0 to {len(tasks) - 1}, because SLURM_STEP_TASKS_PER_NODE={counts} means {len(tasks)} nodes"
+        raise invalid_value("SLURM_NODEID", node, allowed)
     own = "tasks of this node"
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     # Two jobs on one node need different ports. The port depends on the job ID and is below the ephemeral ports.
@@ -181,7 +182,7 @@ def init_distributed(
         return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
-        raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device.")
+        raise invalid_value("backend", backend, ("auto", "gloo"), "nccl needs a CUDA device, but there is none.")
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
@@ -220,7 +221,7 @@ def choose_backend(asked: str, shared: str | None) -> str:
         why = f"Several ranks use the GPU {shared}: start fewer ranks" if shared else "Give every rank a GPU"
         raise invalid_value("backend", asked, ("auto", "gloo"), f'{why}, or use backend="gloo".')
     if shared:
-        LOGGER.warning(f"Several ranks share the GPU {shared}: they communicate with gloo, through the host.")
+        LOGGER.warning(f"Several ranks share the GPU {shared}, so all ranks communicate with gloo, through the host.")
     return "gloo"
 
 
