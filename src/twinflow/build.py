@@ -67,8 +67,8 @@ def initialize(
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
     """Builds an engine for `model`. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that creates a model, or a model on the meta device. The model is then created block
-    by block on the training device. The optimizer and the scheduler come from the config, or from the arguments
+    `model` may also be a function that creates a model, or a model on the meta device. The model is then created layer
+    by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
     `optimizer` and `lr_scheduler`: an instance, or a function that creates one. All arguments have the names of
     deepspeed.initialize().
     """
@@ -198,7 +198,7 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config to the model. Returns None if it is not active."""
+    """Applies the section `activation_checkpointing` of the config. Returns None if it checkpoints nothing."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None

@@ -60,7 +60,7 @@ class Result:
 
     @property
     def ceiling(self) -> float | None:
-        """Read-modify-write rate of the memory around the calls: the mean of before and after."""
+        """Read-modify-write rate of the memory: the mean of the rates before and after the calls."""
         if self.ceiling_before is None or self.ceiling_after is None:
             return None
         return (self.ceiling_before + self.ceiling_after) / 2

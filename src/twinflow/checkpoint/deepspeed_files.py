@@ -48,7 +48,7 @@ class Values:
     parts: tuple[Tensor, ...]
 
     def read(self) -> Tensor:
-        """The values in new memory. Besides them, at most one part is in memory."""
+        """Copies the values to new memory. At most one part is read at a time."""
         whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
         at = 0
         for part in self.parts:
@@ -159,7 +159,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
     """Reads the contents of the files. Tensors are not read: they are references to places in the files.
 
-    A ValueError without the folder of the files concerns the contents of several files.
+    A ValueError that does not name the folder concerns the contents of several files.
     """
     models = [_dict(load_torch_file(path), path, "module") for path in files.model]
     key = "optimizer_state_dict"
@@ -407,7 +407,7 @@ def _of_tensor(tensor: Tensor) -> Values:
 
 
 def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. No `paddings`: all are 0."""
+    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. Without `paddings` none is padded."""
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):

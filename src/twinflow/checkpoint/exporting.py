@@ -145,7 +145,7 @@ def export_checkpoint(
 
 
 def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """The checkpoint `source`. If `source` is a folder of checkpoints: the one with `tag`, or the latest. ValueError if
+    """Opens the checkpoint `source`. In a folder of checkpoints: the checkpoint `tag`, or the latest one. ValueError if
     there is none.
     """
     if tag is None and (source / MANIFEST).is_file():
@@ -163,7 +163,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
 
 
 def _check_out(out: Path, replace: bool) -> None:
-    """Raises ValueError if `out` exists. With `replace`, only if it contains files that no export wrote."""
+    """Raises ValueError if `out` exists. With `replace`, only if `out` has files that an export never writes."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():

@@ -41,7 +41,7 @@ MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nest
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import. `notes` describe what was left out."""
+    """The result of an import. `notes`: sentences about values that were not converted."""
 
     path: Path
     stage: int

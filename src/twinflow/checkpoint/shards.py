@@ -1,7 +1,8 @@
 """Tensors that tensor ranks store in parts: which elements each rank has, and how to read elements of the whole tensor.
 
 A part is not a contiguous range of the flattened whole tensor. It contains some indices of one dim. In a view [outer,
-dim, inner] of the whole tensor, every outer row contains elements of each part. Each tensor rank stores its part as one
+dim, inner] of the whole tensor, with all dims before and after this dim flattened, every outer row contains elements of
+each part. Each tensor rank stores its part as one
 tensor. A reader selects indices of the dim: all indices for the whole tensor, or the indices of its own part if it has
 another layout of ranks.
 """

@@ -194,7 +194,7 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 
 def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
-    """The host that the options describe. The arguments are the values of options that are not given."""
+    """The host that the options describe. The other arguments are defaults for options that are not given."""
     check_whole("--cores", options.cores)
     ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
     return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)

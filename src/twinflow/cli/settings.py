@@ -374,7 +374,7 @@ def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnv
 
 
 def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Name of the pipeline schedule and stages of each rank."""
+    """Name of the pipeline schedule, and number of stages of each rank."""
     section = config.get("pipeline") or {}
     name = section.get("schedule") or "1f1b"
     return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1

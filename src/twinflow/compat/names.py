@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 
 class Through(NamedTuple):
-    """All other names of the module are those of another module."""
+    """The names that the table does not list are taken from another module."""
 
     module: str
 
@@ -41,7 +41,7 @@ Entry = Ours | Refused | Through
 
 
 def _ours(module: str, names: str = "", note: str = "", **others: str) -> dict[str, Entry]:
-    """Entries for `names` (separated by spaces) of `module`, and for `others`, which have other names there."""
+    """Entries for `names` (separated by spaces) of `module`. `others` maps names of DeepSpeed to names in `module`."""
     found = {name: name for name in names.split()} | others
     return {name: Ours(f"{module}:{target}", note) for name, target in found.items()}
 

@@ -45,7 +45,7 @@ _Model = TypeVar("_Model", bound=Section)
 
 
 def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
-    """The path of the config's file, or an empty string, and the contents."""
+    """The path of the config file (empty if the config is not a file) and the contents of the config."""
     if isinstance(source, Mapping):
         return "", source
     if not isinstance(source, (str, os.PathLike)):

@@ -316,7 +316,7 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, memory-mapped from a cache file, which is written if it is missing. `load_data` can load it too."""
+    """All tokens, memory-mapped from a cache file, which is written if missing. `load_data` can load this file."""
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:

@@ -49,7 +49,7 @@ NUM_ROUNDS: Final = 8
 
 
 def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
-    """The round keys for one epoch.
+    """The keys of the permutation of one epoch, one for each Feistel round.
 
     The keys are raw words of Philox, because numpy guarantees stable results across versions only for bit generators
     and not for `Generator`. After an upgrade of numpy, an index must give the same text.
@@ -59,7 +59,7 @@ def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
 
 
 def shuffled(indices: Indices, num: int, keys: _Words) -> Indices:
-    """Apply the permutation of 0 .. num - 1 to `indices`, which must be in this range."""
+    """Apply the permutation of 0 .. num - 1 that `keys` define to `indices`, which must be in this range."""
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     places = _feistel(indices.astype(np.uint64), half_bits, keys)
     while (outside := places >= num).any():  # less than three quarters of the places are outside
@@ -186,8 +186,8 @@ def load_data(
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> TokenData:
-    """Load the tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of those, or a file of tokens (.bin,
-    .npy).
+    """Load the tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of such files, or a file of tokens
+    (.bin, .npy).
 
     `tokenizer` is "bytes", or a folder with a Hugging Face tokenizer.json. With such a folder, text is encoded once.
     The tokens are cached in a file in the folder `cache` (default: in the user's cache folder). The name of the file

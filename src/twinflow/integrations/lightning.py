@@ -3,8 +3,8 @@
 The strategy builds an engine for the LightningModule (`twinflow.initialize`) and gives its TwinOptimizer to the
 Trainer. The Trainer runs its own loop, with Lightning's accumulation, schedules, callbacks, precision and logging. The
 optimizer of `configure_optimizers` defines the update, and the config defines offload and ZeRO. The TwinOptimizer clips
-gradients while they are moved to the host. The precision plugin's `clip_gradients` only checks that its limit is the
-same.
+gradients while they are moved to the host. The precision plugin's `clip_gradients` only checks that its limit equals
+that of the TwinOptimizer.
 
 A checkpoint is a folder. It has the files of the engine, which are written one parameter at a time, and a file with the
 rest of Lightning's checkpoint.
