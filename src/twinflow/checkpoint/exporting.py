@@ -249,5 +249,8 @@ def _notes(found: Checkpoint) -> tuple[str, ...]:
     aliases, excluded = found.meta.get("aliases") or {}, found.meta.get("excluded") or []
     notes = [f"{name} is tied to {first} and stored once, as {first}" for name, first in aliases.items()]
     if excluded:
-        notes.append(f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint. Add them")
+        notes.append(
+            f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint. Copy them from the "
+            "model"
+        )
     return tuple(notes)

@@ -272,7 +272,7 @@ def _plain(value: Any, what: str, notes: list[str]) -> Any:
         count(value, 0)
         take_apart(value, "it")
     except ValueError as error:
-        notes.append(f"{what} is left out: {error}")
+        notes.append(f"{what} is not imported: {error}")
         return None
     return value
 

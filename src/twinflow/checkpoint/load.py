@@ -174,7 +174,7 @@ class Checkpoint:
         return made
 
     def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of one shard (the part of a tensor rank), flat. `shard=None`: of the whole tensor.
+        """Elements [start, start + numel) of a shard (a tensor rank's part), flat. `shard=None`: of the whole tensor.
 
         Only rows of the stored shards that contain these elements are read. As with `cut`, call `verify` before.
         """

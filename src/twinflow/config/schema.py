@@ -192,7 +192,9 @@ class OffloadOptimizer(Section):
         "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
         for_host=True,
     )
-    delayed_update: bool = ours(False, "apply each update one step later, during a whole step; this changes results")
+    delayed_update: bool = ours(
+        False, "apply each update one step later, so that it may take a whole step; this changes results"
+    )
     delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
     early: bool | Literal["auto"] = ours(
         "auto",
@@ -209,7 +211,9 @@ class OffloadOptimizer(Section):
         "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
         "reduced after each micro-batch, and each rank sums its part",
     )
-    bucket_numel: Buckets | None = ours(None, "number of elements in a bucket; null: twinflow chooses")
+    bucket_numel: Buckets | None = ours(
+        None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
+    )
     shadow_bytes: Whole | None = ours(
         None, "host memory for updates before the clipping decision; null: half of the spare memory", for_host=True
     )
@@ -226,7 +230,7 @@ class OffloadParam(Section):
 
     device: Literal["cpu", "none"] = honoured(
         "none",
-        "cpu: weights are on the host, and each block fetches its weights to run; needs stage 3 and offload_optimizer",
+        "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3 and offload_optimizer",
         hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
     )
     nvme_path: str | None = unused(None, _NVME)
@@ -252,7 +256,9 @@ class ZeroOptimization(Section):
     )
     offload_optimizer: OffloadOptimizer | None = section(None, "master weights, optimizer state and update on the host")
     offload_param: OffloadParam | None = section(None, "weights on the host, besides the optimizer state")
-    zenflow: Free | None = refused(None, "use offload_optimizer.delayed_update, which hides updates", switch=is_given)
+    zenflow: Free | None = refused(
+        None, "use offload_optimizer.delayed_update: updates then run during the next step", switch=is_given
+    )
     cpu_offload_use_pin_memory: bool = unused(False, "host buffers of transfers are always page-locked")
 
     contiguous_gradients: bool = unused(True, "gradients are always sent in contiguous buckets")
