@@ -236,7 +236,7 @@ def test_shards_that_nobody_wrote_are_refused(small: Path, entry: Any, words: st
         ({"model": []}, "must map each file to a dict of splits"),
         ({"modle": {"w": GOOD}}, "the file 'modle'"),
         ({"model": {"x": GOOD}}, "The shards of tensor 'x' of 'model' are missing"),
-        ({"model": {"d": GOOD}}, "tensor 'd' of 'model': its shards do not make one"),
+        ({"model": {"d": GOOD}}, "tensor 'd' of 'model': The parts of the tensor ranks do not make one"),
         ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' are missing"),
     ],
 )

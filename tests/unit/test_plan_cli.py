@@ -148,7 +148,7 @@ def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     found = plan_json("--model", "shapes_for_plan:tower", "--gpu", "h200")
     assert found["model"] == {"name": "tower", "params": 3 * (64 * 64 + 64), "layers": 3, "hidden": 64}
     assert (
-        "returns a torch.nn.Module, but it returns a int"
+        "returns a torch.nn.Module. This function returns an object of type int"
         in plan("--model", "shapes_for_plan:number", "--gpu", "h200").output
     )
     assert "can be imported" in plan("--model", "nowhere:f", "--gpu", "h200").output

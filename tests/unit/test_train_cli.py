@@ -462,11 +462,11 @@ def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_
     [
         (
             ("--tensor-model-parallel-size", 4),
-            ["--model-parallel-size 4", "ranks is 1, which is not a multiple of 4", "--num_gpus 4"],
+            ["--model-parallel-size 4", "ranks is 1, but must be a multiple of 4", "--num_gpus 4"],
         ),
         (
             ("--pipeline-model-parallel-size", 2),
-            ["--pipeline-parallel-size 2", "ranks is 1, which is not a multiple of 2"],
+            ["--pipeline-parallel-size 2", "ranks is 1, but must be a multiple of 2"],
         ),
         (("--pipeline-parallel-size", 0), ["--pipeline-parallel-size", "0", ">= 1"]),
         (("--pipeline-schedule", "2f2b"), ["--pipeline-schedule", "'2f2b'", "gpipe", "zbv"]),
@@ -533,7 +533,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
             ("--delayed-update",),
             ["--delayed-update", "'delayed_update'"],
         ),
-        ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size", "'3 x 1'"]),
+        ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size 3 and --model-parallel-size 1"]),
         ({"pipeline": {"stages": 1}}, ("--pipeline-parallel-size", 2), ["--pipeline-parallel-size", "'stages'"]),
         ({"tensor_parallel": {"autotp_size": 2}}, (), ["--model-parallel-size", "'autotp_size'"]),
         ({"zero_optimisation": {}}, (), ["FILE", "zero_optimisation", "'zero_optimization'"]),
@@ -698,8 +698,8 @@ def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dic
 @pytest.mark.parametrize(
     ("config", "world", "words"),
     [
-        (layout(2), 3, ["size 2 and", "size 1 divide", "is 3, which is not a multiple of 2", "--num_gpus 2"]),
-        (layout(2, 2), 2, ["size 2 and", "size 2 divide", "is 2, which is not a multiple of 4"]),
+        (layout(2), 3, ["size 2 and", "size 1 divide", "is 3, but must be a multiple of 2", "--num_gpus 2"]),
+        (layout(2, 2), 2, ["size 2 and", "size 2 divide", "is 2, but must be a multiple of 4"]),
         (layout(1, 8), 8, ["--num-attention-heads is 4", "--model-parallel-size, which is 8"]),
         (layout(8), 8, ["--num-layers is 4", "at least 8"]),
         (layout(4, 1, "zbv"), 4, ["--num-layers is 4", "at least 8", "zbv: 2 on each of 4 ranks"]),
@@ -820,7 +820,7 @@ def test_one_rank_may_be_named_as_a_layout(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_run_that_cannot_be_named_is_not_resumed(tmp_path: Path) -> None:
-    assert "--out is None, but must be the folder of the run to resume" in only_line(train("--resume", "--steps", "1"))
+    assert "--resume needs the folder of the run. Give it with --out" in only_line(train("--resume", "--steps", "1"))
     file = tmp_path / "file"
     file.write_text("")
     assert "must be a folder. This is a file." in only_line(train(*SMALL, "--out", file))

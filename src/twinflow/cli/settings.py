@@ -338,11 +338,10 @@ def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int
     axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
     parts = axes.pipe * axes.model
     if parts > 1 and world % parts:
-        raise ValueError(
-            f"{_STAGES} {axes.pipe} and {_TENSOR} {axes.model} divide a model over {parts} ranks, but the number of "
-            f"ranks is {world}, which is not a multiple of {parts}. Start a multiple of {parts} processes, for example "
-            f"with `twinflow launch --num_gpus {parts}`, or reduce one of the two options."
-        )
+        options = f"{_STAGES} {axes.pipe} and {_TENSOR} {axes.model}"
+        allowed = f"a multiple of {parts}, because {options} divide a model over {parts} ranks"
+        remedy = f"Start {parts} processes with `twinflow launch --num_gpus {parts}`, or reduce one of the two options."
+        raise invalid_value("The number of ranks", world, allowed, remedy)
     if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
         raise invalid_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
     num_stages = axes.pipe * num_chunks
