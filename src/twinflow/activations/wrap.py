@@ -162,7 +162,7 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         wanted = {id(module) for module in layers}
         found = {name: module for name, module in named.items() if id(module) in wanted}
         if len(found) < len(wanted):
-            raise ValueError(f"{KEY} has a module that is not in the model. Pass only modules of the model.")
+            raise ValueError(f"{KEY} is a list with a module that is not in the model. Pass only modules of the model.")
         return found
     classes = sorted({class_of(module) for module in named.values()})
     for name in cast(Sequence[str], layers):

@@ -77,8 +77,8 @@ def check_accelerator(accelerator: Any) -> None:
             "For several ranks use twinflow.initialize()."
         )
         raise ValueError(
-            f"Accelerate runs {accelerator.num_processes} processes with distributed_type {kind}, but must run one "
-            f"process without a launcher. {remedy}"
+            f"The number of processes of Accelerate is {accelerator.num_processes} with distributed_type {kind}, but "
+            f"must be 1 with distributed_type NO. {remedy}"
         )
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler

@@ -31,6 +31,7 @@ _SIOCGIFADDR = 0x8915
 # The names of the variables for rank, local rank, size and local size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+_CORRECT = "Correct this environment variable, or unset it and start the ranks with a launcher."
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if default is not None and name not in env:
         return default
     if not re.fullmatch(r"[0-9]+", env[name]):
-        raise invalid_value(name, env[name], "a whole number >= 0")
+        raise invalid_value(name, env[name], "a whole number >= 0", _CORRECT)
     return int(env[name])
 
 
@@ -150,12 +151,12 @@ def _checked(env: Mapping[str, str], names: Sequence[str], address: str, default
     rank, local_rank, world_size, local_size = numbers = [_number(env, name) for name in names]
     for i in (0, 1):
         if numbers[i] >= numbers[i + 2]:
-            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}")
+            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}", _CORRECT)
     port = _number(env, "MASTER_PORT", default_port)
     if local_size > world_size:
-        raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
+        raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}", _CORRECT)
     if not 1 <= port <= 65535:
-        raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535")
+        raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535", _CORRECT)
     return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
 
 
@@ -182,7 +183,7 @@ def init_distributed(
         return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
-        raise invalid_value("backend", backend, ("auto", "gloo"), "nccl needs a CUDA device, but there is none.")
+        raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device for nccl.")
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
