@@ -117,7 +117,9 @@ def GatheredParameters(
         found = find_owner(param)
         if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
             kind = "partitioned (stage 3)" if isinstance(param, DTensor) else "on the host"
-            raise ValueError(f"The weights in params are {kind}, but must be whole on the GPU of this rank. {_WHOLE}")
+            raise ValueError(
+                f"The weights in params are {kind}, but must be whole on the device of this rank. {_WHOLE}"
+            )
         if found is not None and found[0].runtime.steps.job is None:
             found[0].wait()
     yield
