@@ -151,7 +151,7 @@ def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.Monk
         "returns a torch.nn.Module. This function returns an object of type int"
         in plan("--model", "shapes_for_plan:number", "--gpu", "h200").output
     )
-    assert "can be imported" in plan("--model", "nowhere:f", "--gpu", "h200").output
+    assert "which Python can import from the current folder" in plan("--model", "nowhere:f", "--gpu", "h200").output
 
 
 def test_a_module_is_counted_by_block() -> None:
