@@ -67,8 +67,8 @@ def initialize(
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
     """Builds an engine for `model`. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that creates a model, or a model on the meta device. The model is then created block
-    by block on the training device. The optimizer and the scheduler come from the config, or from the arguments
+    `model` may also be a function that creates a model, or a model on the meta device. The model is then created layer
+    by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
     `optimizer` and `lr_scheduler`: an instance, or a function that creates one. All arguments have the names of
     deepspeed.initialize().
     """
@@ -77,8 +77,10 @@ def initialize(
         raise invalid_value("model", None, "an nn.Module, or a function that creates one")
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:  # initialize() creates its own process groups
-            remedy = "Set tensor_parallel.autotp_size and pipeline.stages instead."
-            raise invalid_value(name, type(value).__name__, "None", remedy)
+            raise ValueError(
+                f"{name} is of type {type(value).__name__}, but must be None, because initialize() creates the process "
+                "groups. Set tensor_parallel.autotp_size and pipeline.stages in the config instead."
+            )
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
@@ -172,8 +174,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
     }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:
-        state = f"given as {', '.join(found)}" if found else None
-        raise invalid_value("The config", state, f"given once, as one of {', '.join(given)}")
+        state = f"given by {' and '.join(found)}" if found else "not given"
+        raise ValueError(f"The config is {state}, but must be given by exactly one of {', '.join(given)}.")
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
 
@@ -196,7 +198,7 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config to the model. Returns None if it is not active."""
+    """Applies the section `activation_checkpointing` of the config. Returns None if it checkpoints nothing."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None
@@ -214,7 +216,7 @@ def checkpoint_activations(
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
         remedy = (
-            "Name the classes of the layers. The default, the members of a ModuleList, does not exist in this model."
+            "Name the classes of the layers. By default the members of a ModuleList are used, and this model has none."
         )
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.

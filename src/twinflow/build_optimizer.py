@@ -187,19 +187,20 @@ def _as_given(
 ) -> TwinOptimizer:
     """Returns a given TwinOptimizer. ValueError if the config contradicts the arguments with which it was built."""
     if given.model is not module:
-        expected = "a TwinOptimizer of the model that is passed to initialize()"
-        raise invalid_value("optimizer", "a TwinOptimizer of another model", expected)
+        raise ValueError(
+            "optimizer is a TwinOptimizer of another model. Build it with the model that you pass to initialize()."
+        )
     max_norm = given.max_grad_norm or 0.0
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
-        remedy = f"The given TwinOptimizer was built with max_grad_norm={given.max_grad_norm}."
+        remedy = f"The TwinOptimizer was built with max_grad_norm={given.max_grad_norm}. Use one value in both places."
         raise invalid_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
     if offloads_params(config) != given.offloads_params:
-        remedy = f"The given TwinOptimizer was built with offload_params={given.offloads_params}."
+        remedy = f"The TwinOptimizer was built with offload_params={given.offloads_params}. Change one of the two."
         value, expected = ("cpu", "none") if offloads_params(config) else ("none", "cpu")
         raise invalid_value("zero_optimization.offload_param.device", value, [expected], remedy)
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
-        remedy = f"The given TwinOptimizer was built with stage {own}."
+        remedy = f"The TwinOptimizer was built with stage {own}. Use one stage in both places."
         raise invalid_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
     said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []

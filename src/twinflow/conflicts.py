@@ -63,7 +63,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "streamed": Conflict(
             "tuning.streamed={streamed}",
             "delayed_update=True",
-            "a streamed update writes the weights at once",
+            "a streamed update writes the weights immediately, without the delay",
             _NO_STREAMED,
         ),
         "groups of an instance": Conflict(
@@ -87,7 +87,9 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "delayed_update": Conflict(
             "delayed_update=True", _LIST, "delayed updates need hooks on the model", _GIVE_MODEL
         ),
-        "offload_params": Conflict(_ON_HOST, _LIST, "weights are fetched for each block of the model", _GIVE_MODEL),
+        "offload_params": Conflict(
+            _ON_HOST, _LIST, "the weights of each layer are fetched by hooks on the model", _GIVE_MODEL
+        ),
         "compression": Conflict(
             "A list of parameters", _COMPRESSED, "compressed communication needs the model", _GIVE_MODEL
         ),
@@ -108,13 +110,13 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "rule": Conflict(
             "A user's optimizer as rule",
             _ON_HOST,
-            "the weights are part of the state of twinflow's rules",
+            "weights on the host are part of the optimizer state of twinflow's own rules",
             "Use one of the rules {rules}.",
         ),
         "ratio": Conflict(
             "ratio={ratio!r}",
             _ON_HOST,
-            "the weights are part of the state, so all of the state must be on the host",
+            "the weights are part of the optimizer state, so all of this state must be on the host",
             "Use ratio=1.",
         ),
         "streamed": Conflict(
@@ -126,7 +128,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "delayed_update": Conflict(
             "delayed_update=True",
             _ON_HOST,
-            "a delayed update needs a second copy of the weights, and the state has only one",
+            "a delayed update needs a second copy of the weights, and the host has only one",
             "Use delayed_update=False.",
         ),
         "stage of Zero": Conflict(
@@ -170,7 +172,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "rule": Conflict(
             "rule={rule}",
             _STAGE_3,
-            "ranks have only rows of parameters, and a user's optimizer needs whole parameters",
+            "each rank has only some rows of a parameter, and a user's optimizer needs whole parameters",
             "Use stage 1 or 2, or one of the rules {rules}.",
         ),
         "no dimensions": Conflict(
@@ -211,7 +213,10 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             'Use states="fp32" or states="bf16".',
         ),
         "ratio": Conflict(
-            'ratio="auto"', _COMPRESSED, "compressed communication needs a fixed placement", "Pass a number as ratio."
+            'ratio="auto"',
+            _COMPRESSED,
+            "the optimizer state must not move between the GPU and the host",
+            "Pass a number as ratio.",
         ),
         "delayed_update": Conflict(
             "delayed_update=True",
@@ -228,7 +233,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "betas": Conflict(
             "Param groups with different betas[0] ({betas})",
             _COMPRESSED,
-            "a bucket may have parameters of several groups, whose momenta are encoded together",
+            "the momenta of parameters in different groups are encoded together",
             "Use the same betas[0] in all groups.",
         ),
         "stage of Zero": Conflict(
@@ -280,7 +285,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "{own_key}",
             "a TwinOptimizer that is passed to initialize()",
             "a TwinOptimizer has its own states, tuning and loss scale",
-            "Leave the key out. Pass such options to TwinOptimizer().",
+            "Remove the key from the config, and pass the option to TwinOptimizer().",
         ),
     },
     "DeepSpeed's functions": {

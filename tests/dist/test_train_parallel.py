@@ -166,11 +166,11 @@ def test_a_signal_to_one_stage_stops_all_after_the_same_step(text: Path, tmp_pat
     [
         (
             ("--pipeline-parallel-size", 3),
-            "error: --pipeline-parallel-size x --model-parallel-size is '3 x 1', but must be ",
+            "error: The number of ranks is 2, but must be a multiple of 3, because --pipeline-parallel-size 3 ",
         ),
         (("--model-parallel-size", 2, "--num-attention-heads", 1), "error: --num-attention-heads is 1, but must be "),
         (("--pipeline-parallel-size", 2, "--num-layers", 1), "error: --num-layers is 1, but must be "),
-        (("--model-parallel-size", 2, "--vocab-size", 257), "error: vocabulary is 257, but must be "),
+        (("--model-parallel-size", 2, "--vocab-size", 257), "error: The vocabulary size is 257, but must be "),
         (
             ("--pipeline-parallel-size", 2, "--delayed-update"),
             "delayed_update=True cannot be used with pipeline ranks, because ",

@@ -217,7 +217,9 @@ def test_ranks_with_other_data_are_refused(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ranks = TrainRanks((*RUN, *batch(2), "--data", text, "--out", out), tmp_path / "logs", fault="other data")
     assert ranks.wait() == [1, 1]
-    assert ranks.texts()[0].startswith("error: fingerprint of --data on rank 1 is 'another', but must be ")
+    assert ranks.texts()[0].startswith(
+        "error: The data of rank 1 differs from the data of rank 0: the checksums of --data are another and "
+    )
     assert not out.exists()
 
 

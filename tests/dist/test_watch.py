@@ -377,7 +377,9 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
         assert told[rank][2].startswith(shape)
         assert "version on rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
     for rank in range(2):
-        expected = "TimeoutError: Rank 2 did not call check_same within 1 s. See its output for the reason."
+        expected = (
+            "TimeoutError: Rank 2 did not call check_same within 1 s. See the output of that rank for the reason."
+        )
         assert told[rank][4] == expected
 
 

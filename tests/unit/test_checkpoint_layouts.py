@@ -161,9 +161,9 @@ def test_marks_that_do_not_make_a_whole_are_refused() -> None:
 
 GOOD = {"shape": [4, 3], "dim": 0, "ranges": [[[0, 2]], [[2, 4]]]}
 BAD: list[tuple[Any, str]] = [
-    (None, "must be described by"),
-    ({"shape": [4, 3], "dim": 0}, "must be described by"),
-    ({**GOOD, "more": 1}, "must be described by"),
+    (None, "must have exactly the keys"),
+    ({"shape": [4, 3], "dim": 0}, "must have exactly the keys"),
+    ({**GOOD, "more": 1}, "must have exactly the keys"),
     ({**GOOD, "shape": "43"}, "is not a shape"),
     ({**GOOD, "shape": [4, -3]}, "is not a shape"),
     ({**GOOD, "shape": [4, True]}, "is not a shape"),
@@ -185,10 +185,10 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "ranges": [[[1, 2]], [[2, 4]]]}, "once"),
 ]
 LYING: list[tuple[Any, str]] = [
-    ({**GOOD, "shape": [4, 2]}, "shard 0 has the shape"),
-    ({**GOOD, "ranges": [[[0, 1]], [[1, 4]]]}, "shard 0 has the shape"),
-    ({**GOOD, "ranges": [[[0, 2]], [[2, 4]], []]}, "shard 2 is missing"),
-    ({**GOOD, "shape": [2, 6], "ranges": [[[0, 1]], [[1, 2]]]}, "shard 0 has the shape"),
+    ({**GOOD, "shape": [4, 2]}, "The part of tensor rank 0 has the shape"),
+    ({**GOOD, "ranges": [[[0, 1]], [[1, 4]]]}, "The part of tensor rank 0 has the shape"),
+    ({**GOOD, "ranges": [[[0, 2]], [[2, 4]], []]}, "The part of tensor rank 2 is missing"),
+    ({**GOOD, "shape": [2, 6], "ranges": [[[0, 1]], [[1, 2]]]}, "The part of tensor rank 0 has the shape"),
 ]
 
 
@@ -236,7 +236,7 @@ def test_shards_that_nobody_wrote_are_refused(small: Path, entry: Any, words: st
         ({"model": []}, "must map each file to a dict of splits"),
         ({"modle": {"w": GOOD}}, "the file 'modle'"),
         ({"model": {"x": GOOD}}, "The shards of tensor 'x' of 'model' are missing"),
-        ({"model": {"d": GOOD}}, "tensor 'd' of 'model': its shards do not make one"),
+        ({"model": {"d": GOOD}}, "tensor 'd' of 'model': The parts of the tensor ranks do not make one"),
         ({"model": {"w": GOOD, "w@0": {**GOOD, "ranges": [[[0, 4]]]}}}, "'w@0' of 'model' are missing"),
     ],
 )

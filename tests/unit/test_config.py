@@ -142,7 +142,7 @@ def test_a_config_of_hugging_face_loads() -> None:
         ({"zero_optimisation": {}}, ["zero_optimisation", "'zero_optimization'"]),
         (offload(devise="cpu"), ["zero_optimization.offload_optimizer.devise", "'device'", "'cpu'"]),
         ({"ratio": 0.5}, ["ratio", "zero_optimization.offload_optimizer.ratio"]),
-        ({"zero_optimization": {"stage": "2"}}, ["zero_optimization.stage", "'2'", "0, 1, 2, 3"]),
+        ({"zero_optimization": {"stage": "2"}}, ["zero_optimization.stage", "'2'", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage", "4"]),
         ({"zero_optimization": {"stage": 1.5}}, ["zero_optimization.stage", "1.5"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage", "True"]),
@@ -151,7 +151,7 @@ def test_a_config_of_hugging_face_loads() -> None:
         ({"gradient_clipping": float("nan")}, ["gradient_clipping", "nan"]),
         ({"gradient_clipping": True}, ["gradient_clipping", "True"]),
         ({"train_batch_size": 0}, ["train_batch_size", "0", ">= 1"]),
-        ({"fp16": {"enabled": "yes"}}, ["fp16.enabled", "'yes'", "true, false"]),
+        ({"fp16": {"enabled": "yes"}}, ["fp16.enabled", "'yes'", "true or false"]),
         ({"fp16": {"loss_scale": -2}}, ["fp16.loss_scale", "-2"]),
         ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, ["fp16.enabled", "bf16.enabled"]),
         ({"fp16": {"initial_scale_power": 2, "min_loss_scale": 8}}, ["initial_scale_power", "min_loss_scale", "8"]),
@@ -177,7 +177,7 @@ def test_a_config_of_hugging_face_loads() -> None:
         ({"sparse_gradients": True}, ["sparse_gradients"]),
         ({"sparse_attention": {"mode": "sparse"}}, ["sparse_attention.mode", "'sparse'", "'bigbird'"]),
         ({"sparse_attention": {"num_local_block": 4}}, ["sparse_attention.num_local_block", "'num_local_blocks'"]),
-        ({"sparse_attention": {"block": 24}}, ["sparse_attention.block", "24", "16, 32, 64, 128"]),
+        ({"sparse_attention": {"block": 24}}, ["sparse_attention.block", "24", "16, 32, 64 or 128"]),
         ({"sparse_attention": {"local_window_blocks": [4, 0]}}, ["sparse_attention.local_window_blocks", "[4, 0]"]),
         ({"elasticity": {"enabled": True}}, ["elasticity"]),
         ({"tensor_parallel": {"tp": {"mpu": "mine"}}}, ["tensor_parallel.tp.mpu", "tp_size"]),
@@ -318,12 +318,12 @@ def test_an_unknown_key_at_the_top_refers_to_the_docs() -> None:
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
-        ({"zero_optimization": {"stage": "2"}}, "must be 0, 1, 2, 3. Write the number without quotes."),
+        ({"zero_optimization": {"stage": "2"}}, "must be 0, 1, 2 or 3. Write the number without quotes."),
         ({"train_batch_size": "8"}, "or null. Write the number without quotes."),
         (adam(lr="1e-3"), "a finite number >= 0. Write the number without quotes. The value of optimizer.type"),
-        ({"fp16": {"enabled": "True"}}, "must be true, false. Write true without quotes."),
-        ({"zero_optimization": {"stage": "4"}}, "must be 0, 1, 2, 3."),
-        ({"fp16": {"enabled": "1"}}, "must be true, false."),
+        ({"fp16": {"enabled": "True"}}, "must be true or false. Write true without quotes."),
+        ({"zero_optimization": {"stage": "4"}}, "must be 0, 1, 2 or 3."),
+        ({"fp16": {"enabled": "1"}}, "must be true or false."),
     ],
 )
 def test_a_quoted_number_or_boolean_is_noticed(given: dict[str, Any], remedy: str) -> None:

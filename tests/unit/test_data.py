@@ -127,7 +127,7 @@ def test_too_few_tokens_for_a_context(counted: TokenData) -> None:
 def test_a_token_outside_of_the_vocabulary_is_named(array: Any, wrong: int, tmp_path: Path) -> None:
     np.save(tmp_path / "some.npy", array)
     data = load_data(str(tmp_path / "some.npy"), vocab_size=9, valid_share=0.0)
-    with pytest.raises(ValueError, match=rf"some\.npy is {wrong}, but must be 0 to 8") as error:
+    with pytest.raises(ValueError, match=rf"some\.npy is {wrong}, but must be from 0 to 8") as error:
         data.batch("train", 0, 2, 4)
     assert str(tmp_path) in str(error.value)
 
@@ -271,7 +271,7 @@ def test_megatrons_files(code: int, dtype: str, tmp_path: Path) -> None:
     data = load_data(str(tmp_path / "some.bin"), vocab_size=200)
     assert data.tokens.tolist() == [*range(5), *range(100, 107)]
     (tmp_path / "some.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 6, 2, 3))
-    with pytest.raises(ValueError, match=r"dtype code of .*some\.idx is 6"):
+    with pytest.raises(ValueError, match=r"dtype code in .*some\.idx is 6"):
         load_data(str(tmp_path / "some.bin"))
     (tmp_path / "some.idx").write_bytes(b"something else")
     assert load_data(str(tmp_path / "some.bin")).tokens.dtype == np.uint16
@@ -381,7 +381,7 @@ def test_a_tokenizers_vocabulary_serves_for_a_file_of_tokens(tokenizer: str, tmp
     np.arange(20, dtype="<u2").tofile(tmp_path / "some.bin")
     data = load_data(str(tmp_path / "some.bin"), tokenizer)
     assert data.vocab_size == 6
-    with pytest.raises(ValueError, match="but must be 0 to 5"):
+    with pytest.raises(ValueError, match="but must be from 0 to 5"):
         data.batch("train", 0, 1, 17)
 
 
@@ -499,7 +499,7 @@ def test_wide_tokens_need_a_vocabulary(tmp_path: Path) -> None:
 
 def test_a_folder_without_text(tmp_path: Path) -> None:
     (tmp_path / "zeros").write_bytes(bytes(100))
-    with pytest.raises(ValueError, match="found no text files in"):
+    with pytest.raises(ValueError, match="There are no text files in"):
         load_data(str(tmp_path))
 
 

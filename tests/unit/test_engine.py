@@ -487,7 +487,7 @@ def test_after_destroy_nothing_is_saved_or_trained(tmp_path: Path) -> None:
         lambda: engine.backward(torch.zeros(1, requires_grad=True).sum()),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=r"because destroy\(\) was called\. Call it before destroy"):
+        with pytest.raises(RuntimeError, match=r"because destroy\(\) was called\. Do this before destroy"):
             call()
     assert not list(tmp_path.iterdir())
 

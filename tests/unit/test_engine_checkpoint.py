@@ -436,7 +436,7 @@ def test_a_data_position_that_does_not_fit_leaves_the_schedule_alone(tmp_path: P
     two.training_dataloader = two.deepspeed_io(list(range(8)), batch_size=2)
     before = two.lr_scheduler.state_dict()["last_epoch"]
     with pytest.raises(
-        ValueError, match=r"batch size of the saved data position is .* Resume with the same batch size"
+        ValueError, match=r"position in the data was saved with the batch size .* Set train_micro_batch_size_per_gpu to"
     ):
         two.load_checkpoint(tmp_path)
     assert two.lr_scheduler.state_dict()["last_epoch"] == before

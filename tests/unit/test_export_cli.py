@@ -144,7 +144,7 @@ def test_config_and_force(saved: Any, tmp_path: Path) -> None:
     assert export(root, out, "--force").exit_code == 0
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     (out / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json, which no export wrote" in export(root, out, "--force").output
+    assert "tokenizer.json, which `twinflow export` did not write" in export(root, out, "--force").output
     assert (out / "tokenizer.json").exists()
     config.write_text("[1]")
     assert "must contain a JSON object" in export(root, tmp_path / "b", "--config", config).output

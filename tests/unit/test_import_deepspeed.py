@@ -155,8 +155,8 @@ def test_client_state_is_kept_as_far_as_it_is_plain(tmp_path: Path) -> None:
     source = write(tmp_path / "ds", *trained(), 1, 1, client=client)
     done = import_deepspeed(source, tmp_path / "out")
     assert [note.split(":")[0] for note in done.notes] == [
-        "client state 'kinds' is left out",
-        "client state 'where' is left out",
+        "client state 'kinds' is not imported",
+        "client state 'where' is not imported",
     ]
     engine = build(False)
     _, back = engine.load_checkpoint(tmp_path / "out")

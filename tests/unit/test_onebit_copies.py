@@ -166,5 +166,5 @@ def test_errors_of_an_earlier_layout_are_refused() -> None:
     own: Any = SimpleNamespace(path=Path("step_1"), meta={"errors": [{"replica": 0, "num_replicas": 1, "params": {}}]})
     _check_errors(own)
     old: Any = SimpleNamespace(path=Path("step_1"), meta={"errors": [{}, {"embedding/0": {}}]})
-    with pytest.raises(ValueError, match=r"step_1: errors of compressed exchanges.*load_optimizer_states=False"):
+    with pytest.raises(ValueError, match=r"step_1: The compression errors of 1-bit Adam.*load_optimizer_states=False"):
         _check_errors(old)

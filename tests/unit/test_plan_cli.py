@@ -148,10 +148,10 @@ def test_a_function_that_builds_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     found = plan_json("--model", "shapes_for_plan:tower", "--gpu", "h200")
     assert found["model"] == {"name": "tower", "params": 3 * (64 * 64 + 64), "layers": 3, "hidden": 64}
     assert (
-        "returns a torch.nn.Module, but it returns a int"
+        "returns a torch.nn.Module. This function returns an object of type int"
         in plan("--model", "shapes_for_plan:number", "--gpu", "h200").output
     )
-    assert "can be imported" in plan("--model", "nowhere:f", "--gpu", "h200").output
+    assert "which Python can import from the current folder" in plan("--model", "nowhere:f", "--gpu", "h200").output
 
 
 def test_a_module_is_counted_by_block() -> None:
@@ -161,7 +161,7 @@ def test_a_module_is_counted_by_block() -> None:
     assert cost.numel == count_params(shape)
     assert (len(cost.blocks), cost.hidden, cost.vocab_size) == (3, 32, 96)
     assert cost.embedding_numel == (96 + 32) * 32
-    with pytest.raises(ValueError, match="blocks that have parameters"):
+    with pytest.raises(ValueError, match="a list of layers that have parameters"):
         count_module(nn.Linear(4, 4), "flat")
 
 
@@ -196,7 +196,7 @@ def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = plan("--preset", "tiny")
     assert result.exit_code == 1
-    assert "--gpu is None, but must be one of 'b200'" in result.output
+    assert "--gpu is not given, but must be one of b200" in result.output
     assert "name the GPU to plan for" in result.output
 
 

@@ -460,12 +460,18 @@ def test_the_same_file_twice_is_the_same_run(config: Callable[[str], Path], tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--tensor-model-parallel-size", 4), ["--model-parallel-size is '1 x 4'", "a divisor of 1", "--num_gpus 4"]),
-        (("--pipeline-model-parallel-size", 2), ["--pipeline-parallel-size", "'2 x 1'", "a divisor of 1"]),
+        (
+            ("--tensor-model-parallel-size", 4),
+            ["--model-parallel-size 4", "ranks is 1, but must be a multiple of 4", "--num_gpus 4"],
+        ),
+        (
+            ("--pipeline-model-parallel-size", 2),
+            ["--pipeline-parallel-size 2", "ranks is 1, but must be a multiple of 2"],
+        ),
         (("--pipeline-parallel-size", 0), ["--pipeline-parallel-size", "0", ">= 1"]),
         (("--pipeline-schedule", "2f2b"), ["--pipeline-schedule", "'2f2b'", "gpipe", "zbv"]),
         (("--max-position-embeddings", 8), ["--seq-length", "16", "--max-position-embeddings", "8"]),
-        (("--gpu-memory", "32GB"), ["--gpu-memory", "must be left out, because this machine has no GPU"]),
+        (("--gpu-memory", "32GB"), ["--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out."]),
         (("--gpu-memory", "much"), ["--gpu-memory", "'much'", "32GB"]),
         (("--fp16", "--bf16"), ["--precision", "bf16", "fp16"]),
         (("--precision", "fp32", "--bf16"), ["--precision", "fp32", "bf16"]),
@@ -527,7 +533,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
             ("--delayed-update",),
             ["--delayed-update", "'delayed_update'"],
         ),
-        ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size", "'3 x 1'"]),
+        ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size 3 and --model-parallel-size 1"]),
         ({"pipeline": {"stages": 1}}, ("--pipeline-parallel-size", 2), ["--pipeline-parallel-size", "'stages'"]),
         ({"tensor_parallel": {"autotp_size": 2}}, (), ["--model-parallel-size", "'autotp_size'"]),
         ({"zero_optimisation": {}}, (), ["FILE", "zero_optimisation", "'zero_optimization'"]),
@@ -692,8 +698,8 @@ def layout(stages: int = 1, tensor: int = 1, schedule: str | None = None) -> dic
 @pytest.mark.parametrize(
     ("config", "world", "words"),
     [
-        (layout(2), 3, ["'2 x 1'", "a divisor of 3", "--num_gpus 2"]),
-        (layout(2, 2), 2, ["'2 x 2'", "a divisor of 2"]),
+        (layout(2), 3, ["size 2 and", "size 1 divide", "is 3, but must be a multiple of 2", "--num_gpus 2"]),
+        (layout(2, 2), 2, ["size 2 and", "size 2 divide", "is 2, but must be a multiple of 4"]),
         (layout(1, 8), 8, ["--num-attention-heads is 4", "--model-parallel-size, which is 8"]),
         (layout(8), 8, ["--num-layers is 4", "at least 8"]),
         (layout(4, 1, "zbv"), 4, ["--num-layers is 4", "at least 8", "zbv: 2 on each of 4 ranks"]),
@@ -719,7 +725,7 @@ def test_a_layout_is_dealt_to_replicas_and_described() -> None:
 
 
 def test_a_vocabulary_that_tensor_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"vocabulary is 257, but .*Use --vocab-size 258"):
+    with pytest.raises(ValueError, match=r"The vocabulary size is 257, but .*Use --vocab-size 258"):
         settings.check_vocabulary(layout(1, 2), replace(SHAPE, vocab_size=257))
 
 
@@ -814,7 +820,7 @@ def test_one_rank_may_be_named_as_a_layout(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_run_that_cannot_be_named_is_not_resumed(tmp_path: Path) -> None:
-    assert "--out is None, but must be the folder of the run to resume" in only_line(train("--resume", "--steps", "1"))
+    assert "--resume needs the folder of the run. Give it with --out" in only_line(train("--resume", "--steps", "1"))
     file = tmp_path / "file"
     file.write_text("")
     assert "must be a folder. This is a file." in only_line(train(*SMALL, "--out", file))

@@ -266,7 +266,7 @@ def test_data_that_has_changed_is_not_resumed(text: Path, tmp_path: Path) -> Non
     result = train(*run, "--steps", 4, "--resume")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: --data is ")
+    assert line.startswith(f"error: The data {data} has changed since the run began")
     assert "fingerprint" in line
     data.write_text(text.read_text())
     assert train(*run, "--steps", 4, "--resume").exit_code == 0

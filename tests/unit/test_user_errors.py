@@ -126,7 +126,10 @@ def test_an_option_that_a_torch_optimizer_does_not_have() -> None:
 
 @pytest.mark.parametrize("state", [{}, {"kind": "twinflow.TwinOptimizer", "version": 99}])
 def test_a_state_of_another_kind_or_version(state: dict[str, Any]) -> None:
-    with closing(TwinOptimizer(mlp())) as optimizer, pytest.raises(ValueError, match=r"Pass a dict that state_dict\(\)"):
+    with (
+        closing(TwinOptimizer(mlp())) as optimizer,
+        pytest.raises(ValueError, match=r"Pass a dict that state_dict\(\)"),
+    ):
         optimizer.load_state_dict(state)
 
 

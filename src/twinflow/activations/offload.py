@@ -301,8 +301,8 @@ def hooks_for(
 
 
 def is_large(tensor: Tensor, min_bytes: int) -> bool:
-    """Whether a tensor is an activation of at least this size. A Parameter is none, and other subclasses of Tensor may
-    hold their data elsewhere.
+    """Whether a tensor is an activation of at least this size. A Parameter is not an activation, and other
+    subclasses of Tensor may hold their data elsewhere.
     """
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
     return is_plain and tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= min_bytes

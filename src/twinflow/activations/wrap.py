@@ -68,7 +68,7 @@ def checkpoint_layers(
             f"A layer of {KEY}",
             taken[0],
             "a layer that is not checkpointed yet",
-            "Call remove() of the handle that checkpoint_layers() has returned for it.",
+            "Call remove() of the handle that checkpoint_layers() has returned for this layer.",
         )
     mover: Offload | Partition | None = partition
     if offload:
@@ -162,9 +162,7 @@ def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict
         wanted = {id(module) for module in layers}
         found = {name: module for name, module in named.items() if id(module) in wanted}
         if len(found) < len(wanted):
-            raise invalid_value(
-                KEY, "a module that is not in the model", "modules of the model", "Pass modules of this model."
-            )
+            raise ValueError(f"{KEY} is a list with a module that is not in the model. Pass only modules of the model.")
         return found
     classes = sorted({class_of(module) for module in named.values()})
     for name in cast(Sequence[str], layers):
@@ -216,9 +214,10 @@ def _without_cache(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if length is None or isinstance(value, (Tensor, nn.Module)):
             return value
         if length() > 0:
-            allowed = "an empty cache, or none"
-            remedy = "Pass use_cache=False: a layer that runs again in backward would write to the cache twice."
-            raise invalid_value(f"past_key_values of the checkpointed layer {name}", "not empty", allowed, remedy)
+            raise ValueError(
+                f"past_key_values of the checkpointed layer {name} is a cache with entries, but must be empty or None. "
+                "Pass use_cache=False: a layer that runs again in backward would write to the cache twice."
+            )
         return None
 
     changed = {key: kept(value) for key, value in kwargs.items()}

@@ -60,7 +60,7 @@ class Result:
 
     @property
     def ceiling(self) -> float | None:
-        """Read-modify-write rate of the memory around the calls: the mean of before and after."""
+        """Read-modify-write rate of the memory: the mean of the rates before and after the calls."""
         if self.ceiling_before is None or self.ceiling_after is None:
             return None
         return (self.ceiling_before + self.ceiling_after) / 2
@@ -112,7 +112,8 @@ def choose_settings(
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES
     if not SMALLEST_NUMEL <= numel <= most:
-        remedy = f"The benchmark needs {jobs.PEAK_BYTES} bytes of available memory for each parameter."
+        remedy = f"Choose another number. The benchmark needs {jobs.PEAK_BYTES} bytes of available memory for each "
+        "parameter."
         raise invalid_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
     default_repeats = QUICK_REPEATS if quick else REPEATS
     return Settings(numel, threads or native.get_threads(), default_repeats if repeats is None else repeats)

@@ -49,7 +49,7 @@ class Values:
     parts: tuple[Tensor, ...]
 
     def read(self) -> Tensor:
-        """The values in new memory. Besides them, at most one part is in memory."""
+        """Copies the values to new memory. At most one part is read at a time."""
         whole = torch.empty(math.prod(self.shape), dtype=self.dtype)
         at = 0
         for part in self.parts:
@@ -126,10 +126,10 @@ def _find_folder(root: Path, tag: str | None) -> Path:
     tags = sorted(path.name for path in root.iterdir() if path.is_dir() and _has_model(path))
     if not tags:
         raise ValueError(f"{root} contains no DeepSpeed checkpoint. Give the folder that save_checkpoint wrote to.")
-    remedy = (
-        f"The file {LATEST!r} is missing. Pass one of these as tag." if name is None else "Pass one of these as tag"
-    )
-    raise invalid_value(f"The tag under {root}", name, tags, remedy + (", or no tag for the latest." if tag else ""))
+    if name is None:
+        raise ValueError(f"{root} has no file {LATEST!r}, so a tag must be given. Pass one of {tags} as tag.")
+    remedy = "Pass one of these as tag" + (", or no tag for the latest." if tag else ".")
+    raise invalid_value(f"The tag under {root}", name, tags, remedy)
 
 
 def _foreign(path: Path, what: str) -> ValueError:
@@ -148,7 +148,9 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
         if part:
             raise _foreign(path, "tensor or pipeline parallelism")
         if rank in found:
-            raise ValueError(f"{path} and {found[rank].name} belong to the same rank. Remove the file of another run.")
+            raise ValueError(
+                f"{path} and {found[rank].name} belong to the same rank. Remove the file that another run wrote."
+            )
         found[rank] = path
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
@@ -160,7 +162,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
     """Reads the contents of the files. Tensors are not read: they are references to places in the files.
 
-    A ValueError without the folder of the files concerns the contents of several files.
+    A ValueError that does not name the folder concerns the contents of several files.
     """
     models = [_dict(load_torch_file(path), path, "module") for path in files.model]
     key = "optimizer_state_dict"
@@ -187,7 +189,7 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
 def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
     if not isinstance(value, dict) or any(key not in value for key in keys):
         what = f"a dict with {', '.join(map(repr, keys))}" if keys else "a dict"
-        raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not contain {what}.")
+        raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not contain {what}. Copy it again.")
     return value
 
 
@@ -195,11 +197,13 @@ def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
     """The ZeRO stage. ValueError if the files of a rank are missing."""
     if not states:
         if len(files.model) > 1:  # Only stage 3 has several model files.
-            raise ValueError(f"{files.folder}: The files *_optim_states.pt, which have the weights, are missing.")
+            raise ValueError(
+                f"{files.folder}: The files *_optim_states.pt, which have the weights, are missing. Copy them."
+            )
         return 0
     stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
     if stage not in (1, 2, 3):
-        raise invalid_value("zero_stage", stage, [1, 2, 3])
+        raise invalid_value(f"zero_stage in the files of {files.folder}", stage, [1, 2, 3], _MISMATCH)
     count = states[0].get("partition_count", len(states))
     count = max(count) if isinstance(count, list) and count else count
     wanted = {"optim": count, "model": count if stage == 3 else 1}
@@ -216,7 +220,7 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
     """The shapes of the parameters by group. They map the values in the other files to parameters."""
     shapes = head.get("param_shapes")
     if not isinstance(shapes, list):
-        raise ValueError(f"{path} has no list param_shapes. Its version of DeepSpeed is not supported.")
+        raise ValueError(f"{path} has no list param_shapes. Save it again with a newer version of DeepSpeed.")
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
@@ -406,7 +410,7 @@ def _of_tensor(tensor: Tensor) -> Values:
 
 
 def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. No `paddings`: all are 0."""
+    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. Without `paddings` none is padded."""
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):

@@ -35,7 +35,9 @@ def check_name(what: str, name: object, max_bytes: int = MAX_NAME_BYTES) -> str:
 def check_tag(tag: object) -> str:
     """Returns `tag` if a checkpoint's folder can have that name, or raises ValueError."""
     if tag == LATEST:
-        raise invalid_value("tag", tag, f"another name, because a file {LATEST!r} contains the latest tag")
+        raise invalid_value(
+            "tag", tag, f"another name, because the file {LATEST!r} stores the tag of the latest checkpoint"
+        )
     return check_name("tag", tag)
 
 
@@ -132,9 +134,11 @@ def read_latest(root: Path) -> str | None:
     except FileNotFoundError:
         return None
     except IsADirectoryError as error:
-        raise ValueError(f"{path} is a folder, but must be a file with a tag. Move the folder away.") from error
+        raise ValueError(
+            f"{path} is a folder, but must be a file with the tag of a checkpoint. Rename the folder."
+        ) from error
     try:
         return check_tag(raw.decode("utf-8").strip())
     except ValueError as error:
-        remedy = "Write the tag of a checkpoint to it, or open a checkpoint by its tag."
+        remedy = "Write the tag of a checkpoint (the name of its folder) to the file, or pass a tag."
         raise ValueError(f"{path} does not contain a tag. {remedy} The reason: {error}") from error

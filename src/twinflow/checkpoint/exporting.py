@@ -148,7 +148,7 @@ def export_checkpoint(
 
 
 def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
-    """The checkpoint `source`. If `source` is a folder of checkpoints: the one with `tag`, or the latest. ValueError if
+    """Opens the checkpoint `source`. In a folder of checkpoints: the checkpoint `tag`, or the latest one. ValueError if
     there is none.
     """
     if tag is None and (source / MANIFEST).is_file():
@@ -166,7 +166,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
 
 
 def _check_out(out: Path, replace: bool) -> None:
-    """Raises ValueError if `out` exists. With `replace`, only if it contains files that no export wrote."""
+    """Raises ValueError if `out` exists. With `replace`, only if `out` has files that an export never writes."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():
@@ -176,7 +176,9 @@ def _check_out(out: Path, replace: bool) -> None:
         raise ValueError(f"{out} contains {names[0]}. Choose an empty folder, or use --force to replace this one.")
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.
-        raise ValueError(f"{out} contains {others[0]}, which no export wrote. Move it away, or choose another folder.")
+        raise ValueError(
+            f"{out} contains {others[0]}, which `twinflow export` did not write. Move it, or choose another folder."
+        )
 
 
 def _read_config(path: Path | None) -> bytes | None:
@@ -210,7 +212,7 @@ def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dt
         return Entry(name, own, shape, lambda: found.tensor("model", name))
     if master is not None and found.shape("optimizer", master) != shape:
         shapes = f"the shape {found.shape('optimizer', master)}, but the weight has {shape}"
-        raise damaged(f"{found.path}: The master of {name} has {shapes}")
+        raise damaged(f"{found.path}: The fp32 master of the weight {name} has {shapes}")
     return Entry(name, dtype, shape, lambda: _read(found, name, master, dtype))
 
 
@@ -250,5 +252,8 @@ def _notes(found: Checkpoint) -> tuple[str, ...]:
     aliases, excluded = found.meta.get("aliases") or {}, found.meta.get("excluded") or []
     notes = [f"{name} is tied to {first} and stored once, as {first}" for name, first in aliases.items()]
     if excluded:
-        notes.append(f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint. Add them")
+        notes.append(
+            f"{len(excluded)} frozen tensors, such as {excluded[0]}, are not in the checkpoint. Copy them from the "
+            "model"
+        )
     return tuple(notes)

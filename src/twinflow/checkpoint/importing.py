@@ -41,7 +41,7 @@ MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nest
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import. `notes` describe what was left out."""
+    """The result of an import. `notes`: sentences about values that were not converted."""
 
     path: Path
     stage: int
@@ -130,12 +130,16 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = f"The files contain the states {names}. Give their rule with --rule, or use --weights-only."
-        raise invalid_value("rule", chosen or None, RULES, remedy)
+        remedy = (
+            f"The files have the states {names}. Give the rule with --rule, or import only weights: --weights-only."
+        )
+        raise invalid_value("The update rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
-        remedy = f"The rule {chosen!r} needs these. Give another rule with --rule, or use --weights-only."
-        raise invalid_value("The names of the optimizer states", names, [wanted], remedy)
+        raise ValueError(
+            f"The files have the optimizer states {names}, but the rule {chosen!r} needs {wanted}. "
+            "Give another rule with --rule, or use --weights-only."
+        )
     return chosen
 
 
@@ -164,7 +168,7 @@ def _options(group: Group) -> dict[str, Any]:
     for key, value in UNLIKE.items():
         if bool(group.options.get(key, value)) is not value:
             remedy = "Use --weights-only: twinflow's update rules do not have this option."
-            raise invalid_value(f"The option {key}", group.options[key], [value], remedy)
+            raise invalid_value(f"The option {key} of the saved optimizer", group.options[key], [value], remedy)
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
         found["betas"] = tuple(float(beta) for beta in found["betas"])
@@ -268,7 +272,7 @@ def _plain(value: Any, what: str, notes: list[str]) -> Any:
         count(value, 0)
         take_apart(value, "it")
     except ValueError as error:
-        notes.append(f"{what} is left out: {error}")
+        notes.append(f"{what} is not imported: {error}")
         return None
     return value
 

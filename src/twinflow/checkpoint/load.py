@@ -107,7 +107,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Sharded(Stored):
-    """A tensor that is stored as one tensor for each tensor rank. `pieces`: those of all ranks."""
+    """A tensor that is stored as one tensor for each tensor rank. `pieces`: the pieces of all tensor ranks."""
 
     split: Split
     shards: tuple[Stored, ...]
@@ -166,7 +166,7 @@ class Checkpoint:
     def cut(self, file: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of one tensor, flat. No other elements are read.
 
-        These elements are not checked, because a checksum covers all values that a rank saved. Call `verify` before.
+        No checksum is compared, because a checksum covers all values that a rank saved. Call `verify` before.
         """
         one = self._one(file, name)
         made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)
@@ -174,9 +174,9 @@ class Checkpoint:
         return made
 
     def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of one shard of a tensor, flat. `shard=None`: of the whole tensor.
+        """Elements [start, start + numel) of a shard (a tensor rank's part), flat. `shard=None`: of the whole tensor.
 
-        Only rows of the stored shards that contain such elements are read. As with `cut`, call `verify` before.
+        Only rows of the stored shards that contain these elements are read. As with `cut`, call `verify` before.
         """
         if shard is None:
             return self.cut(file, name, start, numel)
@@ -184,7 +184,7 @@ class Checkpoint:
         shape, dim = one.shape, shard.dim
         if dim >= len(shape) or shape[dim] != shard.full:
             expected = f"a shape with {shard.full} elements in dim {dim}, which is split over tensor ranks"
-            raise invalid_value(f"The shape of {name!r}", shape, expected, "Load it into the model that was saved.")
+            raise invalid_value(f"The shape of {name!r}", shape, expected, "Build the model that was saved.")
         if isinstance(one, Sharded) and one.split.dim == dim:
             fills, ranges = [source.fill for source in one.shards], one.split.ranges
         else:  # The tensor is stored whole, or is split along another dim.
@@ -213,7 +213,7 @@ class Checkpoint:
         total.
 
         With `share` (rank, world), only this rank's share of the bytes is read. The shares of all ranks cover
-        everything.
+        all bytes.
         """
         _, now = _read_folder(self.path)  # The files may have changed since the checkpoint was opened.
         pieces = [piece for stored in now.values() for one in stored.values() for piece in one.pieces]

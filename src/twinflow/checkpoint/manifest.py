@@ -55,7 +55,7 @@ FileName = Annotated[str, BeforeValidator(lambda name: check_name("The name of a
 class PartRecord:
     """One file of tensors: its name, its size in bytes, and the checksums of its header and of each tensor.
 
-    `parts` describes the whole tensor for each tensor that is a part.
+    `parts`: for each tensor in the file that is only a part, the start of the part and the shape of the whole tensor.
     """
 
     name: FileName

@@ -124,7 +124,7 @@ def decode_meta(raw: bytes, path: Path) -> dict[str, Any]:
     """The `meta` that `encode_meta` encoded, from the bytes of the file at `path`."""
     meta = parse_json(raw, path, _restore_float)
     if not isinstance(meta, dict):
-        raise ValueError(f"{path} contains a {type(meta).__name__}, but must contain an object. The file is damaged.")
+        raise damaged(f"{path} contains a {type(meta).__name__}, but must contain a JSON object")
     return meta
 
 

@@ -1,7 +1,8 @@
 """Tensors that tensor ranks store in parts: which elements each rank has, and how to read elements of the whole tensor.
 
 A part is not a contiguous range of the flattened whole tensor. It contains some indices of one dim. In a view [outer,
-dim, inner] of the whole tensor, every outer row contains elements of each part. Each tensor rank stores its part as one
+dim, inner] of the whole tensor, with all dims before and after this dim flattened, every outer row contains elements of
+each part. Each tensor rank stores its part as one
 tensor. A reader selects indices of the dim: all indices for the whole tensor, or the indices of its own part if it has
 another layout of ranks.
 """
@@ -215,7 +216,7 @@ def parse_split(what: str, entry: object) -> Split:
     order.
     """
     if not isinstance(entry, dict) or set(entry) != {"shape", "dim", "ranges"}:
-        raise damaged(f"{what} must be described by shape, dim and ranges")
+        raise damaged(f"{what} must have exactly the keys shape, dim and ranges")
     shape, dim, ranges = entry["shape"], entry["dim"], entry["ranges"]
     if not are_sizes(shape) or not are_sizes([dim]) or dim >= len(shape):
         raise damaged(f"{what}: {shape!r} is not a shape with a dim {dim!r}")
@@ -224,7 +225,7 @@ def parse_split(what: str, entry: object) -> Split:
     every = sorted((start, stop) for one in ranges for start, stop in one if start < stop)
     edges = [(0, 0), *every, (shape[dim], shape[dim])]
     if any(before[1] != after[0] for before, after in pairwise(edges)):
-        raise ValueError(f"{what}: The ranges {ranges!r} must contain each of the {shape[dim]} indices exactly once.")
+        raise damaged(f"{what}: The ranges {ranges!r} must contain each of the {shape[dim]} indices exactly once")
     split = tuple(tuple((start, stop) for start, stop in one) for one in ranges)
     return Split(tuple(shape), dim, split)
 
@@ -244,7 +245,9 @@ def check_shards(what: str, split: Split, found: Sequence[tuple[torch.dtype, tup
         wanted = split.local_shape(rank)
         if one is None or one[1] != wanted:
             state = "is missing" if one is None else f"has the shape {list(one[1])}"
-            raise ValueError(f"{what}: shard {rank} {state}, but must have the shape {list(wanted)}.")
+            raise damaged(f"{what}: The part of tensor rank {rank} {state}, but must have the shape {list(wanted)}")
         dtypes.add(one[0])
     if len(dtypes) > 1 or not all(is_possible(split.shape, dtype) for dtype in dtypes):
-        raise damaged(f"{what}: its shards do not make one tensor of shape {list(split.shape)} and one dtype")
+        raise damaged(
+            f"{what}: The parts of the tensor ranks do not make one tensor of shape {list(split.shape)} and one dtype"
+        )

@@ -92,9 +92,10 @@ def check_entries(entries: Sequence[Entry], where: str) -> None:
         if entry.part is not None:
             whole = math.prod(entry.part.shape)
             if len(entry.shape) != 1 or not 0 <= entry.part.start <= whole - entry.numel:
-                given = f"{list(entry.shape)} from {entry.part.start} on"
-                expected = f"flat and inside the {whole} elements of the tensor"
-                raise invalid_value(f"The part of {entry.name!r} in {where}", given, expected)
+                raise ValueError(
+                    f"The part of {entry.name!r} in {where} has the shape {list(entry.shape)} and starts at element "
+                    f"{entry.part.start}, but must be flat and inside the {whole} elements of the tensor."
+                )
         seen.add(entry.key)
 
 
@@ -133,8 +134,10 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
     if len(text) > MAX_HEADER_BYTES:
-        needed, allowed = f"{len(text)} bytes for {len(infos)} tensors", f"at most {MAX_HEADER_BYTES} bytes"
-        raise invalid_value("The size of a header", needed, allowed, "Use more files, or shorter names of tensors.")
+        raise ValueError(
+            f"The header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
+            f"{MAX_HEADER_BYTES}. Use more files, or shorter names of tensors."
+        )
     raw = len(text).to_bytes(8, "little") + text
     return raw, Header(infos, len(raw), len(raw) + stop, zlib.crc32(raw))
 
@@ -174,7 +177,7 @@ def _parse_infos(text: bytes, data_bytes: int, path: Path) -> tuple[TensorInfo, 
 def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
     where = f"{path}: tensor {name!r}"
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
-        raise damaged(f"{where} must be described by dtype, shape and data_offsets")
+        raise damaged(f"{where} must have exactly the keys dtype, shape and data_offsets")
     dtype = DTYPES.get(field["dtype"]) if isinstance(field["dtype"], str) else None
     if dtype is None:
         raise invalid_value(f"{where}: its dtype", field["dtype"], DTYPES, RESTORE)
@@ -183,7 +186,7 @@ def _parse_info(name: str, field: object, path: Path) -> TensorInfo:
         raise damaged(f"{where} has the impossible shape {shape!r}")
     num_bytes = math.prod(shape) * dtype.itemsize
     if not are_sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise damaged(f"{where} has the data_offsets {offsets!r} for {num_bytes} bytes")
+        raise damaged(f"{where} has the data_offsets {offsets!r}, which must be two numbers that differ by {num_bytes}")
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -257,8 +260,10 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
     tensor = entry.read()
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
         given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
-        remedy = "Give the entry the dtype and shape of the tensor."
-        raise invalid_value(f"The result of read() of the entry {entry.name!r}", given, [wanted], remedy)
+        raise ValueError(
+            f"read() of the entry {entry.name!r} returned a tensor {given}, but the entry has {wanted}. "
+            "Give the entry the dtype and shape of the tensor."
+        )
     for chunk in _chunks(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()):
         checksum.add(chunk)
         file.write(chunk)

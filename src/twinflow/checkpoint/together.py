@@ -28,7 +28,7 @@ class Together(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """The ranks of a save by one process, which waits for nobody."""
+    """The `Together` of a single process, which exchanges nothing."""
 
     rank: int = 0
     world: int = 1

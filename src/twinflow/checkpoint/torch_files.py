@@ -92,7 +92,11 @@ def load_torch_file(path: Path) -> Any:
         )
         raise RefusedError(f"{path} is refused: its pickle {error}. No code of the file was run. {allowed}") from error
     except Exception as error:  # A damaged pickle can cause any error.
-        message = str(error) if str(path) in str(error) else f"{path} is damaged: its pickle cannot be read ({error})."
+        message = (
+            str(error)
+            if str(path) in str(error)
+            else f"{path} is damaged: its pickle cannot be read ({error}). Copy it again."
+        )
         raise ValueError(message) from error
 
 
@@ -111,11 +115,14 @@ class _Archive:
             raise ValueError(f"{path} is not a file of torch.save, or is cut off ({error}). {remedy}") from error
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"{path} is not a file of torch.save: it has {len(pickles)} pickles, but must have one.")
+            raise ValueError(
+                f"{path} is not a file of torch.save: it has {len(pickles)} pickles, but must have one. Use another "
+                "file."
+            )
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self.read("byteorder") if f"{self._prefix}byteorder" in self._entries else b"little"
         if order != b"little":
-            raise invalid_value(f"The byte order of {path}", order, [b"little"], "Save it on another machine.")
+            raise invalid_value(f"The byte order of {path}", order, [b"little"], "Save it on a little-endian machine.")
 
     def read(self, name: str) -> bytes:
         start, size = self._place(name)
@@ -138,7 +145,7 @@ class _Archive:
         """The offset and the size of an entry in the file."""
         info = self._entries.get(f"{self._prefix}{name}")
         if info is None:
-            raise ValueError(f"{self.path} has no entry {name!r}. The file is damaged.")
+            raise ValueError(f"{self.path} has no entry {name!r}. The file is damaged. Copy it again.")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise ValueError(f"{self.path}: {name!r} is compressed or encrypted. Save the file with torch.save.")
         head = self._raw[info.header_offset : info.header_offset + LOCAL_HEADER_BYTES]

@@ -99,8 +99,9 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
         if count is None:
             continue
         if option not in names:
-            takes = f"Its options are {', '.join(names)}." if names else f"Leave {option} out."
-            raise incompatible(f"{option} {count}", f"--pattern {pattern}", "the pattern has no such blocks", takes)
+            remedy = f"Use only {' and '.join(names)} with this pattern." if names else f"Leave {option} out."
+            reason = "this pattern does not have the blocks that the option counts"
+            raise incompatible(f"{option} {count}", f"--pattern {pattern}", reason, remedy)
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}
         found[name] = lists.get(name, count)

@@ -88,7 +88,8 @@ def launch(
         elif hostfile.is_file():
             pool = parse_hostfile(hostfile.read_text(), str(hostfile))
         else:
-            raise invalid_value("--hostfile", str(hostfile), "an existing file")
+            remedy = "Correct the path, or leave --hostfile out to run on this machine only."
+            raise invalid_value("--hostfile", str(hostfile), "an existing file", remedy)
         program = Program(
             script, tuple(arguments or ()), module, sys.executable, os.getcwd(), compat, not no_local_rank
         )

@@ -121,12 +121,16 @@ def _named_model(model: str) -> ModelCost:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise invalid_value("--model", model, "a JSON file", f"The JSON parser reports: {error}.") from None
+            raise invalid_value("--model", model, "a JSON file", f"Correct the file: {error}.") from None
         if not isinstance(config, dict):
             raise invalid_value("--model", model, "a file with a JSON object, like the config.json of transformers")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
-        raise invalid_value("--model", model, "an existing config.json, a folder with one, or module:function")
+        raise invalid_value(
+            "--model",
+            model,
+            "an existing config.json, a folder with a config.json, or a Python function as module:function",
+        )
     return _built_model(model)
 
 
@@ -137,16 +141,15 @@ def _built_model(name: str) -> ModelCost:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        remedy = f"Python reports: {error}."
-        raise invalid_value("--model", name, "module:function that can be imported from this folder", remedy) from None
+        allowed = "a function as module:function, which Python can import from the current folder"
+        raise invalid_value("--model", name, allowed, f"Correct the name: {error}.") from None
     finally:
         sys.path.remove(os.getcwd())
     with torch.device("meta"):
         built = function()
     if not isinstance(built, nn.Module):
-        raise invalid_value(
-            "--model", name, f"a function that returns a torch.nn.Module, but it returns a {type(built).__name__}"
-        )
+        remedy = f"This function returns an object of type {type(built).__name__}. Return the model."
+        raise invalid_value("--model", name, "a function that returns a torch.nn.Module", remedy)
     return count_module(built, function_name)
 
 
@@ -166,8 +169,8 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     embedding = sum(p.numel() for p in {id(m.weight): m.weight for m in tables}.values() if any(p is q for q in root))
     head = sum(p.numel() for p in root) - embedding
     if not any(numel):
-        remedy = "Put the blocks of the model into an nn.ModuleList or nn.Sequential."
-        raise invalid_value("--model", name, "a model with blocks that have parameters", remedy)
+        remedy = "Put the layers of the model into an nn.ModuleList or nn.Sequential."
+        raise invalid_value("--model", name, "a model with a list of layers that have parameters", remedy)
     return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
 
 
@@ -191,10 +194,15 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 
 def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
-    """The host that the options describe. The arguments are the values of options that are not given."""
+    """The host that the options describe. The other arguments are defaults for options that are not given."""
     check_whole("--cores", options.cores)
     ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
     return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)
+
+
+def _no_gpu(why: str) -> ValueError:
+    """The error for a plan without --gpu. `why`: a sentence with the reason why the option is needed."""
+    return ValueError(f"--gpu is not given, but must be one of {', '.join(GPUS)}. {why}")
 
 
 def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) -> Cluster:
@@ -202,7 +210,7 @@ def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) ->
     if the options name no GPU.
     """
     if options.gpu is None:
-        raise invalid_value("--gpu", None, GPUS, why)
+        raise _no_gpu(why)
     machine = Machine(gpu_named(options.gpu), host, num_gpus)
     return Cluster(machine, parse_rate("--network", options.network) or default_network(machine))
 
@@ -228,8 +236,7 @@ def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
 def _this_machine(given: Host, num_gpus: int) -> Place:
     """This machine. `given`: the values that options give, or 0."""
     if not torch.cuda.is_available():
-        remedy = "This machine has no GPU that torch can use, so name the GPU to plan for."
-        raise invalid_value("--gpu", None, GPUS, remedy)
+        raise _no_gpu("This machine has no GPU that torch can use, so name the GPU to plan for.")
     title = torch.cuda.get_device_name()
     free, _ = torch.cuda.mem_get_info()
     host_bytes = given.ram_bytes or free_host_bytes()
@@ -237,7 +244,7 @@ def _this_machine(given: Host, num_gpus: int) -> Place:
     # --cores, --dram and --gpus describe another machine, which cannot be measured.
     if given.cores or given.dram_rate or num_gpus > 1:
         if card is None:
-            raise invalid_value("--gpu", None, GPUS, f"There is no data sheet for {title}. Name the most similar GPU.")
+            raise _no_gpu(f"twinflow has no data sheet of {title}. Name the most similar GPU.")
         host = Host(host_bytes, given.cores or os.cpu_count() or CORES, given.dram_rate or DRAM_RATE)
         return _sheet(card, host, num_gpus, f"{title} from its data sheet, not measured")
     from twinflow.planner.probe import load_or_measure
@@ -246,8 +253,8 @@ def _this_machine(given: Host, num_gpus: int) -> Place:
     if not rates.flops and card is not None:
         rates = rates_of(Machine(card, Host(host_bytes, os.cpu_count() or CORES, DRAM_RATE)))
     if not rates.flops:
-        reason = f"{title} has too little free memory for a measurement, and there is no data sheet for it."
-        raise invalid_value("--gpu", None, GPUS, f"{reason} Name the most similar GPU.")
+        reason = f"{title} has too little free memory for a measurement, and twinflow has no data sheet of this GPU."
+        raise _no_gpu(f"{reason} Name the most similar GPU.")
     text = f"{title}, {free / 1e9:.0f} GB free, {host_bytes / 1e9:.0f} GB RAM free (measured here)"
     return Place(Setting(rates, Memory(free, host_bytes)), text, 1, "bf16")
 

@@ -140,7 +140,7 @@ def _gain(best: Case, cases: Sequence[Case]) -> str:
 
 
 def _remedy(plan: Plan) -> str:
-    """Options that reduce memory, as a sentence. Those of activations only if these take all that is missing."""
+    """A sentence with changes that reduce memory. Activations are named only if they exceed the missing GPU memory."""
     case, found = plan.nearest, []
     if case.missing.gpu_bytes:
         if case.used.gpu["activations"] > case.missing.gpu_bytes:

@@ -184,8 +184,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
 def _saved(settings: TrainSettings) -> dict[str, Any]:
     """The settings of the run to resume. Empty for a new run."""
     if (settings.out / METRICS).exists() and not settings.resume:
-        remedy = "Choose another folder, remove this one, or continue its run with --resume."
-        raise invalid_value("--out", str(settings.out), "a folder without a run", remedy)
+        remedy = "Choose another folder, remove this folder, or continue the earlier run with --resume."
+        raise invalid_value("--out", str(settings.out), "a folder without an earlier run", remedy)
     path = settings.out / SETTINGS
     if not settings.resume or not path.exists():
         return {}
@@ -214,9 +214,9 @@ def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
     for rank, fingerprint in enumerate(prints := ranks.gather(data.fingerprint)):
         # The data can differ, for example because the machines have different versions of Python's standard library.
         if fingerprint != prints[0]:
-            remedy = "The expected value is the fingerprint on rank 0. Put the same data on all machines."
             raise SharedError(
-                str(invalid_value(f"fingerprint of --data on rank {rank}", fingerprint, prints[:1], remedy))
+                f"The data of rank {rank} differs from the data of rank 0: the checksums of --data are {fingerprint} "
+                f"and {prints[0]}. Put the same data on all machines."
             )
     return data
 
@@ -227,9 +227,10 @@ def _check_saved(saved: dict[str, Any], settings: TrainSettings, data: TokenData
         return
     check_same_run(saved, settings)
     if (before := saved.get("fingerprint", data.fingerprint)) != data.fingerprint:
-        now = f"{settings.data}, fingerprint {data.fingerprint}"
-        remedy = "The data has changed since the run began. Restore it, or start a new run in another --out."
-        raise invalid_value("--data", now, f"the data with the fingerprint {before}", remedy)
+        raise ValueError(
+            f"The data {settings.data} has changed since the run began: its fingerprint (a checksum) is "
+            f"{data.fingerprint}, but must be {before}. Restore the data, or start a new run in another --out."
+        )
 
 
 def _tokenizing(console: Console) -> Callable[[int, int], None]:
@@ -253,7 +254,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
     if settings.gpu_memory is None:
         return int(total)
     if settings.gpu_memory > total:
-        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total}, the memory of this GPU in bytes")
+        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total} bytes, the memory of this GPU")
     torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
     return settings.gpu_memory
 

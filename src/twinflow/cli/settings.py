@@ -200,7 +200,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     file_config = read_config(options.config, "--deepspeed_config")
     file_config = with_axes(file_config, options.stages, options.tensor_ranks, options.pipeline_schedule)
     if options.resume and options.out is None:
-        raise invalid_value("--out", None, "the folder of the run to resume", "Example: --resume --out runs/first.")
+        raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
     preset, shape = choose_shape(options)
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
@@ -257,7 +257,9 @@ def _batch(
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         check_whole(name, value)
         if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(name, value, [named[key]], f"The config file sets {key!r} to this value.")
+            raise invalid_value(
+                name, value, [named[key]], f"The config file sets {key!r} to {named[key]}. Leave {name} out."
+            )
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
@@ -271,8 +273,10 @@ def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
     asked = {name for name in ("fp16", "bf16") if is_on(file_config, name)}
     asked |= {name for name in (options.precision, options.fp16 and "fp16", options.bf16 and "bf16") if name}
     if len(asked) > 1:
-        remedy = "The options --precision, --fp16 and --bf16 and the config file must name the same type."
-        raise invalid_value("--precision", sorted(asked), "a single type", remedy)
+        raise ValueError(
+            f"The precisions {' and '.join(sorted(asked))} are given, but a run has one precision. Give the same one "
+            "in --precision, --fp16, --bf16 and the config file, or in only one of these places."
+        )
     return asked.pop() if asked else "bf16" if torch.cuda.is_available() else "fp32"
 
 
@@ -334,16 +338,18 @@ def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int
     axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
     parts = axes.pipe * axes.model
     if parts > 1 and world % parts:
-        remedy = f"Start a multiple of {parts} processes (twinflow launch --num_gpus {parts}), or use fewer stages."
-        allowed = f"a divisor of {world}, the number of ranks"
-        raise invalid_value(f"{_STAGES} x {_TENSOR}", f"{axes.pipe} x {axes.model}", allowed, remedy)
+        options = f"{_STAGES} {axes.pipe} and {_TENSOR} {axes.model}"
+        allowed = f"a multiple of {parts}, because {options} divide a model over {parts} ranks"
+        remedy = f"Start {parts} processes with `twinflow launch --num_gpus {parts}`, or reduce one of the two options."
+        raise invalid_value("The number of ranks", world, allowed, remedy)
     if shape.num_heads % axes.model and not (config.get("tensor_parallel") or {}).get("plan"):
         raise invalid_value("--num-attention-heads", shape.num_heads, f"a multiple of {_TENSOR}, which is {axes.model}")
     num_stages = axes.pipe * num_chunks
     if axes.pipe > 1 and shape.num_layers < num_stages:
         each = f" ({schedule}: {num_chunks} on each of {axes.pipe} ranks)" if num_chunks > 1 else ""
-        allowed = f"at least {num_stages}, the stages of the pipeline{each}"
-        raise invalid_value("--num-layers", shape.num_layers, allowed, "Every stage needs at least one layer.")
+        allowed = f"at least {num_stages}, the number of stages of the pipeline{each}"
+        remedy = "Use more layers or fewer stages: every stage needs at least one layer."
+        raise invalid_value("--num-layers", shape.num_layers, allowed, remedy)
     return world // parts
 
 
@@ -352,8 +358,9 @@ def check_vocabulary(file_config: Mapping[str, Any], shape: GPTConfig) -> None:
     axes = axes_of(file_config)
     if shape.vocab_size % axes.model and not (file_config.get("tensor_parallel") or {}).get("plan"):
         padded = -(-shape.vocab_size // axes.model) * axes.model
-        remedy = f"Use --vocab-size {padded}, which leaves some symbols unused."
-        raise invalid_value("vocabulary", shape.vocab_size, f"a multiple of {_TENSOR}, which is {axes.model}", remedy)
+        remedy = f"Use --vocab-size {padded}, which adds symbols that are never used."
+        allowed = f"a multiple of {_TENSOR}, which is {axes.model}"
+        raise invalid_value("The vocabulary size", shape.vocab_size, allowed, remedy)
 
 
 def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnvironment) -> None:
@@ -366,7 +373,7 @@ def check_combination(config: Mapping[str, Any], shape: GPTConfig, here: RankEnv
 
 
 def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Name of the pipeline schedule and stages of each rank."""
+    """Name of the pipeline schedule, and number of stages of each rank."""
     section = config.get("pipeline") or {}
     name = section.get("schedule") or "1f1b"
     return name, (section.get("chunks") or 2) if name == "interleaved" else 2 if name == "zbv" else 1
@@ -392,7 +399,7 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.precision not in PRECISIONS:
         raise invalid_value("--precision", settings.precision, PRECISIONS)
     if settings.gpu_memory is not None and not torch.cuda.is_available():
-        raise invalid_value("--gpu-memory", settings.gpu_memory, "left out, because this machine has no GPU")
+        raise ValueError("--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out.")
     check_threads(settings.threads, "--threads")
     formats = ("auto", *RULES[settings.rule].formats)
     if settings.states not in formats:

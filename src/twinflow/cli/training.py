@@ -48,7 +48,7 @@ class Done:
     def seconds(self, clock: Clock, wait_s: float) -> tuple[float, float]:
         """Seconds of forward and backward, without the time that forwards waited for new weights.
 
-        A mixed step reports all its time as backward.
+        A pipeline step, in which forwards and backwards alternate, reports all its time as backward.
         """
         forward_s = sum(clock.seconds(start, middle) for start, middle, _ in self.marks)
         backward_s = sum(clock.seconds(middle, end) for _, middle, end in self.marks)

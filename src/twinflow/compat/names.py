@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 
 class Through(NamedTuple):
-    """All other names of the module are those of another module."""
+    """The names that the table does not list are taken from another module."""
 
     module: str
 
@@ -41,7 +41,7 @@ Entry = Ours | Refused | Through
 
 
 def _ours(module: str, names: str = "", note: str = "", **others: str) -> dict[str, Entry]:
-    """Entries for `names` (separated by spaces) of `module`, and for `others`, which have other names there."""
+    """Entries for `names` (separated by spaces) of `module`. `others` maps names of DeepSpeed to names in `module`."""
     found = {name: name for name in names.split()} | others
     return {name: Ours(f"{module}:{target}", note) for name, target in found.items()}
 
@@ -58,7 +58,9 @@ _NO_MOE = "Leave expert parallelism out: experts train like other layers"
 _NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with scaled_dot_product_attention"
 _NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
 _LOCAL = "Use the function with `full` in its name: the partition of the state is internal to twinflow"
-_NO_SET_GRAD = "Change gradients with param.register_hook() before initialize(): backward adds them to the norm at once"
+_NO_SET_GRAD = (
+    "Change gradients with param.register_hook() before initialize(): backward adds each gradient to the norm"
+)
 _PROFILE = "Set flops_profiler in the config"
 _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 _UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
@@ -140,7 +142,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "aio": Refused("Offload to host memory: twinflow does not use NVMe"),
     },
     "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam FusedAdam")
-    | {"ZenFlowCPUAdam": Refused("Use offload_optimizer with delayed_update, which also hides the whole update")},
+    | {"ZenFlowCPUAdam": Refused("Use offload_optimizer with delayed_update, whose updates run during the next step")},
     "ops.adam.cpu_adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _ours(_OF + "optimizers", "FusedAdam"),
     "ops.adagrad": _ours(_OF + "optimizers", "DeepSpeedCPUAdagrad"),
@@ -167,7 +169,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         "sequence_parallel": Refused(_NO_SEQUENCE),
         "fp16": Refused(f"Set fp16 in the config. For a 1-bit optimizer set {_ONEBIT}"),
         "swap_tensor": Refused("Offload to host memory: twinflow does not use NVMe"),
-        "zenflow": Refused("Use offload_optimizer with delayed_update, which also hides the whole update"),
+        "zenflow": Refused("Use offload_optimizer with delayed_update, whose updates run during the next step"),
         "progressive_layer_drop": Refused("Drop layers in the model's forward"),
         "data_pipeline": Refused("Choose and order the samples in your data loader"),
     },

@@ -103,12 +103,12 @@ class DeepSpeedCPULion(Named, HostOptimizer):
 
 
 class Fused(Named):
-    """An optimizer whose `zero_grad` has its default in `set_grad_none`."""
+    """An optimizer with the argument `set_grad_none`, the default of `zero_grad(set_to_none)`."""
 
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops gradients. Fills them with zeros if `set_grad_none` is false."""
+        """Sets gradients to None, or to zeros if `set_to_none` is false."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 

@@ -204,7 +204,7 @@ class PipeSchedule:
 
 
 class TrainSchedule(PipeSchedule):
-    """1F1B, followed by the update."""
+    """The schedule 1F1B (one forward, then one backward), followed by the update."""
 
     def num_pipe_buffers(self) -> int:
         """The number of stages from this one to the last, but at least two."""

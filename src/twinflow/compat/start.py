@@ -82,7 +82,10 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         for name, value in (("mpu", mpu), ("mesh_device", mesh_device)):
             if value is not None:
-                raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
+                raise ValueError(
+                    f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates "
+                    "the process groups."
+                )
         self._param_dict: Mapping[str, Any] = read_source(config)[1]
         self._config = parsed = load_config(config)
         batch = resolve_batch(parsed, get_world_size())
@@ -192,7 +195,10 @@ def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kw
     section = read_source(config)[1].get("tensor_parallel", {}) if config is not None else {}
     if kwargs:
         name = sorted(kwargs)[0]
-        raise invalid_value(name, kwargs[name], "left out", "initialize() splits the model, as the config says.")
+        raise ValueError(
+            f"tp_model_init() does not support the argument {name}. Leave it out: initialize() splits the model, as "
+            "the config says."
+        )
     if section.get("autotp_size") != tp_size:
         remedy = "Set the same size in the config: initialize() splits the model."
         raise invalid_value(_AUTO_PARALLEL, section.get("autotp_size"), [tp_size], remedy)

@@ -89,7 +89,7 @@ class Accelerator:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls `callback` at once."""
+        """Calls `callback` immediately."""
         return callback()
 
 

@@ -57,8 +57,10 @@ def find_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
 def need_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param]:
     found = find_owner(tensor)
     if found is None:
-        given, allowed = f"a tensor of shape {tuple(tensor.shape)}", "a parameter that initialize() trains"
-        raise invalid_value("param", given, allowed, "Take the parameter from engine.module.named_parameters().")
+        raise ValueError(
+            f"param is a tensor of shape {tuple(tensor.shape)}, but must be a parameter that initialize() trains. Take "
+            "the parameter from engine.module.named_parameters()."
+        )
     return found
 
 
@@ -84,14 +86,17 @@ class Init(nullcontext[None]):
     ) -> None:
         super().__init__()
         if remote_device not in (None, "none", "cpu"):
-            remedy = "twinflow does not offload to NVMe."
+            remedy = 'Use "cpu", because twinflow does not offload to NVMe.'
             raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), remedy)
         if dtype not in (None, torch.get_default_dtype()):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
             raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
         for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
             if value is not None:
-                raise invalid_value(name, type(value).__name__, "None", "initialize() creates the process groups.")
+                raise ValueError(
+                    f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates "
+                    "the process groups."
+                )
 
 
 @contextmanager
@@ -111,8 +116,10 @@ def GatheredParameters(
     for param in listed:
         found = find_owner(param)
         if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
-            kind = "that are partitioned (stage 3)" if isinstance(param, DTensor) else "that live on the host"
-            raise invalid_value("params", f"weights {kind}", "weights that are whole on this rank", _WHOLE)
+            kind = "partitioned (stage 3)" if isinstance(param, DTensor) else "on the host"
+            raise ValueError(
+                f"The weights in params are {kind}, but must be whole on the device of this rank. {_WHOLE}"
+            )
         if found is not None and found[0].runtime.steps.job is None:
             found[0].wait()
     yield
@@ -338,7 +345,7 @@ def load_state_dict_from_zero_checkpoint(
 def _refuse_exclusion(is_asked_for: bool) -> None:
     """Raises ValueError: a checkpoint does not distinguish frozen parameters from buffers, and buffers must stay."""
     if is_asked_for:
-        remedy = "Exclude them when you save: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
+        remedy = "Exclude frozen parameters when you save: engine.save_checkpoint(..., exclude_frozen_parameters=True)."
         raise invalid_value("exclude_frozen_parameters", True, [False], remedy)
 
 

@@ -66,7 +66,7 @@ def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. Values in `quiet` match twinflow and cause no note."""
+    """Declares a key that is accepted and has no effect. Values in `quiet`, which twinflow uses too, cause no note."""
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 
@@ -173,7 +173,7 @@ Whole = Annotated[int, _INTEGER, Field(ge=0), "a whole number >= 0"]
 Positive = Annotated[int, _INTEGER, Field(ge=1, le=2**63 - 1), "a whole number >= 1"]
 AnyWhole = Annotated[int, _INTEGER, "a whole number"]
 Iteration = Annotated[int, _INTEGER, Field(ge=-1), "a whole number >= -1"]
-Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), "0, 1, 2, 3"]
+Stage = Annotated[int, _INTEGER, Field(ge=0, le=3), "0, 1, 2 or 3"]
 Power = Annotated[int, _INTEGER, Field(ge=0, le=127), "a whole number >= 0 and <= 127"]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), "a finite number >= 0"]
 Above = Annotated[float, Field(gt=0, allow_inf_nan=False), "a finite number > 0"]
@@ -187,7 +187,7 @@ Threads = Annotated[int, _INTEGER, Field(ge=1, le=1024), "a whole number from 1 
 Single = Annotated[float, Field(ge=0, le=3.4028234663852886e38), "a number >= 0 that fits in fp32"]
 Buckets = Annotated[int, _INTEGER, Field(ge=128, multiple_of=128), "a multiple of 128, at least 128"]
 _Rates = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
-Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), "a finite number >= 0, or a list of them"]
+Rates = Annotated[Amount | _Rates, BeforeValidator(_sequence), "a finite number >= 0, or a list of such numbers"]
 Names = Annotated[tuple[str, ...], BeforeValidator(_sequence), "a list of strings"]
 Widths = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
@@ -201,7 +201,7 @@ Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"],
     BeforeValidator(_dtype),
     WithJsonSchema({"enum": ["fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half"]}),
-    "'fp32', 'bf16', 'fp16', or torch's names for them",
+    "'fp32', 'bf16', 'fp16', or torch's names of these dtypes",
 ]
 AutocastDtype = Annotated[
     Literal["bfloat16", "float16"],
@@ -210,7 +210,7 @@ AutocastDtype = Annotated[
     "'bfloat16', 'float16', or the short names 'bf16', 'fp16'",
 ]
 Side = Literal["auto", "device", "host"]  # a place for tensors
-Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), "'Ignore', 'Warn', 'Fail'"]
+Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), "'Ignore', 'Warn' or 'Fail'"]
 Free = Mapping[str, Any]  # a section whose keys are not checked
 
 
@@ -252,9 +252,13 @@ def in_words(annotation: Any, metadata: Sequence[object] = ()) -> str:
     if origin in (Union, types.UnionType):
         return ", or ".join(in_words(part) for part in parts)
     if origin is Literal:
-        return ", ".join(repr(part) for part in parts)
-    plain = {bool: "true, false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
+        return _joined([repr(part) for part in parts])
+    plain = {bool: "true or false", str: "a string", int: "a whole number", type(None): "null", Any: "anything"}
     return plain.get(annotation, "an object")
+
+
+def _joined(values: Sequence[str]) -> str:
+    return f"{', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else values[0]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -46,7 +46,7 @@ _Model = TypeVar("_Model", bound=Section)
 
 
 def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
-    """The path of the config's file, or an empty string, and the contents."""
+    """The path of the config file (empty if the config is not a file) and the contents of the config."""
     if isinstance(source, Mapping):
         return "", source
     if not isinstance(source, (str, os.PathLike)):
@@ -280,7 +280,7 @@ def _refusals(found: Section) -> Iterator[tuple[KeyPath, object, str | list[obje
             below = switch_of(value) or ()
             for part in below:
                 value = value[part]
-            allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "left out"
+            allowed = [info.default, *rule.off] if rule.switch is None else "False" if below else "null"
             yield (*path, *below), value, allowed, rule
 
 

@@ -186,7 +186,9 @@ REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
         "1-bit LAMB needs norms of whole parameters, and each rank owns only parts of parameters", "OneBitLamb"
     ),
     "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "Build it with the mup library and pass it to initialize()"),
+    **dict.fromkeys(
+        ("muadam", "muadamw", "musgd"), "Build the optimizer with the mup library and pass it to initialize()"
+    ),
 }
 # Classes of deepspeed.ops, such as FusedAdam and DeepSpeedCPULion, and what to use in a config instead.
 _OPS: Final = re.compile("(?:fused|deepspeedcpu|cpu)(adamw?|adagrad|lion|lamb)")

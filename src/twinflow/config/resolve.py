@@ -134,7 +134,8 @@ def notes(config: Config) -> list[str]:
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage
         lines.append(
-            f"zero_optimization.stage {stage}: OneBitAdam works as with stage 1, where ranks own a part of each bucket"
+            f"zero_optimization.stage {stage}: OneBitAdam works as with stage 1: each rank has a part of the optimizer "
+            "state"
         )
     return lines
 

@@ -215,7 +215,9 @@ class OffloadOptimizer(Section):
         "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
         "reduced after each micro-batch, and each rank sums its part",
     )
-    bucket_numel: Buckets | None = ours(None, "number of elements in a bucket; null: twinflow chooses")
+    bucket_numel: Buckets | None = ours(
+        None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
+    )
     shadow_bytes: Whole | None = ours(
         None, "host memory for updates before the clipping decision; null: half of the spare memory", for_host=True
     )
@@ -232,7 +234,7 @@ class OffloadParam(Section):
 
     device: Literal["cpu", "none"] = honoured(
         "none",
-        "cpu: weights are on the host, and each block fetches its weights to run; needs stage 3 and offload_optimizer",
+        "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3 and offload_optimizer",
         hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
     )
     nvme_path: str | None = unused(None, _NVME)

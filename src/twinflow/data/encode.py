@@ -104,7 +104,7 @@ def _known(files: list[Path], looked_for: str, max_bytes: int | None = None) -> 
         total += size
     if not taken:
         raise ValueError(
-            f"data: found no {looked_for}. Empty, hidden and binary files are not read. "
+            f"data: There are no {looked_for}. Empty, hidden and binary files are not read. "
             "Give a text file or a folder with text files."
         )
     return TextSource(tuple(taken), total, truncated)
@@ -269,7 +269,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise missing_path("tokenizer", path, f"'bytes', or a folder with a {TOKENIZER_FILE}")
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
-        remedy = "Save a fast tokenizer there with its save_pretrained()."
+        remedy = "Save a fast tokenizer of transformers there with tokenizer.save_pretrained()."
         raise invalid_value("tokenizer", name, f"'bytes', or a folder with a {TOKENIZER_FILE}", remedy)
     return HubTokenizer(file, name)
 
@@ -316,7 +316,7 @@ def cached_tokens(
     cache: Path | str | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Array:
-    """All tokens, memory-mapped from a cache file, which is written if it is missing. `load_data` can load it too."""
+    """All tokens, memory-mapped from a cache file, which is written if missing. `load_data` can load this file."""
     folder = default_cache() if cache is None else Path(cache).expanduser()
     file, side = folder / f"{fingerprint}.bin", folder / f"{fingerprint}.json"
     try:

@@ -68,10 +68,10 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
     num_bytes = path.stat().st_size
     if num_bytes % dtype.itemsize:
         raise invalid_value(
-            f"size of {path}",
+            f"The size of {path}",
             num_bytes,
             f"a multiple of {dtype.itemsize}, because its dtype is {dtype}",
-            f'Write the right "dtype" into the file {path.stem}.json beside it, or copy the file again.',
+            f'Write the right "dtype" into {path.stem}.json in the same folder, or copy the file again.',
         )
     with reading(path):
         return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)
@@ -86,9 +86,9 @@ def _index_dtype(index: Path) -> str | None:
         return None
     _, version, code, _, _ = INDEX_HEADER.unpack(header)
     if version != 1:
-        raise invalid_value(f"version of {index}", version, "1")
+        raise invalid_value(f"The format version of {index}", version, [1], "Write the file again with Megatron-LM.")
     if code not in INDEX_DTYPES:
-        raise invalid_value(f"dtype code of {index}", code, INDEX_DTYPES)
+        raise invalid_value(f"The dtype code in {index}", code, INDEX_DTYPES)
     return INDEX_DTYPES[code]
 
 
@@ -102,8 +102,10 @@ def _open_npy(path: Path) -> Array:
     except ValueError as error:
         raise ValueError(f"{path} is a .npy file that cannot be mapped ({error}). Save it with numpy.save.") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        found = f"{array.dtype} of shape {array.shape}"
-        raise invalid_value(str(path), found, "integers in one dimension", "Flatten it, and save it with numpy.save.")
+        raise ValueError(
+            f"{path} has an array of {array.dtype} with the shape {array.shape}, but must have integers in one "
+            "dimension. Save the flat array of token ids with numpy.save."
+        )
     return array
 
 

@@ -49,7 +49,7 @@ NUM_ROUNDS: Final = 8
 
 
 def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
-    """The round keys for one epoch.
+    """The keys of the permutation of one epoch, one for each Feistel round.
 
     The keys are raw words of Philox, because numpy guarantees stable results across versions only for bit generators
     and not for `Generator`. After an upgrade of numpy, an index must give the same text.
@@ -59,7 +59,7 @@ def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
 
 
 def shuffled(indices: Indices, num: int, keys: _Words) -> Indices:
-    """Apply the permutation of 0 .. num - 1 to `indices`, which must be in this range."""
+    """Apply the permutation of 0 .. num - 1 that `keys` define to `indices`, which must be in this range."""
     half_bits = max(1, ((num - 1).bit_length() + 1) // 2)
     places = _feistel(indices.astype(np.uint64), half_bits, keys)
     while (outside := places >= num).any():  # less than three quarters of the places are outside
@@ -161,10 +161,10 @@ class TokenData:
         if lowest < 0 or highest >= self.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise invalid_value(
-                f"a token of {self.name}",
+                f"A token of {self.name}",
                 wrong,
-                f"0 to {self.vocab_size - 1}, because the vocabulary size is {self.vocab_size:,}",
-                "Check the tokenizer with which the file was made, and its dtype.",
+                f"from 0 to {self.vocab_size - 1}, because the vocabulary size is {self.vocab_size:,}",
+                "Give the tokenizer and the dtype with which the file was written.",
             )
 
     def _too_short(self, split: Split, context: int) -> ValueError:
@@ -186,8 +186,8 @@ def load_data(
     cache: Path | str | None = None,
     progress: Progress | None = None,
 ) -> TokenData:
-    """Load the tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of those, or a file of tokens (.bin,
-    .npy).
+    """Load the tokens of `source`: "stdlib", a text file, a .jsonl file, a folder of such files, or a file of tokens
+    (.bin, .npy).
 
     `tokenizer` is "bytes", or a folder with a Hugging Face tokenizer.json. With such a folder, text is encoded once.
     The tokens are cached in a file in the folder `cache` (default: in the user's cache folder). The name of the file
@@ -210,7 +210,7 @@ def load_data(
     else:
         data = _text(source, load_tokenizer(tokenizer), json_key, cache, progress)
         if vocab_size is not None and vocab_size < data.vocab_size:
-            remedy = f"The tokenizer {tokenizer!r} has this many tokens."
+            remedy = f"The tokenizer {tokenizer!r} has {data.vocab_size:,} tokens."
             raise invalid_value("vocab_size", vocab_size, f"at least {data.vocab_size:,}", remedy)
     if data.num_tokens == 0:
         raise ValueError(f"data is {source!r}, but this source has no tokens. Give a source with text or tokens.")
@@ -228,7 +228,7 @@ def _token_file(source: str, path: Path, tokenizer: str, vocab_size: int | None)
         if tokens.dtype.itemsize > 2:
             raise ValueError(
                 f"data is {source!r}, but the size of its vocabulary is not known. Give vocab_size, the folder of its "
-                f"tokenizer, or a file {path.stem}.json beside it with "
+                f"tokenizer, or a file {path.stem}.json in the same folder with "
                 f'{{"dtype": "{tokens.dtype}", "vocab_size": ...}}.'
             )
         vocab_size = min(MAX_GUESSED_VOCAB, np.iinfo(tokens.dtype).max + 1)

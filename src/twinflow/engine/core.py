@@ -241,7 +241,7 @@ class Engine(EngineBase):
 
     @property
     def monitor(self) -> Reports:
-        """Writes the user's own scalars to the monitors of the config with `write_events`."""
+        """The monitors of the config. `engine.monitor.write_events(events)` writes the user's own scalars."""
         return self.reports
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -388,7 +388,7 @@ class Engine(EngineBase):
     # The rest.
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """Compiles each block separately with torch.compile, so that waits for weights stay outside the graphs."""
+        """Compiles each block (layer) separately with torch.compile. Waits for weights stay outside the graphs."""
         compiled: Callable[..., Callable[..., object]] = torch.compile
         for block in find_blocks(self.module):
             module = block.module

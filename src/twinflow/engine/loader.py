@@ -110,13 +110,15 @@ class ResumableLoader:
         Raises ValueError if the position is not a whole number of batches with this batch size and number of ranks.
         """
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
-            remedy = f"Resume with the same batch size: train_micro_batch_size_per_gpu = {state['batch_size']}."
-            raise invalid_value(
-                "The batch size of the saved data position", state["batch_size"], [self.batch_size], remedy
+            raise ValueError(
+                f"The position in the data was saved with the batch size {state['batch_size']}, but the batch size is "
+                f"now {self.batch_size}. Set train_micro_batch_size_per_gpu to {state['batch_size']}."
             )
         num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
         if num_seen % each:
-            expected = f"a multiple of {each}, which is batch size x ranks"
-            remedy = f"Choose a micro-batch size so that batch size x ranks divides {num_seen}."
-            raise invalid_value("The number of samples of the epoch that were read", num_seen, expected, remedy)
+            raise ValueError(
+                f"The checkpoint was saved after {num_seen} samples of an epoch, which must be a multiple of {each} "
+                f"(batch size x ranks). Choose train_micro_batch_size_per_gpu so that batch size x ranks divides "
+                "{num_seen}."
+            )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each

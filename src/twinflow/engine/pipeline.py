@@ -160,8 +160,10 @@ class PipelineEngine(Engine):
         if self._batch_fn is not None:
             batch = self._batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            remedy = "Convert batches with set_batch_fn()."
-            raise invalid_value("A micro-batch", type(batch).__name__, "a pair (inputs, target)", remedy)
+            kind = type(batch).__name__
+            raise ValueError(
+                f"A micro-batch is of type {kind}, but must be a pair (inputs, target). Convert it with set_batch_fn()."
+            )
         inputs, target = (to_device(part, self.device) for part in batch)
         if self.settings.input_dtype is not None:
             inputs = cast_floats(inputs, self.settings.input_dtype)

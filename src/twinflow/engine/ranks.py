@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports the values that all ranks with its stages have in common."""
+        """Whether this rank reports the values that are equal on all ranks with the same pipeline stages."""
         return self.data.rank == 0 and self.tensor_rank == 0
 
     def gather(self, value: Kind) -> list[Kind]:
@@ -53,7 +53,10 @@ class Ranks:
         return gather_json(self.group, value)
 
     def meet(self, names: Iterable[str]) -> Ranks:
-        """A copy with `holders`. All ranks call it, each with the `names` of its tensors."""
+        """A copy whose `holders` map each name to the first stage that has the tensor.
+
+        All ranks call this method, each with the `names` of its tensors.
+        """
         own = list(names)
         spoken = [*own, *map(self.canonical, own)] if self.speaks else []
         holders: dict[str, int] = {}

@@ -128,7 +128,7 @@ class Reports:
         return self._writer is not None
 
     def write_events(self, events: Sequence[tuple[str, SupportsFloat, int]]) -> None:
-        """Writes the user's events (tag, value, number of samples so far) after the scalars of all steps before."""
+        """Writes the user's events (tag, value, number of samples so far) after the scalars of all earlier steps."""
         if self._writer is not None:
             self._write(all_of_them=True)
             self._writer.write([(tag, float(value), samples) for tag, value, samples in events])

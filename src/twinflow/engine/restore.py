@@ -135,8 +135,8 @@ def _check_errors(found: Checkpoint) -> None:
     """Raises ValueError for error-feedback state of an earlier version, which fits only one layout of ranks."""
     if any(one and "num_replicas" not in one for one in found.meta.get("errors", [])):
         raise ValueError(
-            f"{found.path}: errors of compressed exchanges are stored by piece, as in an earlier version, but must be "
-            "stored by parameter and replica. Continue with the version that saved the checkpoint, or pass "
+            f"{found.path}: The compression errors of 1-bit Adam have the format of an earlier version of twinflow, "
+            "which this version cannot read. Continue with the version that saved the checkpoint, or pass "
             "load_optimizer_states=False."
         )
 
@@ -264,7 +264,7 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
             differences = [*_some("the checkpoint has no", missing), *_some("the model has no", unknown)]
             raise ValueError(
                 f"{found.path}: the weights do not fit this model: {'; '.join(differences)}. "
-                "Build the same model, or pass load_module_strict=False."
+                "Build the model that was saved, or pass load_module_strict=False."
             )
     shards = shards_of(module)
     for name, path in names.items():
@@ -272,7 +272,7 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
         if name in shards:
             wanted = shards[name].whole_shape(wanted)
         if shape != wanted:
-            remedy = "Build the same model."
+            remedy = "Build the model that was saved."
             raise invalid_value(f"{found.path}: the shape of {name}", shape, f"{wanted}, as in the model", remedy)
     return names
 

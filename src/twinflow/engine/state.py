@@ -3,8 +3,9 @@
 State is streamed to the files, so that the state of only one parameter is in memory at a time. restore.py loads it.
 
 With `background_bytes` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
-starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket then wait until its state has been
-read or copied. `Frozen.end` releases all buckets when the thread has written the files or has failed.
+starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then wait
+until its state has been read or copied. `Frozen.end` releases all buckets when the thread has written the files or has
+failed.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
             # `wait` raises the error too, but a script may end without calling it.
-            LOGGER.error(f"The checkpoint in the background was not written: {error!r}")
+            LOGGER.error(f"A thread could not write the checkpoint: {error!r}")
         finally:
             self._frozen.end()
 
@@ -146,8 +147,8 @@ class BackgroundSave:
 
 
 def _freeze(engine: EngineBase, limit: int, files: Mapping[str, Sequence[Entry]]) -> tuple[Frozen, Files]:
-    """Waits for running updates and copies. Returns the frozen state and the entries with other `read` functions, which
-    return the present values at any later time.
+    """Waits for running updates and copies. Returns the frozen state, and the entries with `read` functions that return
+    the present values even if training continues.
     """
     assert engine.optimizer is not None
     runtime = engine.optimizer.runtime
@@ -296,7 +297,7 @@ def _state_of(part: object) -> object:
 def sharded_leaves(leaves: Sequence[Entry], param: Tensor) -> dict[str, TensorShard]:
     """The entries of a parameter's optimizer state that are sharded like the parameter.
 
-    Scalars are not sharded: all tensor ranks have the same. Raises ValueError for an entry of another shape.
+    Scalars are not sharded: they are equal on all tensor ranks. Raises ValueError for an entry of another shape.
     """
     shard, shape = shard_of(param), tuple(param.shape)
     if shard is None:
@@ -336,7 +337,7 @@ def param_offload_of(engine: EngineBase) -> ParamOffload | None:
 def weights(
     module: nn.Module, exclude_frozen: bool, param_offload: ParamOffload | None = None
 ) -> tuple[list[Entry], dict[str, str], list[str]]:
-    """The entries of a model, each tensor once; aliases of tensors with several names; names that were left out."""
+    """The entries of a model (each tensor once), the aliases of tensors with several names, and the excluded names."""
     leaves: list[Entry] = []
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}

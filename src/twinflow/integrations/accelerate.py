@@ -80,8 +80,10 @@ def check_accelerator(accelerator: Any) -> None:
             "Start one process with python, not with torchrun, and without RANK and WORLD_SIZE in its environment. "
             "For several ranks use twinflow.initialize()."
         )
-        found = f"{accelerator.num_processes} ({kind})"
-        raise invalid_value("the number of processes of Accelerate", found, "1, without a launcher", remedy)
+        raise ValueError(
+            f"The number of processes of Accelerate is {accelerator.num_processes} with distributed_type {kind}, but "
+            f"must be 1 with distributed_type NO. {remedy}"
+        )
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'

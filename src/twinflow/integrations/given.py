@@ -55,18 +55,19 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
     afterwards. Raises ValueError for an optimizer that cannot run on the host.
     """
     if isinstance(optimizer, TwinOptimizer):
-        remedy = "Use the TwinOptimizer without conversion."
-        raise invalid_value("optimizer", "a TwinOptimizer", "another torch.optim.Optimizer", remedy)
+        raise ValueError(
+            "optimizer is a TwinOptimizer, but must be another torch.optim.Optimizer. Use the TwinOptimizer directly."
+        )
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise invalid_value("optimizer", optimizer, "a torch.optim.Optimizer", "Build it over the model's parameters.")
     for name in options:
         if name not in own_options():
             remedy = f"Pass options of the update, such as lr, to {kind}(...)."
-            raise invalid_value("the name of an option", name, own_options(), remedy)
+            raise invalid_value("The name of an option", name, own_options(), remedy)
     if type(optimizer).__module__.split(".")[0] in _ON_GPU:
         remedy = 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.'
-        raise invalid_value("optimizer", kind, "one that runs on the host", remedy)
+        raise ValueError(f"optimizer is a {kind}, but must be an optimizer that can run on the host. {remedy}")
     rule = rule_for(optimizer)
     with original_step(optimizer):
         if rule is None:

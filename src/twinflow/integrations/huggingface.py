@@ -42,14 +42,14 @@ class TwinMixin:
             raise invalid_value("twin", twin, "a dict of options of TwinOptimizer", 'Example: twin={"states": "bf16"}.')
         self._twin_options = dict(twin or {})
         allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
-        for name, value in self._twin_options.items():
+        for name in self._twin_options:
             if name in _DECLARED:
-                raise invalid_value(f"twin[{name!r}]", value, "unset", f"Set {_DECLARED[name]} in TrainingArguments.")
+                raise ValueError(f"twin must not have the key {name!r}. Set {_DECLARED[name]} in TrainingArguments.")
             if name not in allowed:
                 remedy = "Set options of the update in TrainingArguments: optim, optim_args, learning_rate, ..."
                 if name == "loss_scale":
                     remedy = "The Trainer does not scale the loss. Use bf16."
-                raise invalid_value("the name of an option in twin", name, allowed, remedy)
+                raise invalid_value("The name of an option in twin", name, allowed, remedy)
         super().__init__(*args, **kwargs)
         _check_arguments(self)
 
@@ -126,8 +126,9 @@ def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
     if trainer._twin_options:
         raise conflict("Hugging Face and Lightning", "twin", options=trainer._twin_options)
     if twin.model is not trainer.model:
-        remedy = "Build the TwinOptimizer for this model."
-        raise invalid_value("optimizers[0].model", "another module", "the Trainer's model", remedy)
+        raise ValueError(
+            "The TwinOptimizer in optimizers= was built for another model. Build it with the model of the Trainer."
+        )
     if twin.runtime.settings.early:
         wanted = trainer.args.max_grad_norm or None
         if twin.max_grad_norm != wanted:
@@ -142,7 +143,7 @@ def _check_arguments(trainer: Any) -> None:
     args = trainer.args
     if args.n_gpu > 1:
         remedy = "Set CUDA_VISIBLE_DEVICES to one GPU. For several GPUs use twinflow.initialize()."
-        raise invalid_value("the number of GPUs of this process", args.n_gpu, [1], remedy)
+        raise invalid_value("The number of GPUs of this process", args.n_gpu, [1], remedy)
     if args.torch_compile:
         remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
         raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)

@@ -3,8 +3,8 @@
 The strategy builds an engine for the LightningModule (`twinflow.initialize`) and gives its TwinOptimizer to the
 Trainer. The Trainer runs its own loop, with Lightning's accumulation, schedules, callbacks, precision and logging. The
 optimizer of `configure_optimizers` defines the update, and the config defines offload and ZeRO. The TwinOptimizer clips
-gradients while they are moved to the host. The precision plugin's `clip_gradients` only checks that its limit is the
-same.
+gradients while they are moved to the host. The precision plugin's `clip_gradients` only checks that its limit equals
+that of the TwinOptimizer.
 
 A checkpoint is a folder. It has the files of the engine, which are written one parameter at a time, and a file with the
 rest of Lightning's checkpoint.
@@ -129,7 +129,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the engine with the optimizer of `configure_optimizers` or of the config."""
         if own_device().type != self.root_device.type:
-            raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type])
+            remedy = "twinflow trains on the GPU if this machine has one, and otherwise on the CPU."
+            raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type], remedy)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             precision, expected = self.precision_plugin.precision, "a precision without a gradient scaler"
             remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
@@ -326,5 +327,5 @@ def _only(optimizers: list[Any]) -> Optimizer:
     found = [one for one in optimizers if one.param_groups]  # for None, Lightning makes an optimizer without parameters
     if len(found) != 1:
         remedy = "Return one optimizer there, or set one in the config of TwinStrategy."
-        raise invalid_value("the number of optimizers from configure_optimizers()", len(found), [1], remedy)
+        raise invalid_value("The number of optimizers from configure_optimizers()", len(found), [1], remedy)
     return found[0]  # type: ignore[no-any-return]

@@ -101,8 +101,10 @@ class Clipping:
             return True
         if not own & given:
             return False
-        allowed = f"the {len(own)} parameters that TwinOptimizer trains, because it clips by the norm of all of them"
-        raise invalid_value("parameters to clip", f"{len(given & own)} of them and {len(given - own)} others", allowed)
+        raise ValueError(
+            f"The parameters to clip are {len(given & own)} of the {len(own)} parameters that TwinOptimizer trains and "
+            f"{len(given - own)} others, but TwinOptimizer clips by the norm of all its parameters. Pass exactly these."
+        )
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         last = optimizer.runtime.steps.last

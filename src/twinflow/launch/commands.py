@@ -45,7 +45,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
             raise invalid_value(where, words, "the only line of its host", remedy)
         found[match[1]] = int(match[2])
     if not found:
-        raise invalid_value(name, "an empty file", "a file with at least one line HOST slots=N")
+        raise ValueError(f"{name} names no host. Write at least one line HOST slots=N, for example: worker-1 slots=4")
     return found
 
 
@@ -82,7 +82,9 @@ def choose_hosts(
     options = {"--include": include, "--exclude": exclude, "--num_nodes": num_nodes, "--num_gpus": num_gpus}
     given = [option for option, value in options.items() if value not in (None, "")]
     if (include or exclude) and len(given) > 1:
-        raise incompatible(given[1], given[0], "each of them selects the slots", "Give only one of them.")
+        raise incompatible(
+            given[1], given[0], "each of these options selects hosts and slots", "Give only one of them."
+        )
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         expected = f"a number from 1 to {len(pool)}, the number of hosts"
         raise invalid_value("--num_nodes", num_nodes, expected, "List more hosts in a --hostfile.")

@@ -31,6 +31,7 @@ _SIOCGIFADDR = 0x8915
 # The names of the variables for rank, local rank, size and local size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+_CORRECT = "Correct this environment variable, or unset it and start the ranks with a launcher."
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     tasks = tasks_per_node(counts)
     node = _number(env, "SLURM_NODEID", 0)
     if node >= len(tasks):
-        raise invalid_value("SLURM_NODEID", node, f"0 to {len(tasks) - 1}, because {counts!r} has {len(tasks)} nodes")
+        allowed = f"from 0 to {len(tasks) - 1}, because SLURM_STEP_TASKS_PER_NODE={counts} means {len(tasks)} nodes"
+        raise invalid_value("SLURM_NODEID", node, allowed)
     own = "tasks of this node"
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     # Two jobs on one node need different ports. The port depends on the job ID and is below the ephemeral ports.
@@ -138,7 +140,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if default is not None and name not in env:
         return default
     if not re.fullmatch(r"[0-9]+", env[name]):
-        raise invalid_value(name, env[name], "a whole number >= 0")
+        raise invalid_value(name, env[name], "a whole number >= 0", _CORRECT)
     return int(env[name])
 
 
@@ -154,12 +156,12 @@ def _checked(env: Mapping[str, str], names: Sequence[str], address: str, default
         raise invalid_value("MASTER_ADDR", address, "the name or the IP address of the machine of rank 0")
     for i in (0, 1):
         if numbers[i] >= numbers[i + 2]:
-            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}")
+            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}", _CORRECT)
     port = _number(env, "MASTER_PORT", default_port)
     if local_size > world_size:
-        raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}")
+        raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}", _CORRECT)
     if not 1 <= port <= 65535:
-        raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535")
+        raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535", _CORRECT)
     return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
 
 
@@ -186,7 +188,7 @@ def init_distributed(
         return ALONE
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
-        raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device.")
+        raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device for nccl.")
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
@@ -225,7 +227,7 @@ def choose_backend(asked: str, shared: str | None) -> str:
         why = f"Several ranks use the GPU {shared}: start fewer ranks" if shared else "Give every rank a GPU"
         raise invalid_value("backend", asked, ("auto", "gloo"), f'{why}, or use backend="gloo".')
     if shared:
-        LOGGER.warning(f"Several ranks share the GPU {shared}: they communicate with gloo, through the host.")
+        LOGGER.warning(f"Several ranks share the GPU {shared}, so all ranks communicate with gloo, through the host.")
     return "gloo"
 
 

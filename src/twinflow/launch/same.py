@@ -64,7 +64,7 @@ def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], tim
 
 
 def _late(what: str, timeout_s: float) -> TimeoutError:
-    return TimeoutError(f"{what} {timeout_s:g} s. See its output for the reason.")
+    return TimeoutError(f"{what} {timeout_s:g} s. See the output of that rank for the reason.")
 
 
 def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:

@@ -189,7 +189,7 @@ class Watch:
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
 
     def go_on(self) -> None:
-        """Records progress of background work, such as a checkpoint, so that steps that wait for it do not hang."""
+        """Records progress of background work, such as a checkpoint: steps that wait for it do not count as hanging."""
         self._num_aside += 1
 
     @contextmanager

@@ -146,7 +146,7 @@ profile = FlopsProfile
 
 
 class _Watch:
-    """Hooks on every module, and the tracker of `FlopCounterMode` for the current module. See the note at the top."""
+    """Hooks on every module, and the tracker of `FlopCounterMode` for the current module. See the module docstring."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
