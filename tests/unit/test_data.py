@@ -198,10 +198,10 @@ def test_jsonl_under_the_named_field(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ('{"text": ', "is not JSON"),
-        ('{"body": "x"}', "has no text under 'text'; it has 'body'"),
-        ('{"text": 3}', "has no text under 'text'"),
-        ("[1, 2]", "it has a list"),
-        ("{}", "it has nothing"),
+        ('{"body": "x"}', "has the fields 'body', but must be an object with text in the field 'text'"),
+        ('{"text": 3}', "has a value of type int in the field 'text', but must have text"),
+        ("[1, 2]", "is a list, but must be an object"),
+        ("{}", "has no fields"),
     ],
 )
 def test_a_bad_line_is_named(line: str, words: str, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_loop_that_clips_otherwise_is_refused() -> None:
         clipping.clip(1.0)
     with pytest.raises(ValueError, match=r"norm_type is 1.0"):
         clipping.clip(0.5, 1.0)
-    with pytest.raises(ValueError, match=r"to clip are 2 of the \d+ parameters that TwinOptimizer trains and 0 others"):
+    with pytest.raises(ValueError, match=r"2 of the \d+ parameters of TwinOptimizer and 0 other parameters were"):
         clipping.covers(list(model.parameters())[:2])
     assert clipping.covers(model.parameters())
     assert not clipping.covers(other.parameters())

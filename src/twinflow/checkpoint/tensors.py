@@ -135,8 +135,9 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
-            f"The header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
-            f"{MAX_HEADER_BYTES}. Use more files, or shorter names of tensors."
+            f"The safetensors header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
+            f"{MAX_HEADER_BYTES}. Put fewer tensors into a file with a smaller part_bytes (save), shard_bytes (export) "
+            "or --max-shard-size (twinflow export), or use shorter names of tensors."
         )
     raw = len(text).to_bytes(8, "little") + text
     return raw, Header(infos, len(raw), len(raw) + stop, zlib.crc32(raw))

@@ -159,12 +159,20 @@ def _json_lines(file: BinaryIO, path: Path, json_key: str) -> Iterator[Piece]:
         except ValueError as error:  # also raised for invalid UTF-8
             raise ValueError(f"{path}, line {number} is not JSON ({error}). Correct or remove the line.") from error
         if not isinstance(content, dict) or not isinstance(content.get(json_key), str):
-            has = ", ".join(map(repr, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
-            raise ValueError(
-                f"{path}, line {number} has no text under {json_key!r}; it has {has or 'nothing'}. "
-                "Set json_key to the name of the field with the text."
-            )
+            raise _no_text(f"{path}, line {number}", content, json_key)
         yield Piece(content[json_key].encode("utf-8", "replace"), True, len(line))
+
+
+def _no_text(where: str, content: object, json_key: str) -> ValueError:
+    """The error for a line of a JSONL file without text in the field `json_key`."""
+    expected = f"but must be an object with text in the field {json_key!r}"
+    if not isinstance(content, dict):
+        return ValueError(f"{where} is a {type(content).__name__}, {expected}. Correct or remove the line.")
+    if json_key in content:
+        found = f"has a value of type {type(content[json_key]).__name__} in the field {json_key!r}"
+        return ValueError(f"{where} {found}, but must have text. Correct the line, or set json_key to another field.")
+    found = f"has the fields {', '.join(map(repr, content))}" if content else "has no fields"
+    return ValueError(f"{where} {found}, {expected}. Set json_key to the name of the field with the text.")
 
 
 class Tokenizer(Protocol):

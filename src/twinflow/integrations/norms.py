@@ -102,8 +102,9 @@ class Clipping:
         if not own & given:
             return False
         raise ValueError(
-            f"The parameters to clip are {len(given & own)} of the {len(own)} parameters that TwinOptimizer trains and "
-            f"{len(given - own)} others, but TwinOptimizer clips by the norm of all its parameters. Pass exactly these."
+            f"{len(given & own)} of the {len(own)} parameters of TwinOptimizer and {len(given - own)} other parameters "
+            "were passed for clipping, but TwinOptimizer clips by the norm of all its parameters. Pass all parameters "
+            "of TwinOptimizer, and no others."
         )
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
