@@ -19,8 +19,9 @@ REMOVED = -1e4  # a value of an additive mask that is not greater than this one 
 class SparseSelfAttention(nn.Module):
     """Self-attention over the blocks that a pattern keeps.
 
-    Layouts are cached per instance. A sequence that is shorter than `max_seq_length` uses the top left corner of the
-    layout for `max_seq_length`.
+    The pattern is `sparsity_config`. A layout lists the kept blocks for one sequence length. Each instance builds
+    layouts when they are needed and caches the most recent ones. A sequence that is shorter than `max_seq_length` uses
+    the top left corner of the layout for `max_seq_length`.
     """
 
     def __init__(

@@ -166,7 +166,8 @@ class Checkpoint:
     def cut(self, file: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of one tensor, flat. No other elements are read.
 
-        No checksum is compared, because a checksum covers all values that a rank saved. Call `verify` before.
+        A checksum covers all values that a rank saved, so only pieces that are read completely are checked. Call
+        `verify` first to check all values.
         """
         one = self._one(file, name)
         made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)

@@ -239,7 +239,11 @@ def _are_ranges(value: object) -> bool:
 
 
 def check_shards(what: str, split: Split, found: Sequence[tuple[torch.dtype, tuple[int, ...]] | None]) -> None:
-    """Raises ValueError unless `found` (dtype and shape for each tensor rank) are the shards of one tensor `what`."""
+    """Raises ValueError unless the parts of all tensor ranks have the shapes that `split` gives them, and one dtype.
+
+    `found` has the dtype and shape of each tensor rank's part, or None if the part is missing. `what` is the name of
+    the tensor in the error message.
+    """
     dtypes = set()
     for rank, one in enumerate(found):
         wanted = split.local_shape(rank)

@@ -25,7 +25,9 @@ def make_console() -> Console:
 
 
 def make_table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """A table without lines. Columns in `left` are aligned left, and so is "bound by", which may wrap."""
+    """A table with columns of these names, still without rows. It is printed without borders. Columns in `left` are
+    aligned left, and so is "bound by", whose text may wrap. All other columns are aligned right.
+    """
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", collapse_padding=True)
     for name in names:
         is_text = name == "bound by"

@@ -281,7 +281,9 @@ class TwinOptimizer(Outcomes):
 
     @property
     def kind(self) -> StateKind:
-        """The rule and format of the state, with its sizes and updaters."""
+        """The optimizer's update rule and the format of its state. The result also computes the size of the state and
+        creates the objects that update it.
+        """
         # With compressed communication, parameters hold the weights that all ranks know. Owners have more exact ones.
         keeps_weights = self._settings.delayed_update or self._switch is not None
         return StateKind(

@@ -79,7 +79,10 @@ class Deferral:
             self._batch = None
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """For the backward of a layer: defer an addend of the weight's gradient, or compute it if nothing collects."""
+        """Record `make`, which returns one addend of a weight's gradient. The backward of a layer calls this method.
+
+        Inside a `with collecting()` block the addend is computed later (W), otherwise at once.
+        """
         batch = self._batch if self._batch is not None else Batch()
         batch.add(weight, make)
         if self._batch is None:
