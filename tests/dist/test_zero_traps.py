@@ -95,7 +95,7 @@ def test_mistakes_are_named() -> None:
         "sharded, stage 2": "is a DTensor, but must be a plain tensor without ZeRO stage 3",
         "whole, stage 3": "Call twinflow.zero.partition(model, zero) before building the optimizer",
         "no parameters": "The model has no parameters",
-        "torch's": "rule=AdamW cannot be used with zero_optimization.stage 3, because ranks have only rows",
+        "torch's": "rule=AdamW cannot be used with zero_optimization.stage 3, because each rank has only some rows",
         "ddp": "A model in DistributedDataParallel cannot be used with TwinOptimizer",
         "another stage": "zero_optimization.stage is 2, but must be 1",
         "world": "data_parallel_size is 3, but must be 2",

@@ -310,7 +310,7 @@ def test_where_updates_are_written_a_forward_before_step_is_an_error(wanted: int
         accumulate(model, optimizer, range(1), wanted)
         for part in range(wanted):  # forwards between the parts are fine
             loss_of(model, part).backward()
-        with pytest.raises(RuntimeError, match=r"a forward ran between backward\(\) and step\(\)"):
+        with pytest.raises(RuntimeError, match=r"A forward ran between backward\(\) and step\(\)"):
             loss_of(model, 5)
         optimizer.zero_grad()
         accumulate(model, optimizer, range(6, 8), wanted)

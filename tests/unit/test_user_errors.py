@@ -275,8 +275,8 @@ def pipeline(loss_fn: Any = nn.functional.mse_loss) -> Any:
     ("loss_fn", "words"),
     [
         (None, "must be a tensor with one element. Pass loss_fn to PipelineModule"),
-        (lambda out, target: out - target, r"a tensor of shape \(2, 4\).*Return one number from loss_fn"),
-        (lambda out, target: 1.0, "The loss is 'a float'"),
+        (lambda out, target: out - target, r"The loss has the shape \(2, 4\).*Return one number from loss_fn"),
+        (lambda out, target: 1.0, "The loss is of type float"),
         (lambda out, target: (out - target).mean().detach(), "loss.requires_grad is False, but must be True"),
     ],
 )
