@@ -23,6 +23,7 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     assert "forward and backward alone" in report
 
 
+@pytest.mark.matrix
 def test_more_ranks_than_gpus_are_refused() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--ranks", "99"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -392,3 +392,11 @@ def test_two_optimizers_on_one_accelerator_clip_their_own() -> None:
     assert found[0].item() == pytest.approx(ours.optimizer.grad_norm)
     assert found[1].item() == pytest.approx(wanted)
     ours.optimizer.close()
+
+
+@pytest.mark.parametrize("twin", ["bf16", ["states"]])
+def test_options_of_the_trainer_are_a_dict(twin: Any) -> None:
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    with pytest.raises(ValueError, match=r'twin is .*but must be a dict.*Example: twin={"states": "bf16"}'):
+        TwinTrainer(nn.Linear(8, 1), twin=twin)

@@ -318,15 +318,6 @@ def test_integrations_refuse_what_is_no_accelerator_or_optimizer() -> None:
         take_over(None, mlp())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("twin", ["bf16", ["states"]])
-def test_options_of_the_trainer_are_a_dict(twin: Any) -> None:
-    pytest.importorskip("transformers")
-    from twinflow.integrations.huggingface import TwinTrainer
-
-    with pytest.raises(ValueError, match=r'twin is .*but must be a dict.*Example: twin={"states": "bf16"}'):
-        TwinTrainer(mlp(), twin=twin)
-
-
 def test_lightning_is_told_what_is_no_checkpoint_and_no_loss(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from twinflow.integrations.lightning import TwinStrategy
