@@ -67,7 +67,7 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
 
 
 class DeepSpeedCPUAdagrad(Named, HostOptimizer):
-    """Adagrad on CPU tensors."""
+    """DeepSpeed's Adagrad for parameters in host memory, with twinflow's kernel. `amsgrad` is refused."""
 
     rule = ADAGRAD
 
@@ -86,7 +86,7 @@ class DeepSpeedCPUAdagrad(Named, HostOptimizer):
 
 
 class DeepSpeedCPULion(Named, HostOptimizer):
-    """Lion on CPU tensors."""
+    """DeepSpeed's Lion for parameters in host memory, with twinflow's kernel."""
 
     rule = LION
 

@@ -56,7 +56,7 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """The backend for torch.distributed."""
+        """The backend for `torch.distributed.init_process_group`: "nccl" with a GPU, "gloo" without one."""
         return "nccl" if self._name == "cuda" else "gloo"
 
     def is_fp16_supported(self) -> bool:
@@ -75,7 +75,6 @@ class Accelerator:
         return torch.cuda.get_device_properties(device_index or 0).total_memory
 
     def random(self) -> Any:
-        """The module torch.random."""
         return torch.random
 
     def range_push(self, message: str) -> None:
@@ -89,7 +88,7 @@ class Accelerator:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Calls `callback` immediately."""
+        """Calls `callback` at once. DeepSpeed may defer it until CUDA is initialized."""
         return callback()
 
 
@@ -102,7 +101,7 @@ class CpuAccelerator(Accelerator):
         return "cpu"
 
     def current_device(self) -> int:
-        """The local rank."""
+        """The local rank, as in DeepSpeed's accelerator for CPUs, because a CPU has no device index."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:

@@ -183,11 +183,11 @@ class PipelineEngine(Engine):
         _refuse("forward")
 
     def backward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises RuntimeError. Use `train_batch`."""
+        """Raises RuntimeError, because `train_batch` runs all forwards, backwards and the step of a pipeline."""
         _refuse("backward")
 
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> NoReturn:
-        """Raises RuntimeError. Use `train_batch`."""
+        """Raises RuntimeError, because `train_batch` runs all forwards, backwards and the step of a pipeline."""
         _refuse("step")
 
     # Sources of batches.

@@ -226,7 +226,7 @@ class _Own:
         self._add("optimizer", leaves if ranks.are_partitioned else deal(leaves, ranks), shards)
 
     def add_weights(self, exclude_frozen: bool) -> None:
-        """Adds parameters and buffers."""
+        """Adds the parameters and buffers that this rank saves. `exclude_frozen`: leave out frozen parameters."""
         engine, ranks = self._engine, self._ranks
         leaves, aliases, excluded = weights(engine.module, exclude_frozen, param_offload_of(engine))
         shards = shards_of(engine.module)

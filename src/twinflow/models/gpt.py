@@ -166,7 +166,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention. `attend` computes it, and can be replaced by a sparse function."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class NativeFetcher:
 
 @dataclass(eq=False)
 class SharedFetch:
-    """A fetch by `SharedFetcher`."""
+    """Weights that the thread of `SharedFetcher` gathers from all ranks. `event` is set when this is queued."""
 
     buffers: Sequence[WeightBuffer]
     after: Event

@@ -48,7 +48,7 @@ class StreamedUpdater:
         self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # by bucket and stage: buffer address, state in it
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates page-locked zeros."""
+        """Allocates the state of a bucket in page-locked host memory, filled with zeros."""
         assert plan.can_alias
         raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8).zero_()
         return self._view(plan, raw)

@@ -43,7 +43,7 @@ class StreamedTorchUpdater:
         return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Builds the bucket's optimizer."""
+        """Builds the torch optimizer that updates this bucket."""
         self._host.start(bucket, options)
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:

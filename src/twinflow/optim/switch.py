@@ -91,7 +91,7 @@ class Switch:
 
     @property
     def is_made(self) -> bool:
-        """Whether communication is compressed."""
+        """Whether the switch was made: ranks exchange compressed momenta since then."""
         team = self._optimizer.team
         return team is not None and team.exchanges is not None
 

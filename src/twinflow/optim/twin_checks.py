@@ -274,7 +274,7 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
-    """Checks `ratio` and `placement`."""
+    """Raises ValueError for a `ratio` or `placement` that is invalid, or that cannot be used with the other one."""
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
     if ratio != "auto" and not (is_number and 0.0 <= float(ratio) <= 1.0):
         allowed = 'a number from 0 (all state on the device) to 1 (all state on the host), or "auto"'

@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def end_numel(self) -> int:
-        """Parameters of the embedding."""
+        """Number of parameters of the embedding. The head is tied to it, so the last stage has as many."""
         return self.vocab_size * self.hidden
 
     def layer_flops(self, num_tokens: int) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def ring_bytes(num_bytes: float, world: int) -> float:
 
 @dataclass(frozen=True)
 class Ask:
-    """Settings for both methods."""
+    """Settings that ZeRO-2 and ZeRO-Offload have in common when they are compared."""
 
     total_batch: int  # largest number of sequences in a step of all GPUs
     gathers_first: bool = False  # gather all weights before forward, like the first ZeRO-Offload, not during it

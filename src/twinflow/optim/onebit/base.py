@@ -231,7 +231,7 @@ class CompressedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _load_head(self, head: Mapping[str, object]) -> None:
-        """Loads values of `_head`."""
+        """Restores the values that `_head` has saved."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, object]:
