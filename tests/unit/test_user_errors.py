@@ -70,7 +70,7 @@ def step(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda out: out, r"shape \(2, 1\)', but must be a tensor with one element.*loss.mean\(\)"),
+        (lambda out: out, r"The loss has the shape \(2, 1\), but must have one element.*loss.mean\(\)"),
         (lambda out: out.mean().detach(), "loss.requires_grad is False, but must be True.*without detach"),
         (lambda out: 1.0, "loss is 1.0, but must be a tensor that requires a gradient"),
     ],
@@ -87,8 +87,8 @@ def test_a_loss_that_has_no_backward(loss: Callable[[Tensor], Any], words: str, 
     ("given", "words"),
     [
         (lambda model: model.state_dict(), "A parameter to train is '0.weight', but must be an nn.Parameter"),
-        (lambda model: [[param] for param in model.parameters()], "A parameter to train is 'a list'"),
-        (lambda model: [next(model.parameters()) * 2], "is 'the result of an operation'.*Pass the nn.Parameter"),
+        (lambda model: [[param] for param in model.parameters()], "A parameter to train is of type list"),
+        (lambda model: [next(model.parameters()) * 2], "is the result of an operation.*Pass the nn.Parameter"),
     ],
 )
 def test_what_is_no_list_of_parameters(given: Callable[[nn.Module], Any], words: str) -> None:
@@ -342,5 +342,5 @@ def test_lightning_is_told_what_is_no_checkpoint_and_no_loss(tmp_path: Path) -> 
     (tmp_path / "a.ckpt").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"ckpt_path is .*The file is damaged, is no checkpoint"):
         fit(ckpt_path=str(tmp_path / "a.ckpt"))
-    with pytest.raises(ValueError, match=r"The loss is 'a tensor of shape \(2, 1\)'"):
+    with pytest.raises(ValueError, match=r"The loss has the shape \(2, 1\)"):
         fit()

@@ -63,9 +63,10 @@ def check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
         raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
     if loss.numel() != 1:
-        remedy = "Reduce it to one number, for example with loss.mean()."
-        given = f"a tensor of shape {tuple(loss.shape)}"
-        raise invalid_value("The loss", given, "a tensor with one element", remedy)
+        raise ValueError(
+            f"The loss has the shape {tuple(loss.shape)}, but must have one element. Reduce it to one number, for "
+            "example with loss.mean()."
+        )
     if not loss.requires_grad:
         remedy = "Compute it from the output of the model, outside torch.no_grad(), and without detach() or item()."
         raise invalid_value("loss.requires_grad", False, [True], remedy)
@@ -180,11 +181,13 @@ def _check_items(groups: Sequence[ParamEntry]) -> None:
             param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
             if not isinstance(param, Tensor):
                 remedy = 'Pass the model, model.parameters(), or groups {"params": [...]} of such parameters.'
-                shown = param if isinstance(param, str) else f"a {type(param).__name__}"
-                raise invalid_value("A parameter to train", shown, "an nn.Parameter of the model", remedy)
+                shown = repr(param) if isinstance(param, str) else f"of type {type(param).__name__}"
+                raise ValueError(f"A parameter to train is {shown}, but must be an nn.Parameter of the model. {remedy}")
             if not param.is_leaf:
-                remedy = "Pass the nn.Parameter from which this tensor was computed."
-                raise invalid_value("A parameter to train", "the result of an operation", "an nn.Parameter", remedy)
+                raise ValueError(
+                    f"A parameter to train is the result of an operation, {param.grad_fn}, but must be an nn.Parameter."
+                    " Pass the nn.Parameter from which this tensor was computed."
+                )
             if isinstance(group, dict) and seen.setdefault(param, i) != i:
                 raise ValueError(
                     f"A parameter of shape {tuple(param.shape)} is in param_groups[{seen[param]}] and in "
