@@ -36,7 +36,7 @@ def main(words: list[str]) -> None:
 
 
 def alone() -> dict[str, str]:
-    """The variables that a launcher sets, for a single process. DeepSpeed scripts and Accelerate need them."""
+    """The environment variables of a launcher for a single process. DeepSpeed scripts and Accelerate read them."""
     sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {**sizes, "MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(free_port())}
 

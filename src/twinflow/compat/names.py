@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 
 class Through(NamedTuple):
-    """The names that the table does not list are taken from another module."""
+    """Entry "*" of a module: names that the table does not list are looked up in another `module`."""
 
     module: str
 

@@ -19,7 +19,7 @@ _OPTIONS = {name for rule in RULES.values() for name in rule.defaults}
 
 
 class Named(Optimizer):
-    """An optimizer with the update of a twinflow rule."""
+    """Base class: an optimizer of DeepSpeed that applies the update rule `rule` of twinflow."""
 
     rule: Rule
     adam_w_mode: bool | None = None  # None: the rule has no such mode

@@ -54,7 +54,7 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The global rank of a rank of a group."""
+    """The global rank of the process that has the rank `group_rank` in `group`."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
@@ -145,7 +145,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
 
 
 def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for `build.initialize` with the same update rule and options in a config and parameter groups."""
+    """Replaces the optimizer in the arguments of `build.initialize` by a config with its rule, and parameter groups."""
     sources = ("config", "config_params")
     name = next((name for name in sources if given.get(name) is not None), None)
     source = given[name] if name is not None else getattr(given.get("args"), "deepspeed_config", None)
@@ -184,7 +184,7 @@ def init_distributed(
     join_group(dist_backend or "auto", timeout.total_seconds())
     if not dist.is_initialized():
         if world_size > 1:
-            remedy = "Start the script with `twinflow launch` or torchrun, or give init_method."
+            remedy = "Start the script with `twinflow launch` or torchrun, or pass init_method."
             alone = "a process without a launcher"
             raise incompatible(f"world_size={world_size}", alone, "such a process is the only rank", remedy)
         dist.init_process_group(backend, store=HashStore(), timeout=timeout, rank=0, world_size=1)
@@ -200,6 +200,6 @@ def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **kw
             "the config says."
         )
     if section.get("autotp_size") != tp_size:
-        remedy = "Set the same size in the config: initialize() splits the model."
-        raise invalid_value(_AUTO_PARALLEL, section.get("autotp_size"), [tp_size], remedy)
+        remedy = "Set this size in the config, because initialize() splits the model."
+        raise invalid_value(_AUTO_PARALLEL, section.get("autotp_size"), f"{tp_size}, the given tp_size", remedy)
     return model

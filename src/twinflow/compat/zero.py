@@ -267,7 +267,7 @@ def _read_piece(optimizer: TwinOptimizer, bucket: Bucket, index: int, key: str) 
 
 
 def _write(param: Param, key: str, whole: Tensor) -> None:
-    """Writes this rank's slices of a tensor and keeps their other values."""
+    """Writes this rank's slices of the tensor `key` and keeps the other tensors of the state."""
     for bucket, i in _pieces(param):
         piece = bucket.slices[i]
         values: dict[str, Any] = dict(bucket.updater.read(bucket, i))

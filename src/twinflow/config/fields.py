@@ -29,7 +29,7 @@ UNUSED: Final = "no effect"
 REFUSED: Final = "refused"
 _MISSING = object()
 KeyPath = tuple[str, ...]
-_LONGEST = 120  # Longer values are cut in messages.
+_LONGEST = 120  # number of characters of a value that messages show
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Rule:
 
     kind: str  # HONOURED, UNUSED or REFUSED
     text: str  # HONOURED: the effect; UNUSED: why there is none; REFUSED: a sentence with a remedy
-    off: tuple[object, ...] = ()  # REFUSED: values that pass besides the default; UNUSED: values that need no note
+    off: tuple[object, ...] = ()  # REFUSED: values that are allowed besides the default; UNUSED: values without a note
     switch: Callable[[Any], bool] | None = None  # REFUSED: whether the value requests the feature; replaces `off`
     hints: Mapping[str, str] | None = None  # values that are not allowed, each with a remedy
     ours: bool = False  # DeepSpeed does not have the key.
     for_host: bool = False  # The key has no effect if no optimizer state is on the host.
 
     def __call__(self, schema: dict[str, Any]) -> None:
-        """Pydantic calls this method with the JSON Schema of the key."""
+        """Adds the treatment to the JSON Schema of the key. Pydantic calls this method."""
         schema["x-twinflow"] = self.kind
 
 
@@ -56,7 +56,7 @@ class Section(BaseModel):
 
 
 def honoured(default: Any, text: str, *, hints: Mapping[str, str] | None = None, for_host: bool = False) -> Any:
-    """Declares a key that has the effect `text`. The default `...` means that the key must be given."""
+    """Declares a key with the effect `text`. Default `...`: the key must be given. `Rule` explains other arguments."""
     return Field(default, description=text, json_schema_extra=Rule(HONOURED, text, hints=hints, for_host=for_host))
 
 
@@ -66,7 +66,9 @@ def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. Values in `quiet`, which twinflow uses too, cause no note."""
+    """Declares a key that is accepted and has no effect. `quiet`: values that describe what twinflow does anyway, so that
+    they cause no note.
+    """
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 
@@ -74,13 +76,13 @@ def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any
 def refused(
     default: Any, instead: str, *, off: tuple[object, ...] = (), switch: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Declares a key that must be off. `instead`: a sentence with the alternative."""
+    """Declares a key that must be off. `instead`: a sentence with the alternative. `off` and `switch`: as in `Rule`."""
     rule = Rule(REFUSED, instead, off, switch)
     return Field(default, description=f"Must be off: {instead}", json_schema_extra=rule)
 
 
 def section(kind: type[Section] | None, text: str) -> Any:
-    """Declares a section with its own keys. With `kind` None, a section that is left out is None and not empty."""
+    """Declares a section. If a config does not have it, its value is `kind` with all defaults, or None if `kind` is None."""
     return Field(None, description=text) if kind is None else Field(default_factory=kind, description=text)
 
 
@@ -117,8 +119,8 @@ def is_on(section: object) -> bool:
 
 
 def switch_of(section: object) -> tuple[str, ...] | None:
-    """The path of the key that requests the feature of a section. `enabled` of the section decides, or else `enabled`
-    of one of its parts.
+    """The path of the key `enabled` that requests the feature of a section, in the section or else in one of its
+    subsections. None if the feature is not requested.
     """
     if not isinstance(section, Mapping):
         return None
@@ -298,7 +300,7 @@ def wrong_values(
         hint = rule.hints.get(value, "") if rule and rule.hints and isinstance(value, str) else ""
         allowed = in_words(info.annotation, info.metadata)
         if value is _MISSING:
-            yield f"{name_of(path)} is missing, but must be {allowed}."
+            yield f"{name_of(path)} is missing. Set it to {allowed}."
         else:
             yield str(invalid_value(name_of(path), Shown(value), allowed, hint or _as_written(info, value)))
 

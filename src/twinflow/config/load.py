@@ -75,8 +75,8 @@ def _decoded(source: str | os.PathLike[str]) -> str:
 
 
 def parse(text: str, where: str) -> Mapping[Any, Any]:
-    """Parses JSON, or else HJSON: it may have comments, missing or extra commas, and no outer braces. Errors start with
-    `where`.
+    """Parses JSON, or else HJSON, which may have comments, missing or extra commas, and no outer braces. Error messages
+    start with `where`.
     """
     if not text.strip():
         raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
@@ -268,9 +268,9 @@ def _unknown_keys(model: type[Section], given: Mapping[str, Any], at: KeyPath, r
 
 
 def _elsewhere(key: str) -> str:
-    """A sentence with the other sections of the config that have a key of this name."""
+    """A question with the paths of keys of this name in other sections."""
     places = dict.fromkeys(dotted(one.path[: one.path.index(key) + 1]) for one in keys() if key in one.path)
-    return f"The config has this key at: {', '.join(places)}." if places else ""
+    return f"Did you mean {' or '.join(places)}?" if places else ""
 
 
 def _refusals(found: Section) -> Iterator[tuple[KeyPath, object, str | list[object], Rule]]:

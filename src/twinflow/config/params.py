@@ -123,7 +123,7 @@ class LRRangeTestParams(Section):
 class OneCycleParams(Section):
     cycle_min_lr: Rates | None = honoured(None, "lowest learning rate; must be given")
     cycle_max_lr: Rates | None = honoured(None, "highest learning rate; must be given")
-    decay_lr_rate: Amount = honoured(0.0, "decay of the learning rate after the cycle")
+    decay_lr_rate: Amount = honoured(0.0, "decay of the learning rate in each interval after the cycle")
     cycle_first_step_size: Above = honoured(2000, "number of steps with a rising learning rate")
     cycle_second_step_size: Above | None = honoured(
         None, "number of steps with a falling learning rate; null: cycle_first_step_size"
@@ -132,11 +132,11 @@ class OneCycleParams(Section):
     cycle_second_stair_count: Whole | None = honoured(
         None, "number of stairs of the fall; null: cycle_first_stair_count"
     )
-    decay_step_size: Amount = honoured(0, "length of a decay step; 0: no decay")
+    decay_step_size: Amount = honoured(0, "number of steps in an interval after the cycle; 0: no decay")
     cycle_momentum: bool = honoured(True, "momentum falls while the learning rate rises, and rises while it falls")
     cycle_min_mom: Rates = honoured(0.8, "lowest momentum")
     cycle_max_mom: Rates = honoured(0.9, "highest momentum")
-    decay_mom_rate: Amount = honoured(0.0, "growth of the momentum after the cycle")
+    decay_mom_rate: Amount = honoured(0.0, "growth of the momentum in each interval after the cycle")
     last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
@@ -242,7 +242,7 @@ def optimizer_kind(name: str) -> type[Any]:
 
 
 def schedule_kind(name: str) -> type[Any]:
-    """The section or the torch class for a value of `scheduler.type`, in any case. ValueError for an unknown one."""
+    """The section or the torch class for a value of `scheduler.type`. ValueError for an unknown one."""
     for own, section in SCHEDULES.items():
         if own.lower() == name.lower():
             return section

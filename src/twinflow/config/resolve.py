@@ -55,8 +55,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise invalid_value("world_size", world_size, "a whole number >= 1")
     if config.data_parallel_size not in (None, world_size):
-        remedy = "Leave data_parallel_size out, or change the number of processes."
-        raise invalid_value("data_parallel_size", config.data_parallel_size, [world_size], remedy)
+        remedy = "Remove data_parallel_size from the config, or change the number of processes."
+        expected = f"{world_size}, the number of replicas"
+        raise invalid_value("data_parallel_size", config.data_parallel_size, expected, remedy)
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     given = (
@@ -87,7 +88,7 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     """The name of an update rule of twinflow or of a torch.optim class, and the options to build it with.
 
-    Options of an update rule are complete. Their defaults are DeepSpeed's, which differ from torch's in places.
+    For an update rule, these are all its options, with DeepSpeed's defaults, some of which differ from torch's.
     """
     if config.optimizer is None:
         remedy = "Add the section optimizer to the config, or pass an optimizer."

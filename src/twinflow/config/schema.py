@@ -108,11 +108,8 @@ class SparseAttention(Section):
     seed: Whole = ours(0, "modes variable and bigbird: seed of the random blocks")
 
     def given(self) -> dict[str, Any]:
-        """The mode and all values that differ from the defaults. A config may spell out the defaults of other modes, as
-        DeepSpeed's docs do.
-
-        Mode local has another default for `attention`. With this mode, a value of `attention` counts if the config
-        gives it.
+        """The mode and all values that differ from the defaults, because a config may contain the defaults of other
+        modes. Mode local has its own default of `attention`, so that a value in the config is returned in any case.
         """
         found = {name: getattr(self, name) for name in type(self).model_fields}
         changed = {name for name, value in found.items() if value != type(self).model_fields[name].default}
@@ -202,13 +199,14 @@ class OffloadOptimizer(Section):
     delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
     early: bool | Literal["auto"] = ours(
         "auto",
-        "true: updates start during backward; false: updates start in step(); auto: as with true, but without clipping "
-        "and overflow check the first steps are as with false",
+        "true: updates start during backward; false: updates start in step(); auto: like true, but if clipping and the "
+        "overflow check are off, the first steps are like false",
     )
     host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
     hold: Side = ours(
         "auto",
-        "where gradients wait for the clipping decision; auto: the device, if they take up to half of its free memory",
+        "where gradients wait for the clipping decision; auto: the device if they take at most half of its free memory, "
+        "otherwise the host",
     )
     sums: Side = ours(
         "auto",
@@ -219,7 +217,9 @@ class OffloadOptimizer(Section):
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
     )
     shadow_bytes: Whole | None = ours(
-        None, "host memory for updates before the clipping decision; null: half of the spare memory", for_host=True
+        None,
+        "host memory for results of updates that run before the clipping decision; null: half of what the state leaves",
+        for_host=True,
     )
 
     @classmethod
@@ -478,7 +478,7 @@ class Config(Section):
     gradient_accumulation_steps: Positive | None = honoured(None, "number of micro-batches in a step on one GPU")
     managed_gradient_accumulation: bool = refused(True, "leave it true: the engine counts micro-batches itself")
     steps_per_print: Every = honoured(None, "number of steps between two lines of progress")
-    hang_timeout_s: Amount = ours(600.0, "seconds without a step after which all ranks print stacks and end; 0: never")
+    hang_timeout_s: Amount = ours(600.0, "seconds without a step after which all ranks print stacks and exit; 0: never")
     gradient_clipping: Amount = honoured(1.0, "largest global norm of the gradients; 0: no clipping")
     wall_clock_breakdown: bool = honoured(False, "print the times of the parts of a step")
     dataloader_drop_last: bool = honoured(False, "drop the last batch if it is not full")
@@ -649,7 +649,7 @@ def _or_auto(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(sections: Mapping[str, type[Section]]) -> dict[str, Any]:
-    """The options of all types together. Only the loader checks which options belong to which type."""
+    """The JSON Schema of the options of all types. Only the loader checks which options belong to which type."""
     found: dict[str, Any] = {}
     for kind in sections.values():
         for name, info in kind.model_fields.items():

@@ -40,7 +40,7 @@ class Coding:
 
     code: Code
     exponents: Tensor | None = None  # scaling exponents of a whole bucket
-    factor: float = 1.0  # factor of the input
+    factor: float = 1.0  # the input is multiplied by it
     has_feedback: bool = True  # False drops the errors, to measure the effect of the feedback.
 
     def part(self, group: Group) -> Tensor | None:

@@ -358,7 +358,7 @@ class Engine(EngineBase):
         return found
 
     def _forget_data_iterator(self) -> None:
-        """Called when the data loader has another position. Only an engine that iterates over it has to act."""
+        """Called after the position of the data loader has changed. PipelineEngine then drops its iterator."""
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
@@ -388,7 +388,7 @@ class Engine(EngineBase):
     # The rest.
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """Compiles each block (layer) separately with torch.compile. Waits for weights stay outside the graphs."""
+        """Compiles each block (layer) separately with torch.compile, so that no compiled graph waits for weights."""
         compiled: Callable[..., Callable[..., object]] = torch.compile
         for block in find_blocks(self.module):
             module = block.module

@@ -16,10 +16,9 @@ from twinflow.errors import invalid_value
 class ResumableLoader:
     """Batches of a dataset. The order of an epoch depends only on `seed` and the number of the epoch.
 
-    `share`: this rank and the number of ranks. All ranks have the same order of samples, and rank r takes every
-    `world`-th sample, starting with sample r. If the number of ranks does not divide the number of samples, samples
-    from the start are repeated, or with `drop_last` the rest is dropped. An IterableDataset is not divided over ranks:
-    each rank reads all samples that its dataset yields.
+    `share` = (rank, world): All ranks have the same order of samples, and a rank reads every `world`-th sample, starting
+    with sample `rank`. If `world` does not divide the number of samples, samples from the start are repeated, or with
+    `drop_last` the last samples are dropped. An IterableDataset is not divided over ranks: each rank reads all samples.
     """
 
     def __init__(
@@ -40,7 +39,8 @@ class ResumableLoader:
             hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         ):
             remedy = "Pass a torch.utils.data.Dataset, an IterableDataset or a list of samples."
-            raise invalid_value("The dataset", dataset, "an object with __getitem__ and __len__", remedy)
+            kind = type(dataset).__name__
+            raise ValueError(f"The dataset is of type {kind}, but must have __getitem__ and __len__. {remedy}")
         if collate_fn is not None and not callable(collate_fn):
             raise invalid_value("collate_fn", collate_fn, "a function of a list of samples, or None")
         self.dataset = dataset
@@ -117,8 +117,8 @@ class ResumableLoader:
         num_seen, each = state["position"] * state["batch_size"] * state.get("world", 1), self.batch_size * self._world
         if num_seen % each:
             raise ValueError(
-                f"The checkpoint was saved after {num_seen} samples of an epoch, which must be a multiple of {each} "
-                f"(batch size x ranks). Choose train_micro_batch_size_per_gpu so that batch size x ranks divides "
-                "{num_seen}."
+                f"The checkpoint was saved after {num_seen} samples of an epoch, but this number must be a multiple of "
+                f"{each} (train_micro_batch_size_per_gpu x ranks). Choose train_micro_batch_size_per_gpu or the number "
+                f"of ranks so that their product divides {num_seen}."
             )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each

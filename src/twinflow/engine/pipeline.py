@@ -31,8 +31,8 @@ from twinflow.parallel.wire import Wire
 class Links:
     """The connections of a pipeline rank to other ranks."""
 
-    wire: Wire
-    ties: Sequence[TiedGradients] = ()
+    wire: Wire  # sends activations and their gradients to other stages
+    ties: Sequence[TiedGradients] = ()  # sum the gradients of weights that several stages share
     deferral: Deferral | None = None  # defers weight gradients, for zero-bubble schedules
 
 
@@ -98,8 +98,8 @@ class PipelineEngine(Engine):
     ) -> UserValue:
         """Runs forwards without gradients. Returns the mean loss, on every rank.
 
-        On ranks of the last stage, `compute_loss=False` returns the outputs, and `reduce_output=None` returns the loss
-        of each micro-batch. On other ranks, both return None.
+        With `compute_loss=False` it returns the outputs instead, and with `reduce_output=None` the loss of each
+        micro-batch; both only on ranks of the last stage, and None on other ranks.
         """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")

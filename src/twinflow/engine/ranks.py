@@ -1,4 +1,4 @@
-"""The ranks that save and load a checkpoint together: which rank writes which tensor, and the common `meta`."""
+"""The ranks that save and load a checkpoint together: which rank writes which tensor, and the contents of meta.json."""
 
 from __future__ import annotations
 
@@ -97,9 +97,8 @@ def ranks_of(engine: EngineBase) -> Ranks:
 
 
 def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
-    """Distributes entries over the replicas. Returns this rank's share. All shares have about the same number of bytes.
-
-    A rank always saves its own parts of partitioned tensors.
+    """Distributes entries (tensors to save) over the replicas, so that all write about the same number of bytes. Returns
+    the entries of this rank, which always include its own parts of partitioned tensors.
     """
     if ranks.data.world == 1:
         return list(leaves)
@@ -122,9 +121,8 @@ class Said(TypedDict, total=False):
 
 
 def unite(meta: Mapping[str, JSON], said: Sequence[Said]) -> dict[str, JSON]:
-    """The `meta` of a checkpoint, from the `meta` of one rank and the reports of all ranks. It is equal on every rank.
-
-    Raises ValueError if the reports contradict each other.
+    """The contents of meta.json, from the `meta` of one rank and the reports `said` of all ranks. The result is equal on
+    every rank. Raises ValueError if the reports contradict each other.
     """
     made = dict(meta)
     first_last = list(reversed(said))  # the first rank's value stays if several ranks report a name

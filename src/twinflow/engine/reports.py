@@ -78,7 +78,7 @@ class Reports:
         return self.measure("forward")
 
     def measure(self, name: str) -> AbstractContextManager[object]:
-        """Context of "forward", "backward" or the optimizer's "step", whose time is measured."""
+        """A context that measures the time of "forward", "backward" or the optimizer's "step"."""
         return self._timers.measure(name) if self._timers is not None else nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:

@@ -145,17 +145,17 @@ def _check_errors(found: Checkpoint) -> None:
 class _SavedNames:
     """Maps names in this rank's module to names in a checkpoint, which another layout of ranks may have saved."""
 
-    aliases: Mapping[str, str]  # of the checkpoint: by name of a tied tensor, the name under which it is stored
+    aliases: Mapping[str, str]  # name of a tied tensor -> name under which the checkpoint stores it
     ranks: Ranks
 
     def find(self, name: str, there: Container[str]) -> str | None:
-        """The name of a tensor of this rank among the names `there`; None if it is not among them."""
+        """The saved name of this rank's tensor `name`; None if it is not among the saved names `there`."""
         first = self.ranks.canonical(name)
         names = (name, self.aliases.get(name), first, self.aliases.get(first))
         return next((one for one in names if one in there), None)
 
     def unclaimed(self, names: Iterable[str]) -> list[str]:
-        """The names that no rank has."""
+        """The saved names whose tensors no rank has."""
         known = set(self.ranks.holders)
         known |= {first for name, first in self.aliases.items() if name in known}
         return [name for name in names if name not in known]
@@ -248,7 +248,7 @@ class FileSource:
 
 
 def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _SavedNames) -> dict[str, str]:
-    """Maps the names of this rank's tensors to their names in the checkpoint, without tensors that it does not have.
+    """Maps the names of this rank's tensors to their names in the checkpoint, if the checkpoint has them.
 
     Raises ValueError if names or shapes do not fit.
     """

@@ -124,7 +124,7 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
             # `wait` raises the error too, but a script may end without calling it.
-            LOGGER.error(f"A thread could not write the checkpoint: {error!r}")
+            LOGGER.error(f"A thread could not write the checkpoint: {error!r}. Call save_checkpoint() again.")
         finally:
             self._frozen.end()
 

@@ -141,7 +141,7 @@ def _draw(weight: Tensor, std: float) -> None:
 
 
 class Head(Linear):
-    """The output layer. It computes the logits, or the loss in chunks so that never all logits are in memory."""
+    """The output layer. It computes the logits, or the loss in chunks, so that not all logits are in memory at once."""
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits of `input` [..., hidden], or the mean cross entropy if `targets` [...] are given."""

@@ -22,7 +22,7 @@ _MAX_LAYERS: Final = 1 << 18
 class Setting:
     rates: Rates  # rates of one GPU with its share of the host
     memory: Memory
-    link_rate: float = 0.0
+    link_rate: float = 0.0  # bytes/s in each direction between GPUs; 0: the time of communication is ignored
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
     run: Run
     ratio: float  # share of the elements whose state is on the host
     used: Bytes
-    missing: Memory
+    missing: Memory  # bytes that the run lacks
     prediction: Prediction
 
     @property

@@ -50,8 +50,8 @@ class Run:
     micro_batches: int = 1
     states: str = "fp32"
     clips: bool = True  # updates wait for the gradient norm (clipping, or a loss scale)
-    delayed: bool = False
-    checkpointing: bool = True
+    delayed: bool = False  # each update is applied one step later
+    checkpointing: bool = True  # activation checkpointing of every block
     weights: str = "bf16"
     world: int = 1  # number of GPUs that share the optimizer state; all are in one machine
     stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
@@ -83,9 +83,9 @@ class Run:
 class Placed:
     """Elements of the optimizer state of one GPU, by place."""
 
-    host: int
-    resident: int = 0
-    streamed: int = 0
+    host: int  # in host memory, updated by the CPU
+    resident: int = 0  # in GPU memory
+    streamed: int = 0  # in host memory, copied to the GPU for the update
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _nothing_fits(
             remedies.append(f'Set "states": "{other}", with which the run would fit.')
             break
     if decision.clips:
-        remedies.append("Without clipping, no gradients wait for the norm, and their memory is free for the state.")
+        remedies.append("Turn gradient clipping off, which frees the memory of gradients that wait for the norm.")
     remedies.append("Use a smaller batch or activation checkpointing to free GPU memory.")
     have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU"
     return not_enough("memory", f"the {states} optimizer state", _gb(total * size.host), have, " ".join(remedies))

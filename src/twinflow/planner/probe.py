@@ -17,8 +17,8 @@ Every measurement gets the same share of the time budget. A fifth of the share i
 rest is samples of some milliseconds, and the median is the result. Allocations and the first call of each operation
 are not part of the budget.
 
-If memory is short, all buffers of a stage are halved until they fit. If even small buffers do not fit, the rates are
-low default values. `flops` is then 0, and such rates are not written to the cache.
+If memory is short, all buffers of a measurement are halved until they fit. If even small buffers do not fit, its rates
+are low default values and `flops` is 0. Such rates are not written to the cache.
 
 All memory is released, including that of the caching allocator. Only cuBLAS keeps its workspace for the calling thread,
 which the first matrix product of training would allocate anyway.
@@ -264,7 +264,7 @@ def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
 
 
 def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
-    """Parameters of a call, and a function that runs calls which iterate over the store."""
+    """The number of parameters of a call, and a function that calls the update for one range of the store after another."""
     numel = grad.numel()
     call_numel = min(_CALL_NUMEL if native.available() else _TORCH_CALL_NUMEL, numel // 2)
     hyper, key = ADAMW.hyper(_OPTIONS, 10), rounding_key(10, 1)

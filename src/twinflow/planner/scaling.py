@@ -83,7 +83,7 @@ class Ask:
     """Settings that ZeRO-2 and ZeRO-Offload have in common when they are compared."""
 
     total_batch: int  # largest number of sequences in a step of all GPUs
-    gathers_first: bool = False  # gather all weights before forward, like the first ZeRO-Offload, not during it
+    gathers_first: bool = False  # gather all weights before forward, as the first ZeRO-Offload did, instead of in it
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ class Prediction:
 
     step_s: float
     bound_by: str  # "gpu", "host", "copies", or "gate": the wait for the gradient norm
-    host_busy_s: float
-    out_s: float
-    in_s: float
+    host_busy_s: float  # time of updates on the host
+    out_s: float  # time of copies to the host
+    in_s: float  # time of copies to the GPU
     waited_s: float  # time that the GPU waits for weights
 
 
@@ -145,9 +145,9 @@ class Play:
         # next forward.
         self.stream_order = sorted(order, key=lambda i: items[i].need if decision.clips else items[i].ready)
         self.next_stage, self.free_stages, self.free_slots = 0, NUM_STAGES, ways.num_slots
-        self.to_out: list[tuple[float, int]] = []  # heaps ordered by need: gradients that are complete on the GPU,
-        self.arrived: list[tuple[float, int]] = []  # gradients on the host,
-        self.to_send: list[tuple[float, int]] = []  # weights that are updated on the host
+        self.to_out: list[tuple[float, int]] = []  # heap, first needed first: gradients that are complete on the GPU
+        self.arrived: list[tuple[float, int]] = []  # heap: gradients on the host
+        self.to_send: list[tuple[float, int]] = []  # heap: weights that are updated on the host
         self.ahead: list[int] = []  # buckets updated before the norm is known
         self.to_store: list[int] = []  # streamed states to copy back to the host
         self.tasks: dict[str, tuple[str, int]] = {}  # kind and item of the current task of each busy unit
@@ -270,7 +270,7 @@ class Play:
                 self.next_stage = (self.next_stage + 1) % len(self.stream_order)
 
     def _begin(self, unit: str, kind: str, i: int, width: float, overhead_s: float) -> None:
-        """Start a task with `width` bytes (of an update: 1) for each element of item `i`."""
+        """Start a task of item `i`. `width`: bytes that a copy moves for each element; 1 for an update."""
         self.tasks[unit] = kind, i
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
 

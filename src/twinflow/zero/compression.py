@@ -81,8 +81,8 @@ class VarianceWatch:
 
     Adam's second moment changes much at the start of training. It is frozen when its sum has changed little over a
     window of 1 / (1 - b2) steps. With a frozen second moment Adam is linear in the gradients, so that errors of
-    compressed communication cancel over time. It is not frozen while the learning rate rises, nor within a window after
-    that, because later training would need another second moment.
+    compressed communication cancel over time. The second moment is not frozen while the learning rate rises, nor within
+    a window after that, because later training would need another one.
     """
 
     window: int

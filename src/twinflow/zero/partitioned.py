@@ -140,7 +140,7 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
 
 
 class _OnHost:
-    """The part of torch's protocol for collectives of `fully_shard` that both classes share."""
+    """Base class of collectives that `fully_shard` calls."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a buffer, as `fully_shard` requires."""
@@ -167,7 +167,7 @@ class HostAllGather(_OnHost):
 
 
 class HostReduceScatter(_OnHost):
-    """Gives this rank its rows of the sum."""
+    """Sums gradients over ranks and gives this rank its rows of the sum."""
 
     def __call__(
         self,

@@ -1,7 +1,7 @@
 """The publisher sends new weights to all ranks.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
-optimizer step.
+optimizer step. The executor runs its copies and updates.
 
 Threads: the thread "twinflow-publisher" calls all all-gathers, on the stream "publish". If two ranks called them in
 different orders, layers would be mixed up without an error. The thread therefore calls them step by step, in the order
@@ -77,7 +77,7 @@ class Edition:
 
 @dataclass(frozen=True)
 class Copies:
-    """Views of the pieces of a bucket in its parameters and in the flat buffer."""
+    """Views of the pieces of a bucket: this rank's (`own`) and other ranks', in its parameters and in the flat buffer."""
 
     addresses: list[int]  # addresses of the parameters when the views were made
     flat: Tensor  # the buffer for all ranks' parts

@@ -1,7 +1,7 @@
 """The reducer sums gradients over all ranks and gives each rank its part of the sum.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
-optimizer step, and a task is the work for one bucket in a job.
+optimizer step, and a task is the work for one bucket in a job. The executor runs the copies and updates.
 
 Threads: autograd's thread submits complete buckets. The thread "twinflow-reducer" calls all collectives, on the stream
 "reduce". `executor.changed` protects the `Round`s, one for each backward.
@@ -66,7 +66,7 @@ class Wire:
     predivide: float  # gradients are divided by it before the sum
     exchanges: Callable[[], Exchanges | None]  # returns the compressed exchanges after the switch
     replica: Group | None  # group on the host: ranks with other parts of the model
-    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
+    divisor: float  # gradients in tasks, divided by this number, are the requested mean or sum
 
 
 class Reducer(RankThread):
@@ -301,7 +301,7 @@ def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
 
 
 def sum_of_squares(norms: Sequence[float]) -> float:
-    """The sum of squares, added as in `decide`; not finite if a norm is not finite."""
+    """The sum of the squares of `norms`; not finite if a norm is not finite."""
     squares = [norm * norm for norm in norms]
     return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
 
