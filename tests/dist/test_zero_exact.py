@@ -337,5 +337,6 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(before: int, after: int) 
 def test_an_epoch_cannot_go_on_where_batches_do_not_fit() -> None:
     loader = share(64, 0, 1)
     next(iter(loader))
-    with pytest.raises(ValueError, match=r"saved after (\d+) samples of an epoch, but this .* multiple of \d+ .* divides \1\.$"):
+    words = r"saved after (\d+) samples of an epoch, but this .* multiple of \d+ .* divides \1\.$"
+    with pytest.raises(ValueError, match=words):
         share(64, 0, 4).load_state_dict(loader.state_dict())

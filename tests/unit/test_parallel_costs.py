@@ -309,7 +309,7 @@ def test_cards_go_by_their_size_too() -> None:
     [
         ({"num_pp": 0}, "num_pp is 0"),
         ({"zero": 4}, "zero is 4"),
-        ({"num_tp": 3}, "a divisor of the 32 attention heads"),
+        ({"num_tp": 3}, "a divisor of 32, the number of attention heads"),
         ({"num_pp": 17}, "at most 16, the number of layers. Use fewer stages or chunks"),
         ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with the schedule 'zbv'"),
         ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with the schedule '1f1b'"),

@@ -174,7 +174,7 @@ def test_the_config_says_which_keys_to_write(changes: dict[str, Any], words: str
         (lambda e: e.load_checkpoint(None), "load_dir is None, but must be the path of a folder"),
         (lambda e: e.save_checkpoint("x", client_state=[1]), "client_state is .1., but must be a dict"),
         (lambda e: e.save_16bit_model(NOWHERE), "save_dir is .*can be created. The system reports: Not a directory"),
-        (lambda e: e.deepspeed_io(None), "The dataset is of type NoneType, but must have __getitem__ and __len__. Pass"),
+        (lambda e: e.deepspeed_io(None), "The dataset is of type NoneType, but must have __getitem__ and __len__."),
         (lambda e: e.deepspeed_io([1], collate_fn="x"), "collate_fn is 'x', but must be a function"),
         (lambda e: e.set_gradient_accumulation_boundary("x"), "is_boundary is 'x', but must be one of True, False"),
         (lambda e: e.sav_checkpoint, "Did you mean 'save_checkpoint'?"),

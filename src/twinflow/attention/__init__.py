@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, the patterns that create them, and attention over the blocks that they keep."""
+"""Block-sparse attention. A pattern creates a layout for a sequence length: the list of score blocks that are kept."""
 
 from __future__ import annotations
 

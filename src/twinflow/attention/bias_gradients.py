@@ -23,8 +23,8 @@ LIST_CELLS = 64  # maximum number of cells in a list; several programs share a l
 class CellArgs(NamedTuple):
     """Lists of cells, and the (batch, head) pairs over which each list is summed."""
 
-    starts: Tensor
-    rows: Tensor
+    starts: Tensor  # start of each list in `rows` and `cols`
+    rows: Tensor  # position of each cell
     cols: Tensor
     members: Tensor  # int32 [sets, pairs]: batch * num_heads + head
     offsets: Tensor  # int64 [sets], start of each set in the sums

@@ -1,4 +1,4 @@
-"""The cost of a layout, and drawings of it: shades on a small grid, lines of text, or a PNG file."""
+"""The cost of a layout (the kept blocks of scores), and drawings of it: shades on a grid, text, or a PNG file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cost:
     dense_flops: int
     io_bytes: int
     dense_io_bytes: int
-    index_bytes: int
+    index_bytes: int  # size of the layout's tensors
 
     @property
     def flops_share(self) -> float:
@@ -86,9 +86,7 @@ def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
 
 
 def text_lines(grid: Shades) -> list[str]:
-    """The grid as text, with two rows per line. The characters are half blocks, or shades if some cells are partly
-    kept.
-    """
+    """The grid as text, two rows of cells per line, in half-block characters, or in shades if cells are partly kept."""
     if grid.shape[0] % 2:
         grid = torch.cat([grid, torch.zeros_like(grid[:1])])
     upper, lower = grid[0::2], grid[1::2]
@@ -116,9 +114,7 @@ def png_bytes(grids: list[Shades], max_pixels: int = 1024) -> bytes:
 
 
 def _pixels(grid: Shades, scale: int) -> np.ndarray[Any, Any]:
-    """The grid as RGB pixels. A cell with a small kept share is still visible. Borders are drawn if cells are large
-    enough.
-    """
+    """The grid as RGB pixels, with visible cells for small shares. Borders are drawn if cells are large enough."""
     share = np.sqrt(grid.numpy())[..., None]
     colour = np.asarray(_LIGHT) * (1 - share) + np.asarray(_DARK) * share
     image: np.ndarray[Any, Any] = np.kron(colour, np.ones((scale, scale, 1))).round().astype(np.uint8)

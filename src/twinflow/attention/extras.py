@@ -1,4 +1,4 @@
-"""Options of attention besides the layout, and the hash function of dropout.
+"""Options of attention besides the layout (the kept blocks of scores), and the hash function of dropout.
 
 Dropout is a pure function of (seed, head, query position, key position). Forward, backward and all implementations
 therefore agree without storing a mask. The hash uses only 32-bit multiplications, xor and logical right shifts. The
@@ -104,9 +104,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
     if min(q.shape) < 1 or min(k.shape) < 1:
         raise invalid_value("(q.shape, k.shape)", (tuple(q.shape), tuple(k.shape)), "shapes without a size 0")
     if sizes.num_heads % sizes.num_kv_heads:
-        raise invalid_value(
-            "The number of heads of k", sizes.num_kv_heads, f"a divisor of the {sizes.num_heads} heads of q"
-        )
+        allowed = f"a divisor of {sizes.num_heads}, the number of heads of q"
+        raise invalid_value("The number of heads of k", sizes.num_kv_heads, allowed)
     _check_layout(layout, sizes, extras)
     _check_tensors(sizes, extras, q.device)
     if extras.scale is not None and not (isinstance(extras.scale, SupportsFloat) and math.isfinite(extras.scale)):
@@ -188,9 +187,7 @@ def threshold(dropout: float) -> int:
 
 
 def _mix(x: T) -> T:
-    """Mix the bits of 32-bit words, given as int or as int64 tensors. If a product overflows, its low 32 bits are still
-    right.
-    """
+    """Mix the bits of 32-bit words, given as int or as int64 tensors. An overflow does not change the low 32 bits."""
     x = x ^ x >> 16
     x = x * MIX_1 & WORD
     x = x ^ x >> 15

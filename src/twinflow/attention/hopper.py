@@ -1,6 +1,6 @@
 """Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
-whole tiles, and scores without bias, mask and dropout. triton_attention.py launches the kernels of kernels.py for all
-other calls. Their results are the same.
+whole tiles, and scores without bias, mask and dropout. For other calls, triton_attention.py launches the kernels of
+kernels.py, with the same results. A program computes its own tile of queries or keys and iterates over other tiles.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: b
 def run(
     name: str, own: Tensors, others: Tensors, results: Tensors, more: Sequence[Any], call: Call, plan: TilePlan
 ) -> None:
-    """Launch a kernel: "forward", "query_gradients" or "key_gradients". It computes the rows of `results` that are not
-    cut, and the pieces of the rows that are cut (see tiles.py). `more`: the tensors of the kernel that
-    are not divided into tiles.
-    """
+    """Launch a kernel: "forward", "query_gradients" or "key_gradients". It computes `results`, or pieces of rows that
+    are cut (see tiles.py), from `own` and `others`. `more`: tensors that are not divided into tiles."""
     from twinflow.attention import kernels_hopper
 
     sizes, size, by_keys = call.sizes, plan.size, name == "key_gradients"

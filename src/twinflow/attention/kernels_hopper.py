@@ -2,8 +2,9 @@
 """Kernels for Hopper: forward, gradients of queries, and gradients of keys and values. Results are those of the kernels
 in kernels.py, whose `reduce_outputs` and `reduce_gradients` also combine the pieces of rows that are cut.
 
-Programs are persistent. Of n programs, program i processes the items i, i + n, i + 2n and so on. Each of two warpgroups
-computes 64 rows of the own tile of an item. They share the other tiles, which a separate warp loads by TMA. While one
+tiles.py explains items, own and other tiles, cells, words, pieces and slots. Of n programs, program i processes the
+items i, i + n, i + 2n and so on. Each of two warpgroups computes 64 rows of the own tile of an item. The warpgroups
+share the other tiles, which a separate warp loads by TMA. While one
 warpgroup computes exponentials, the products of the other use the tensor cores. The tiles of the next item are loaded
 while this item is processed.
 
@@ -36,7 +37,7 @@ BITS = gl.constexpr(8)  # as in tiles.py
 ITEM_COLUMNS = gl.constexpr(5)
 HALF = gl.constexpr(64)  # rows of a warpgroup, and tokens of a cell
 OWN = gl.constexpr(128)
-SUB = gl.constexpr(16)  # tokens per bit of the word of a cell, as in cells.py
+SUB = gl.constexpr(16)  # tokens per bit of the word of a cell, as in tiles.py
 WHOLE = gl.constexpr(0xFFFF)
 DIAGONAL_BIT = gl.constexpr(16)
 REGISTERS = gl.constexpr(240)  # per thread of the warpgroups that multiply

@@ -1,4 +1,8 @@
-"""Arguments of the kernels (tuples of tensors, numbers, and constants for which kernels are compiled) and launches."""
+"""Arguments of the kernels (tuples of tensors, numbers, and constants for which kernels are compiled) and launches.
+
+A program computes an item: its own tile of queries or keys, or a piece of a tile that is cut. It iterates over other
+tiles. Pieces are written to slots of scratch memory. tiles.py explains these terms.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +75,8 @@ class Shape(NamedTuple):
     IN_PROGRAM: int  # query heads that one program of key_gradients sums
     HEAD_DIM: int
     PADDED_DIM: int
-    OWN: int
-    OTHER: int
+    OWN: int  # tokens of an own tile
+    OTHER: int  # tokens of an other tile
     SUB: int  # own tokens per bit of a code
     UNIT: int  # other tokens per code
     CAUSAL: bool
@@ -80,7 +84,7 @@ class Shape(NamedTuple):
     HAS_CUTS: bool
     HAS_FULL: bool  # there are tiles without a mask
     HAS_PARTIAL: bool  # there are tiles with a mask
-    HAS_BIAS: bool  # or a scale <= 0, for which the maximum must be taken over scaled scores
+    HAS_BIAS: bool  # also True for a scale <= 0, with which the maximum must be that of scaled scores
     HAS_MASKS: bool
     MASK_STEP: int  # stride between keys
     BIAS_STEP: int
@@ -198,8 +202,7 @@ class Call:
 
     def _allows_descriptors(self, size: TileSize, others: Sequence[Tensor], by_keys: bool) -> bool:
         """Whether other tiles can be loaded by TMA descriptors: every tile has whole adjacent rows, its scores have no
-        masks and extras, and the GPU supports TMA.
-        """
+        masks and extras, and the GPU supports TMA."""
         layout, dim = self.layout, self.sizes.head_dim
         start, stop = self.span.queries if by_keys else self.span.keys
         is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block

@@ -13,7 +13,7 @@ from twinflow.attention.patterns import FixedSparsityConfig, SparsityConfig, che
 from twinflow.errors import invalid_value
 
 MASK_MODES = ("add", "mul")
-REMOVED = -1e4  # a value of an additive mask that is not greater than this one removes the key
+REMOVED = -1e4  # an additive mask removes keys for which its value is at most this
 
 
 class SparseSelfAttention(nn.Module):

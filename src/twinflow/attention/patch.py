@@ -1,8 +1,8 @@
 """`sparsify` replaces the attention of an existing model by sparse attention, and `unsparsify` restores it.
 
 Three kinds of layers are supported. For models of transformers, sparse attention is registered in the attention
-interface under its own name. Layers with `num_heads` and `set_attention(fn)`, such as those of our GPT, get the sparse
-attention through `set_attention`. A `SparseSelfAttention` gets the pattern.
+interface under its own name. Layers with `num_heads` and `set_attention(fn)`, such as those of twinflow's GPT, get the
+sparse attention through `set_attention`. A `SparseSelfAttention` gets the pattern.
 """
 
 from __future__ import annotations

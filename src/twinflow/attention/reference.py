@@ -1,9 +1,10 @@
-"""Attention over a layout in plain torch: the reference for tests, and the implementation without a GPU.
+"""Attention over a layout (the kept blocks of scores) in plain torch: the reference for tests, and the implementation
+without a GPU.
 
-`dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Rows of
-similar length form a group, and the keys of a group are gathered. Each row of scores is complete, so that an ordinary
-softmax is applied. Backward recomputes the scores, so that only q, k and v are saved. Groups are divided into pieces of
-about `PIECE_NUMEL` elements, or of a single row of a single head.
+`dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Block rows
+with similar numbers of blocks form a group, and the keys of a group are gathered. Each row of scores is complete, so
+that an ordinary softmax is applied. Backward recomputes the scores, so that only q, k and v are saved. Groups are
+divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a single head.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ PIECE_NUMEL = 2**24
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """The reference for small sizes. All scores are computed, and scores that are not kept are masked. `options`:
-    fields of `Extras`.
-    """
+    """The reference for small sizes: computes all scores and masks those not kept. `options`: fields of `Extras`."""
     extras = Extras(**options)
     sizes = check_call(q, k, v, layout, extras)
     dtype = _compute_dtype(q)
@@ -56,10 +55,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """Attention over the kept blocks, with gradients of q, k, v, bias and relative. `options`: fields of `Extras`.
-
-    Inputs in half precision are computed in float32.
-    """
+    """Attention over the kept blocks, in fp32 or wider, with gradients of q, k, v, bias and relative. `options`: fields
+    of `Extras`."""
     extras = Extras(**options)
     check_call(q, k, v, layout, extras)
     out: Tensor = _BlockAttention.apply(q, k, v, extras.bias, extras.relative, layout, extras)  # type: ignore[no-untyped-call]

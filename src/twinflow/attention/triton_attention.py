@@ -1,4 +1,5 @@
-"""Attention over a layout with Triton kernels: forward, and backward for q, k, v, bias and relative positions.
+"""Attention over a layout (the kept blocks of scores) with Triton: forward, and gradients of q, k, v, bias and relative
+positions.
 
 Forward launches one kernel, or two if long rows are cut. Backward launches two to four kernels, and more for gradients
 of bias and relative positions. The host never waits for the device. Plans are computed on the host once for each layout

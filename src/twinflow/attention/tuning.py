@@ -1,7 +1,5 @@
-"""Tile sizes, warps and pipeline stages of each kernel.
-
-They are chosen for an H200, so that compiled kernels keep their tiles in registers. Tests compile the kernels and check
-this.
+"""Tile sizes, warps and pipeline stages of each kernel, chosen for an H200, so that compiled kernels keep tiles in
+registers. Tests compile the kernels and check this. A program computes its own tile and iterates over other tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class Tuning:
     num_stages: int
     max_registers: int | None = None  # per thread, so that two programs fit on a multiprocessor
     tma: bool = False  # load other tiles by TMA descriptors if the call allows it
-    otherwise: Tuning | None = None  # used if the call does not allow it; None: this tuning without descriptors
+    otherwise: Tuning | None = None  # used if the call does not allow TMA; None: this tuning without TMA
 
     @property
     def size(self) -> TileSize:
@@ -38,7 +36,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tunings:
-    """Tunings of all three kernels."""
+    """Tunings of the kernels for forward and for gradients."""
 
     forward: Tuning
     queries: Tuning  # gradients of queries

@@ -140,9 +140,7 @@ class CompatFinder(MetaPathFinder, Loader):
         """Does nothing: the attributes of the module are resolved at their first use."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The distribution `deepspeed` for importlib.metadata. Libraries read DeepSpeed's version before they import
-        it.
-        """
+        """The distribution `deepspeed`, from which libraries read DeepSpeed's version before they import it."""
         name = getattr(context, "name", None)
         return [CompatDistribution()] if name in (None, NAME) else []
 

@@ -66,9 +66,7 @@ def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. `quiet`: values that describe what twinflow does anyway, so that
-    they cause no note.
-    """
+    """Declares a key that is accepted and has no effect. `quiet`: values without a note: they change nothing."""
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 
@@ -82,7 +80,7 @@ def refused(
 
 
 def section(kind: type[Section] | None, text: str) -> Any:
-    """Declares a section. If a config does not have it, its value is `kind` with all defaults, or None if `kind` is None."""
+    """Declares a section. In a config without it, its value is `kind` with all defaults, or None if `kind` is None."""
     return Field(None, description=text) if kind is None else Field(default_factory=kind, description=text)
 
 

@@ -205,7 +205,7 @@ class OffloadOptimizer(Section):
     host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
     hold: Side = ours(
         "auto",
-        "where gradients wait for the clipping decision; auto: the device if they take at most half of its free memory, "
+        "where gradients wait for the clipping decision; auto: the device if they fit into half of its free memory, "
         "otherwise the host",
     )
     sums: Side = ours(

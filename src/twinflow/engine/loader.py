@@ -16,7 +16,7 @@ from twinflow.errors import invalid_value
 class ResumableLoader:
     """Batches of a dataset. The order of an epoch depends only on `seed` and the number of the epoch.
 
-    `share` = (rank, world): All ranks have the same order of samples, and a rank reads every `world`-th sample, starting
+    `share` = (rank, world): All ranks have the same order of samples. A rank reads every `world`-th sample, starting
     with sample `rank`. If `world` does not divide the number of samples, samples from the start are repeated, or with
     `drop_last` the last samples are dropped. An IterableDataset is not divided over ranks: each rank reads all samples.
     """

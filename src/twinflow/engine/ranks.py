@@ -97,7 +97,7 @@ def ranks_of(engine: EngineBase) -> Ranks:
 
 
 def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
-    """Distributes entries (tensors to save) over the replicas, so that all write about the same number of bytes. Returns
+    """Distributes entries (tensors to save) over the replicas, so that all write about equal numbers of bytes. Returns
     the entries of this rank, which always include its own parts of partitioned tensors.
     """
     if ranks.data.world == 1:
@@ -121,8 +121,8 @@ class Said(TypedDict, total=False):
 
 
 def unite(meta: Mapping[str, JSON], said: Sequence[Said]) -> dict[str, JSON]:
-    """The contents of meta.json, from the `meta` of one rank and the reports `said` of all ranks. The result is equal on
-    every rank. Raises ValueError if the reports contradict each other.
+    """The contents of meta.json, from the `meta` of one rank and the reports `said` of all ranks. It is equal on every
+    rank. Raises ValueError if the reports contradict each other.
     """
     made = dict(meta)
     first_last = list(reversed(said))  # the first rank's value stays if several ranks report a name

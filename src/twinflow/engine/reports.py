@@ -24,9 +24,7 @@ _MOST_LATE = 64  # number of scalars whose copies may be running; with more, the
 
 
 class LateScalar:
-    """The value of a scalar tensor, copied to the host on the current stream. A direct read would wait for all queued
-    work.
-    """
+    """A scalar tensor that is copied to the host on the current stream. Reading it waits for the copy only."""
 
     def __init__(self, value: Tensor) -> None:
         self._host = value.detach().to("cpu", non_blocking=True)
@@ -40,7 +38,6 @@ class LateScalar:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def get(self) -> float:
-        """The value. Waits only for its copy."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._host)

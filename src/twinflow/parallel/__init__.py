@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallelism: ranks and axes, schedules, and the costs of a layout without GPUs."""
+"""Pipeline, tensor and data parallelism, and predictions of the memory and time of a layout (sizes of these axes)."""
 
 from __future__ import annotations
 

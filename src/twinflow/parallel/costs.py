@@ -1,4 +1,4 @@
-"""Memory and time of a layout on machines that are described by data sheets.
+"""Memory and time of a layout (numbers of pipeline, tensor and data ranks) on machines described by data sheets.
 
 This is a simulation. No number was measured at this scale. `memory.py` computes the memory of the fullest rank.
 
@@ -61,14 +61,14 @@ class Volume:
 
 @dataclass(frozen=True)
 class Amplified:
-    """The number of data groups, and the rate of all of them together."""
+    """The number of data groups (ranks that sum gradients), and the rate of all of them together."""
 
     num_groups: int
     times: float  # total rate relative to the network rate of one machine
 
 
 def link_of(cluster: Cluster, layout: Layout, axis: str) -> Link:
-    """The link of an axis. `map_ranks` gives the same result rank by rank."""
+    """The link that the groups of ranks along an axis use."""
     per_node, links = cluster.machine.num_gpus, link_rate(cluster.machine)
     # The distance between neighbours of a group, and the number of ranks from its first to its last rank.
     stride = {MODEL: 1, DATA: layout.num_tp, PIPE: layout.num_tp * layout.num_dp}[axis]
@@ -210,7 +210,7 @@ def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
 
 
 def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, float]:
-    """Time of one layer and micro-batch on a tensor rank, and the part of a forward that is communication.
+    """Time of one layer and micro-batch on a tensor rank, and the time of communication in its forward.
 
     The time includes matrix products, memory traffic, and two all-reduces each in forward, backward and recomputation.
     """
@@ -254,9 +254,7 @@ def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTi
 
 
 def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = True) -> Seconds:
-    """Time of a step. `plays`: whether to simulate the schedule. Otherwise a faster formula is used, which selects the
-    layouts to simulate.
-    """
+    """Time of a step. `plays`: whether to simulate the schedule. Otherwise a faster formula is used."""
     times = stage_times(shape, layout, cluster)
     kept = stream_bytes(shape, layout) / layout.kept_by
     send_s = link_of(cluster, layout, PIPE).seconds(kept) if layout.num_pp > 1 else 0.0
@@ -306,9 +304,7 @@ def _data_exposed(shape: Shape, layout: Layout, cluster: Cluster, forward_s: flo
 
 
 def _update_exposed(shape: Shape, layout: Layout, cluster: Cluster, window_s: float) -> float:
-    """Time of the update that computation does not hide. On the GPU the update runs after the last backward, on the
-    host during one micro-batch.
-    """
+    """Time of the update that computation does not hide: on the GPU all of it, on the host what exceeds `window_s`."""
     rates = rates_of(cluster.machine)
     own = largest_numel(shape, layout) / (layout.num_dp if layout.zero else 1)
     if not layout.offload:

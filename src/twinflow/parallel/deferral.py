@@ -1,7 +1,7 @@
 """Deferred weight gradients: the two halves I and W of a backward, for zero-bubble schedules.
 
-The backward of a linear layer computes the gradient of its input at once (I). If a `Deferral` collects, the gradient of
-the weight is only recorded, as a function that keeps the input and the gradient of the output. W calls this function.
+The backward of a linear layer computes the gradient of its input at once (I). Inside `with deferral.collecting()`, the
+gradient of the weight is only recorded, as a function that keeps the layer's input and output gradient. W calls it.
 Gradients of biases, norms and embeddings are computed in I. A checkpointed layer is recomputed once, in I, because W
 uses the tensors that I has kept.
 
@@ -153,7 +153,7 @@ class _Target(NamedTuple):
 
     weight: Tensor
     deferral: Deferral
-    is_in_out: bool
+    is_in_out: bool  # the shape of the weight is [in, out]
 
 
 class _Linear(torch.autograd.Function):
@@ -191,7 +191,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_grad(x: Tensor, grad: Tensor, is_in_out: bool, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """The function that computes the weight gradient. It is made here, so that the closure keeps only these two
-    tensors.
-    """
+    """The function that computes the weight gradient. It is made here, so that it keeps only `x` and `grad` alive."""
     return lambda: (x.t().mm(grad) if is_in_out else grad.t().mm(x)).to(dtype)

@@ -96,7 +96,7 @@ def check_layout(layout: Layout, shape: Shape) -> None:
         allowed = f"at most {shape.num_layers}, the number of layers"
         raise invalid_value("The number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
     if shape.num_heads % layout.num_tp:
-        raise invalid_value("num_tp", layout.num_tp, f"a divisor of the {shape.num_heads} attention heads")
+        raise invalid_value("num_tp", layout.num_tp, f"a divisor of {shape.num_heads}, the number of attention heads")
     if layout.schedule == "interleaved":
         round_size(layout.num_pp, layout.num_micro_batches)
     else:

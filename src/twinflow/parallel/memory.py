@@ -66,7 +66,7 @@ class RankBytes:
 
 
 def published_bytes(numel: float, zero: int, num_dp: int, offload: bool = False) -> RankState:
-    """Bytes of `numel` parameters of a data group as published: stage 1 shards the state, 2 also gradients, 3 also
+    """Bytes of `numel` parameters as published tables count them: stage 1 shards the state, 2 also gradients, 3 also
     weights."""
     weights = WEIGHT * numel / (num_dp if zero >= 3 else 1)
     gradients = GRADIENT * numel / (num_dp if zero >= 2 else 1)
@@ -154,9 +154,7 @@ def in_flight_bytes(shape: Shape, layout: Layout, rank: int, layers: int) -> flo
 
 
 def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
-    """Memory of one pipeline rank: its layers, the embedding or the head if it has one, and its micro-batches in
-    flight.
-    """
+    """Memory of one pipeline rank: its layers, its embedding or head if any, and its micro-batches in flight."""
     p = layout.num_pp
     stages = stages_of(rank, p, layout.num_chunks, layout.placement)
     counts = stage_layers(shape, layout)
@@ -185,8 +183,8 @@ def _peaks(
     rank has a copy.
 
     At the backward of a layer, the memory holds the gradient of its output, the gradient of the inner MLP activations,
-    and the gradient of a weight. At its end, it holds the gradients of all weights of the layer, which are taken
-    together, and the gradients of queries, keys, values and of the input of the layer.
+    and the gradient of a weight. At its end, it holds the gradients of all weights of the layer, of queries, keys and
+    values, and of the input of the layer.
 
     The loss keeps the gradients of its input and of the head. The head's gradient is in fp32, and in backward also in
     half precision. The loss also needs memory for some rows of logits and of the head's gradient.

@@ -43,7 +43,7 @@ class Layer:
 
     index: int
     call: Callable[[Any], Any]
-    may_rerun: bool
+    may_rerun: bool  # it may be recomputed in backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +156,7 @@ class PipelineModule(nn.Module):
         return value
 
     def finish(self, output: Any) -> Any:
-        """Convert the output of the last stage to the output of the model without targets. If the model ends in the
-        loss, these are the logits.
-        """
+        """The model's output without targets, from that of the last stage: the logits if the model ends in the loss."""
         return output if self._loss_part is None else self(LOSS, output, None)
 
     def calls(self) -> list[Callable[[Any], Any]]:
@@ -254,9 +252,7 @@ def _shape(name: str, num_ranks: int, num_chunks: int) -> Schedule:
 
 
 def _facts(items: Sequence[Item], method: str, seconds: Sequence[float] | None) -> tuple[LayerFacts, ...]:
-    """The properties of the layers for the partition. The parameters of specs are counted only if necessary, because
-    some layers cannot be built on the meta device.
-    """
+    """The properties of the layers for the partition. Parameters of specs are counted only if `method` needs them."""
     if seconds is not None and len(seconds) != len(items):
         raise invalid_value("The length of layer_seconds", len(seconds), f"{len(items)}, one number for each layer")
     counts = method.lower() == partition.PARAMETERS

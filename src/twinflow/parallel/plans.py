@@ -1,6 +1,6 @@
 """Plans of tensor parallelism: the style of each module of a model, by patterns of module names.
 
-A plan maps shell patterns (`*` also matches dots) to styles. If several patterns match a module, the first one counts.
+A plan maps shell patterns (`*` also matches dots) to styles. If several patterns match a module, the first one applies.
 
   column[:FUSED[:UNIT]]  a linear layer whose output features are split. A layer with FUSED concatenated pieces (3 for
                          q, k and v in one layer) has each piece split. UNIT features, such as a head, stay together
@@ -109,9 +109,7 @@ def plan_for(model: nn.Module) -> dict[str, str]:
 
 
 def _stream(layers: str, num_layers: int) -> dict[str, str]:
-    """The styles by which the first layer keeps only a part of the sequence and the output of the last layer is
-    joined.
-    """
+    """The styles with which the first layer splits the sequence and the last layer joins it."""
     if num_layers == 1:
         return {f"{layers}.0": "stream:enter,leave"}
     return {f"{layers}.0": "stream:enter", f"{layers}.{num_layers - 1}": "stream:leave"}

@@ -48,7 +48,7 @@ class _Step:
 
 
 class Runner:
-    """Trains with a schedule. `stages(stage, *inputs)` computes a stage of this rank, number `index` of the pipeline.
+    """Trains with a schedule. `index`: position of this rank. `stages(stage, *inputs)` computes a stage of this rank.
 
     A value between stages is a tensor, or a tuple of tensors and None. Gradients are those of the mean loss times
     `scale()`, and accumulate in the parameters as usual. Without `loss_fn(output, target)` the output of the last stage

@@ -154,9 +154,8 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
 
 
 def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
-    """Number of forwards before the first backward. With one chunk, there is one for each later rank. With several
-    chunks, there are two for each later rank and one round for each chunk except the last.
-    """
+    """Number of forwards before the first backward: one for each later rank. With several chunks: two for each later
+    rank, and one round for each chunk except the last."""
     behind = num_ranks - 1 - rank
     if num_chunks == 1:
         return min(num_micro_batches, behind)
@@ -208,8 +207,8 @@ def check_schedule(schedule: Schedule) -> None:
         for i in range(schedule.num_micro_batches):
             backward = seen[("B", stage, i)] + seen[("W", stage, i)]
             if not seen[("F", stage, i)] or backward != 1 or seen[("I", stage, i)] != seen[("W", stage, i)]:
-                expected = f"a list with one forward and one backward of stage {stage}, micro-batch {i}"
-                raise invalid_value("schedule", schedule.name, expected)
+                pair = f"stage {stage} and micro-batch {i}"
+                raise ValueError(f"The schedule {schedule.name!r} must have one forward and one backward of {pair}.")
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:

@@ -134,9 +134,8 @@ def type_name(item: Item) -> str:
 
 
 def num_params(item: Item, counts_specs: bool) -> int | None:
-    """Number of trainable parameters of a layer. A shared parameter is counted once. None for a spec that is not to be
-    counted. To count a spec, its layer is built on the meta device and discarded.
-    """
+    """Number of trainable parameters of a layer. Shared ones count once. With `counts_specs`, the layer of a spec is
+    built on the meta device to count its parameters. Otherwise the result for a spec is None."""
     modules = list(item.modules.values()) if isinstance(item, Part) else [item] if isinstance(item, nn.Module) else []
     if isinstance(item, LayerSpec):
         if not counts_specs:

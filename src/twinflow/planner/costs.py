@@ -170,9 +170,7 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
 
 
 def _weight_bytes(run: Run) -> int:
-    """Bytes of weights on one GPU. With ZeRO-3: the shard of this GPU, and the two blocks that are gathered at a
-    time.
-    """
+    """Bytes of weights on one GPU. With ZeRO-3: the shard of this GPU, and two gathered blocks."""
     width = WEIGHT_BYTES[run.weights]
     if run.stage < 3 or run.world == 1:
         return width * run.numel
@@ -222,9 +220,7 @@ def fits(run: Run, memory: Memory) -> bool:
 
 
 def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
-    """How many elements may be updated before the norm is known: as many as fit into the memory for speculative
-    copies.
-    """
+    """Whether updates wait for the norm, and how many elements may be updated before it is known."""
     ahead = int(used.host["shadows"] / run.world / run.size.host) if used.host["shadows"] else 0
     return ClipDecision(run.clips, ahead)
 

@@ -221,9 +221,7 @@ def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
 
 
 def _fitting_part(free_bytes: int) -> int:
-    """The smallest power of two by which all buffers must be divided to need at most a quarter of the free host
-    memory.
-    """
+    """The smallest power of two by which to divide all buffers, so that they need at most a quarter of `free_bytes`."""
     part = 1
     while part < _SMALLEST_PART and free_bytes * part < 4 * _PEAK_BYTES:
         part *= 2
@@ -254,9 +252,7 @@ def _measure_host(device: torch.device, formats: Sequence[str], share_s: float, 
 
 
 def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
-    """Normally distributed numbers. They repeat a pattern, because drawing all of them would take longer than the
-    measurement.
-    """
+    """Normally distributed numbers, repeated to `numel`, because drawing all would take longer than the measurement."""
     pattern = torch.randn(min(numel, 1 << 18), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     tensor = streams.pinned(numel, torch.bfloat16)
     tensor.view(-1, pattern.numel()).copy_(pattern * scale)
@@ -264,7 +260,7 @@ def _random_pinned(streams: Device, numel: int, scale: float) -> Tensor:
 
 
 def _updates(grad: Tensor, store: Store) -> tuple[int, Work]:
-    """The number of parameters of a call, and a function that calls the update for one range of the store after another."""
+    """The number of parameters of a call, and a function that updates one range of the store after another."""
     numel = grad.numel()
     call_numel = min(_CALL_NUMEL if native.available() else _TORCH_CALL_NUMEL, numel // 2)
     hyper, key = ADAMW.hyper(_OPTIONS, 10), rounding_key(10, 1)

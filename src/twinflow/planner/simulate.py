@@ -105,9 +105,7 @@ def predict(
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
-    """Prediction with delayed updates. An update may take a whole step, so the slowest unit determines the time of a
-    step.
-    """
+    """Prediction with delayed updates, which may take a whole step: the slowest unit determines the time of a step."""
     numel = {place: sum(i.numel for i in items if i.place == place) for place in PLACES}
     on_gpu = (numel["resident"] + numel["streamed"]) * UPDATE_BYTES[states] / rates.device_bytes
     stream = numel["streamed"] * state_bytes(states).streamed

@@ -77,7 +77,7 @@ class Edition:
 
 @dataclass(frozen=True)
 class Copies:
-    """Views of the pieces of a bucket: this rank's (`own`) and other ranks', in its parameters and in the flat buffer."""
+    """Views of the pieces of a bucket, this rank's (`own`) and `others`, in the parameters and in the flat buffer."""
 
     addresses: list[int]  # addresses of the parameters when the views were made
     flat: Tensor  # the buffer for all ranks' parts
