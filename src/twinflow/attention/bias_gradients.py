@@ -37,7 +37,7 @@ Sets = dict[tuple[int, int], list[int]]
 
 @dataclass(frozen=True)
 class _Lists:
-    """Lists of cells. All cells of a list belong to one entry of the bias. `rank` counts the lists of an entry."""
+    """Lists of cells. All cells of a list belong to one entry of the bias. `rank` numbers the lists of an entry."""
 
     rows: Tensor
     cols: Tensor
@@ -167,10 +167,8 @@ def _diagonal_sums(squares: Tensor) -> Tensor:
 
 
 def _added(values: Tensor, lists: _Lists, num_entries: int, num_parts: int) -> Tensor:
-    """Sum values [sets, lists, parts * cell] to [sets, places * cell]. Part p of entry e is added to place e + p.
-
-    All entries of one rank are distinct, so that additions of one rank do not conflict.
-    """
+    """Sum values [sets, lists, parts * cell] to [sets, places * cell]. Part p of a list of entry e is added to place
+    e + p. Lists with the same `rank` have different entries, so that their additions do not conflict."""
     num_sets, _, width = values.shape
     cell = width // num_parts
     out = values.new_zeros((num_sets, num_entries + num_parts - 1, cell))

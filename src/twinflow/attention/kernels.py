@@ -39,7 +39,7 @@ KEY = tl.constexpr(0xC2B2AE3D)
 
 @triton.jit
 def own_item(plan, sizes, num_heads, S: tl.constexpr):
-    """The item of this program, the head over the whole batch, and whether the program has no item.
+    """The item of this program, batch * num_heads + head, and whether the program has no item.
 
     The long items of all heads come first, so that no long item is still running when all others have ended. The other
     items are ordered by head, so that programs that run at the same time read the same keys.
@@ -72,7 +72,7 @@ def read_item(plan, number, S: tl.constexpr):
 @triton.jit
 def own_cut(plan, sizes, ROWS: tl.constexpr, S: tl.constexpr):
     """The work of a program that combines ROWS rows of a tile that was cut. Return these rows, the address of the tile
-    in `plan.cuts`, the head over the whole batch, and whether there is no such tile.
+    in `plan.cuts`, batch * num_heads + head, and whether there is no such tile.
     """
     part = tl.program_id(0) % (S.OWN // ROWS)
     cut = tl.program_id(0) // (S.OWN // ROWS) % sizes.num_items

@@ -197,9 +197,7 @@ def from_flat(
 
 
 def from_dense(grid: Tensor, block: int, is_causal: bool = False, num_heads: int | None = None) -> Layout:
-    """A layout from a bool or integer grid [heads, rows, cols] or [rows, cols]. One grid is used for all
-    `num_heads` heads.
-    """
+    """A layout from a bool or integer grid [heads, rows, cols], or [rows, cols] for all `num_heads` heads."""
     if grid.dim() == 2:
         grid = grid[None]
     if grid.dim() != 3:
@@ -257,8 +255,8 @@ def from_rows(
     sizes = {len(rows) for rows in patterns}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            f"The patterns have the numbers of rows {sorted(sizes)}, but all patterns must have the same number of "
-            "rows. There must be at least one pattern and one row."
+            f"The lists of the patterns have the lengths {sorted(sizes)}, but must have one length >= 1. Pass at least "
+            "one list, and in each list one tensor per row of blocks."
         )
     counts = torch.tensor([[row.numel() for row in rows] for rows in patterns], dtype=torch.int64)
     cols = torch.cat([row.reshape(-1).to(torch.int64) for rows in patterns for row in rows])

@@ -66,7 +66,7 @@ def ours(default: Any, text: str, *, for_host: bool = False) -> Any:
 
 
 def unused(default: Any, because: str, *, quiet: tuple[object, ...] = ()) -> Any:
-    """Declares a key that is accepted and has no effect. `quiet`: values without a note: they change nothing."""
+    """Declares a key that is accepted and has no effect. `because`: the reason. `quiet`: values that cause no note."""
     rule = Rule(UNUSED, because, quiet)
     return Field(default, description=f"No effect here: {because}", json_schema_extra=rule)
 

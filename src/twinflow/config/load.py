@@ -228,7 +228,7 @@ def _names_one(section: object) -> bool:
 
 
 def _validated(model: type[_Model], given: dict[str, Any], at: KeyPath, renamed: Renamed) -> _Model:
-    """Validates the section `given` at the path `at`. One error contains all mistakes of a kind."""
+    """Validates the section `given` at the path `at`. One ValueError lists all unknown keys, or all wrong values."""
 
     def name_of(path: KeyPath) -> str:
         return renamed.shown((*at, *path))

@@ -49,8 +49,8 @@ def resolve_axes(config: Config, own_stages: int | None = None) -> Axes:
 def resolve_batch(config: Config, world_size: int) -> Batch:
     """Computes the three batch sizes from those that are given, as DeepSpeed does.
 
-    train_batch_size = micro batch size * accumulation steps * world size. Two of them determine the third. If only the
-    train batch size or the micro batch size is given, there is one accumulation step.
+    train_batch_size = micro batch size * accumulation steps * `world_size`, so two of the three sizes determine the
+    third. If only the train batch size or the micro batch size is given, there is one accumulation step.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise invalid_value("world_size", world_size, "a whole number >= 1")

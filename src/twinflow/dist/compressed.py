@@ -58,7 +58,7 @@ class Errors:
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Zero errors for a bucket of `numel` elements, which is a multiple of the number of ranks."""
+        """Zero errors for a bucket of `numel` elements, a multiple of `world`; with `has_server` also for its own part."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)

@@ -408,7 +408,8 @@ class Engine(EngineBase):
         collate_fn: Callable[..., object] | None = None,
         num_local_io_workers: int = 0,
     ) -> ResumableLoader:
-        """Builds a data loader with the engine's micro-batch size. `route="train"` shuffles."""
+        """Builds a data loader. Without `batch_size`, batches have the engine's micro-batch size. Only `route="train"`
+        shuffles."""
         batch_size = self.settings.micro_batch_size if batch_size is None else batch_size
         return ResumableLoader(
             dataset,

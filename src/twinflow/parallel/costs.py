@@ -164,10 +164,10 @@ class Estimate:
 
     shape: Shape
     layout: Layout
-    fullest: RankBytes
-    gpu_limit: int
+    fullest: RankBytes  # memory of the fullest rank
+    gpu_limit: int  # usable bytes of a GPU
     host_bytes: float  # host memory that one machine needs
-    host_limit: int
+    host_limit: int  # usable host memory of one machine
     volume: Volume
     data_groups: Amplified
     crosses: tuple[str, ...]  # axes whose groups span several machines

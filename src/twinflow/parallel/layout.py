@@ -27,7 +27,7 @@ class Layout:
     num_dp: int
     num_micro_batches: int
     micro_batch: int = 1
-    zero: int = 1
+    zero: int = 1  # ZeRO stage
     schedule: str = "1f1b"
     num_chunks: int = 1  # stages of each rank
     checkpointing: bool = True  # layers keep only their input and are recomputed in backward

@@ -1,4 +1,5 @@
-"""Memory of one rank of a layout: as twinflow's engine allocates it, and as published tables compute it.
+"""Memory of one rank with given numbers of pipeline, tensor and data ranks (a layout): as twinflow's engine allocates
+it, and as published tables compute it.
 
 Bytes of the engine for each parameter, with bf16 weights and Adam:
 
@@ -41,8 +42,8 @@ WORKSPACE: Final = float(64 << 20)  # memory that libraries allocate for matrix 
 class RankState:
     weights: float
     gradients: float  # including sums over micro-batches
-    states: float
-    host_states: float = 0.0
+    states: float  # optimizer state on the GPU
+    host_states: float = 0.0  # optimizer state on the host
 
     @property
     def gpu_bytes(self) -> float:

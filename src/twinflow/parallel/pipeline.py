@@ -1,7 +1,7 @@
 """The layers of one pipeline rank.
 
-Names and initial values do not depend on the layout: layer i is "layers.{i}" on any rank, and is built from its own
-seed. So checkpoints of one layout load in another one, and training does not depend on the number of stages.
+Names and initial values do not depend on the number of ranks: layer i is "layers.{i}" on any rank and is built from its
+own seed. So checkpoints load with any number of ranks, and training does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PipelineModule(nn.Module):
     The attribute `num_stages` counts all stages: with the schedules interleaved and zbv a rank has several.
 
     Specs are always built from `base_seed` and their index. `seed_layers`: also seed each layer before its forward in
-    training, so that dropout does not depend on the layout. `loss_fn(output, target)` is kept only on the rank of the
+    training, so that dropout does not depend on the ranks. `loss_fn(output, target)` is kept only on the rank of the
     last stage and is None on others, because a loss may have weights.
     """
 

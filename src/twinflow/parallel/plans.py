@@ -83,10 +83,8 @@ def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) 
 
 
 def plan_for(model: nn.Module) -> dict[str, str]:
-    """The plan of a known model: twinflow's GPT, or a transformers model with a type of READY, with or without a head.
-
-    Raises a ValueError for other models.
-    """
+    """The plan of twinflow's GPT, or of a transformers model whose type is in READY, with or without a head. Raises a
+    ValueError for other models."""
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
     if getattr(config, "add_cross_attention", False):

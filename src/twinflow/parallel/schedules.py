@@ -1,9 +1,9 @@
 """Pipeline schedules as lists: the computations of every rank, in order. Nothing is run here.
 
-A rank has one stage or several chunks of the model. They are placed in a loop (rank, rank + p, ...) or in a V (rank, 2p
-- 1 - rank), in which the last stage is on the first rank. Actions: F is a forward, B a whole backward. I computes the
-gradient of the input and W the gradient of the weights; together they are B. Between I and W the saved tensors of the
-stage stay in memory. Other ranks wait only for I.
+Each of p ranks has one stage, or several stages (chunks). They are placed in a loop (rank, rank + p, ...) or in a V
+(rank, 2p - 1 - rank), in which the last stage is on the first rank. Actions: F is a forward, B a whole backward. I
+computes the gradient of the input and W the gradient of the weights; together they are B. Between I and W the saved
+tensors of the stage stay in memory. Other ranks wait only for I.
 
 GPipe: all forwards, then all backwards. 1F1B: only as many forwards in advance as keep the last rank busy. Interleaved:
 like 1F1B with v chunks on each rank, which makes the fill and drain phases v times shorter. ZBV: a V of two chunks. W
@@ -108,8 +108,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
 def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V of two chunks.
 
-    Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. The patterns need 2p - 1
-    micro-batches. With fewer micro-batches, the surplus steps are dropped.
+    Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. With p ranks, the patterns
+    need 2p - 1 micro-batches. With fewer micro-batches, the surplus steps are dropped.
     """
     _check_sizes(num_ranks, num_micro_batches)
     p, n = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
@@ -166,7 +166,7 @@ def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -
 def peak_in_flight(name: str, rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> int:
     """The largest number of (stage, micro-batch) pairs whose activations a rank keeps at a time. No schedule is built.
 
-    For ZBV with fewer than 2p - 1 micro-batches this is an upper bound.
+    For ZBV with fewer than 2 * num_ranks - 1 micro-batches this is an upper bound.
     """
     p, m = num_ranks, num_micro_batches
     if name == "gpipe":

@@ -1,5 +1,5 @@
-"""Searches the best layouts of a model on many GPUs: all layouts by a formula, the best ones by simulating their
-schedules.
+"""Searches the best layouts (numbers of pipeline, tensor and data ranks, schedule, ZeRO stage) of a model on many GPUs:
+all layouts by a formula, the best ones by simulating their schedules.
 
 GPipe is not tried, because 1F1B takes equally long and needs less memory. Tensor groups over more than two machines and
 micro-batches of more than 8 sequences are not tried either. Of equally fast layouts the simplest one is chosen: no

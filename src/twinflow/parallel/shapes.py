@@ -1,4 +1,4 @@
-"""The shape of a transformer for layouts on many GPUs: layers, width, heads, tokens, vocabulary."""
+"""The shape of a transformer for predictions on many GPUs: layers, width, heads, tokens, vocabulary."""
 
 from __future__ import annotations
 

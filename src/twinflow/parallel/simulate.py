@@ -48,7 +48,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Played:
-    makespan_s: float
+    makespan_s: float  # time from the first start to the last end
     busy_s: tuple[float, ...]  # by rank
     peak_in_flight: tuple[int, ...]  # by rank: most pairs of stage and micro-batch whose activations are held at once
     starts: tuple[tuple[float, ...], ...]  # start times of the actions of each rank
@@ -84,8 +84,8 @@ def simulate(schedule: Schedule, times: Sequence[StageTime], send_s: float = 0.0
 def _play(schedule: Schedule, times: Sequence[StageTime], send_s: float) -> tuple[list[list[float]], float]:
     """Start times of the actions of each rank, and the end of the last action.
 
-    Results are numbered: the output of stage s for micro-batch i has the number s * m + i. Its gradient has that number
-    plus the number of outputs. `waiting` has the rank that waits for a result. Only one rank needs each result.
+    Results are numbered: the output of stage s for micro-batch i of m has the number s * m + i. Its gradient has that
+    number plus the number of outputs. `waiting` has the rank that waits for a result. Only one rank needs each result.
     """
     num_stages, m = schedule.num_stages, schedule.num_micro_batches
     half = num_stages * m

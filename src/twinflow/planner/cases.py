@@ -1,4 +1,4 @@
-"""Compares ways to place the optimizer state: no offload, full offload, and the best ratio, in each state format."""
+"""Compares cases, the ways to place the optimizer state: no offload, full offload and best ratio, in each format."""
 
 from __future__ import annotations
 

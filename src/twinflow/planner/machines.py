@@ -30,7 +30,7 @@ class Rates:
 
     out_bytes: float  # copies from the device to page-locked host memory, without other copies
     in_bytes: float  # copies from the host to the device, without other copies
-    duplex_bytes: float  # each direction while both copy
+    duplex_bytes: float  # copies in each direction while both directions copy
     host_params: Mapping[str, float]  # updates on the host, without copies
     host_params_copying: Mapping[str, float]  # updates on the host while both directions copy at full rate
     device_bytes: float  # bytes of device memory that the fused update reads and writes

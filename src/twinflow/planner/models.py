@@ -33,14 +33,14 @@ class ModelCost:
     embedding_numel: int  # elements outside of the blocks whose gradients are complete last: embeddings and a tied head
     head_numel: int  # elements outside of the blocks whose gradients are complete first: final norm and head
     block_products: tuple[int, ...]  # weights of each block in matrix products
-    head_products: int
+    head_products: int  # weights of the head in matrix products
     hidden: int
     attention_width: int  # number of heads times their width
     vocab_size: int
     context: int  # default number of tokens in a sequence
     activations: Activations
     traffic_bytes: float  # memory traffic of a forward for each token and block, without matrix products
-    launch_s: float
+    launch_s: float  # time to launch the kernels of a block's forward
 
     @property
     def numel(self) -> int:

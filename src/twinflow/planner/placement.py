@@ -197,7 +197,7 @@ def shares(places: Sequence[str]) -> str:
 
 
 def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str:
-    """The choice as one line for a log."""
+    """The placement and its predicted step as one line for a log."""
     over = 100.0 * (prediction.step_s / timing.gpu_s - 1.0) if timing.gpu_s else 0.0
     step = f"predicted step {prediction.step_s:.3f} s, {over:.0f}% over the GPU alone"
     return f"{shares(places)} of {len(places)} buckets; {step}"

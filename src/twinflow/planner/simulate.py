@@ -18,7 +18,7 @@ from typing import Final
 from twinflow.planner.formats import UPDATE_BYTES, state_bytes
 from twinflow.planner.machines import Rates
 
-PLACES: Final = ("resident", "host", "streamed")
+PLACES: Final = ("resident", "host", "streamed")  # state on the GPU; on the host; on the host, updated on the GPU
 NUM_STAGES: Final = 3  # streamed buckets on the GPU at a time: one is loaded, one is updated, one is stored
 _HOST_TASK_S: Final = 3e-4  # overhead of an update: threads wake up, a bucket is selected
 _COPY_TASK_S: Final = 2e-4  # overhead of a copy
@@ -119,7 +119,7 @@ def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, w
 
 
 class Play:
-    """Simulation of the machine and of the executor (`csrc/executor.h`)."""
+    """Simulation of the machine and of the executor (`csrc/executor.h`), which orders copies and updates."""
 
     def __init__(
         self, items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways

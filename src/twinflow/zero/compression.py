@@ -55,7 +55,7 @@ class Compression:
     """Options of compressed communication: the code, and when the second moment is frozen."""
 
     code: str = "1bit"
-    freeze_step: int | None = None  # last step in full precision; None: when the second moment is stable
+    freeze_step: int | None = None  # last step without compression; None: the step at which the second moment is stable
     # The second moment is stable if, of its sums at both ends of a window, smaller / larger is at least this.
     freeze_threshold: float = THRESHOLD
     freeze_window: int | None = None  # steps of the window; None: 1 / (1 - b2), at most 1000

@@ -1,7 +1,7 @@
 """ZeRO stage 3: weights are partitioned too, by torch's `fully_shard`.
 
 `fully_shard` stores this rank's rows of each parameter, gathers a block before it runs, and reduce-scatters its
-gradients. The runtime works on this rank's rows.
+gradients. twinflow's runtime (offload/) updates this rank's rows.
 
 New weights are copied into these rows on a stream of the runtime. The forward's stream waits for the copy in the hook
 before a block. The stream on which `fully_shard` copies rows for the all-gather must wait too, because it runs ahead of
