@@ -91,8 +91,8 @@ class SparsityConfig:
         return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=self.is_causal, head_to_pattern=heads)
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout as an int64 grid [heads, blocks, blocks], with 1 for kept blocks. Raises ValueError if `seq_len` is
-        not a multiple of `block`, or if the grid is too large."""
+        """The layout as an int64 grid [heads, blocks, blocks], with 1 for kept blocks. Raises ValueError if `seq_len`
+        is not a multiple of `block`, or if the grid is too large."""
         check_count("seq_len", seq_len, 1)
         if seq_len % self.block:
             raise invalid_value(

@@ -58,7 +58,7 @@ class Errors:
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Zero errors for a bucket of `numel` elements, a multiple of `world`; with `has_server` also for its own part."""
+        """Zero errors of a bucket of `numel` elements, a multiple of `world`; with `has_server` also of the own part."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)
@@ -125,7 +125,7 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
 
 
 def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
-    """Adds the sent values `said` to `error` again in these slices, as if they had not been sent. Quantization blocks
+    """Adds the sent values `said` to `error` again in the slices `wheres`, as if never sent. Quantization blocks
     with values that were not finite are skipped, because they did not change the error.
     """
     scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
@@ -139,7 +139,7 @@ def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres
 def _to_owners(
     group: Group, whole: Tensor, coding: Coding, errors: Errors, base: Tensor | None, base_factor: float
 ) -> Tensor:
-    """The encoded versions of this rank's part from all ranks."""
+    """Sends the encoded parts of `whole` to their owners. Returns what all ranks have sent for this rank's part."""
     size = whole.numel() // group.world
     assert size * group.world == whole.numel()
     packed = errors.said

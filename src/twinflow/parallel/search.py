@@ -159,7 +159,7 @@ def _simplicity(layout: Layout) -> tuple[bool, int, int, bool, int]:
 
 
 def _best_of_each(found: Sequence[Estimate], key: Callable[[Estimate], tuple[object, ...]]) -> list[Estimate]:
-    """The best layout of every kind, the fastest first. Of nearly equally fast layouts the simplest is chosen."""
+    """The best layout for each value of `key`, the fastest first. Of nearly equally fast layouts, the simplest one."""
     kinds: dict[tuple[object, ...], list[Estimate]] = {}
     for one in found:
         kinds.setdefault(key(one), []).append(one)

@@ -453,7 +453,7 @@ class SharedSoftmax:
 
 
 def own_targets(targets: Tensor, num_rows: int, rank: int) -> Targets:
-    """The rows of the targets on a rank. All ranks have `num_rows` rows."""
+    """Maps targets to rows of the head's weight on `rank`. Each rank has `num_rows` rows."""
     is_counted = targets != IGNORE_INDEX
     local = targets - rank * num_rows
     is_here = is_counted & (local >= 0) & (local < num_rows)

@@ -321,7 +321,7 @@ class _Links:
         self._bodies = [new_group("nccl", ranks, timeout) for _ in ("down", "up")] if self._is_direct else self._headers
 
     def send(self, receiver: int, header: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-        """Start to send the header and the tensors. Yields the work and the memory of each part."""
+        """Start to send the header and the tensors. Yields torch's handle and the memory of each send."""
         up, rank = receiver > self._index, self._ranks[receiver]
         yield dist.isend(header, rank, group=self._headers[up].handle), header
         for tensor in tensors:

@@ -69,7 +69,7 @@ class Cluster:
 
 
 def default_network(machine: Machine) -> float:
-    """Default network rate of a machine with these GPUs."""
+    """Default network rate of a machine, from the PCIe generation of its GPUs."""
     return machine.num_gpus * _NETWORK[machine.gpu.pcie]
 
 
@@ -135,7 +135,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """Both methods on one number of GPUs. None: the method does not fit."""
+    """ZeRO-Offload and ZeRO-2 on one number of GPUs. None: the method does not fit."""
 
     world: int
     offload: Point | None
