@@ -313,7 +313,7 @@ def bind_context(device: torch.device) -> None:
 
 
 def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False) -> Scratch:
-    """Scratch memory for a plan, empty if no row is cut. `has_second`: for two gradients; `has_weights`: for forward."""
+    """Scratch memory for a plan, empty if no row is cut. `has_second`: of two gradients; `has_weights`: of forward."""
     shape = (call.sizes.batch * plan.num_slots, plan.size.own, padded_dim(call.sizes.head_dim))
     new = partial(torch.empty, dtype=torch.float32, device=call.device)
     return Scratch(

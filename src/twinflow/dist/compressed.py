@@ -58,7 +58,7 @@ class Errors:
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Zero errors of a bucket of `numel` elements, a multiple of `world`; with `has_server` also of the own part."""
+        """Zero errors of a bucket of `numel` elements, a multiple of `world`. `has_server`: also of its own part."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)

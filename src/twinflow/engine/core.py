@@ -385,7 +385,7 @@ class Engine(EngineBase):
 
     save_fp16_model = save_16bit_model
 
-    # The rest.
+    # Other methods.
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Compiles each block (layer) separately with torch.compile, so that no compiled graph waits for weights."""

@@ -62,8 +62,8 @@ class PipelineModule(nn.Module):
     The attribute `num_stages` counts all stages: with the schedules interleaved and zbv a rank has several.
 
     Specs are always built from `base_seed` and their index. `seed_layers`: also seed each layer before its forward in
-    training, so that dropout is equal for any number of ranks. `loss_fn(output, target)` is kept only on the rank of the
-    last stage and is None on others, because a loss may have weights.
+    training, so that dropout is equal for any number of ranks. `loss_fn(output, target)` is kept only on the rank of
+    the last stage and is None on others, because a loss may have weights.
     """
 
     def __init__(

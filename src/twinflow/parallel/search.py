@@ -34,7 +34,7 @@ class LayoutAsk:
     cluster: Cluster
     num_gpus: int
     batch: int  # sequences in a step of all GPUs
-    micro_batches: tuple[int, ...] = MICRO_BATCHES  # micro-batch sizes to try, as the values below
+    micro_batches: tuple[int, ...] = MICRO_BATCHES  # sizes to try, like the values of the next fields
     zeros: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages
     checkpointing: tuple[bool, ...] = (False, True)
     offload: tuple[bool, ...] = (False, True)

@@ -96,7 +96,7 @@ class TiedGradients:
 
     def _deliver(self, grad: Tensor) -> None:
         param = self._param
-        if isinstance(param, DTensor):  # its local rows
+        if isinstance(param, DTensor):  # `grad` has only this rank's rows
             grad = DTensor.from_local(
                 grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
