@@ -186,7 +186,7 @@ def test_memory_is_that_of_what_is_kept() -> None:
         (lambda: from_csr(torch.tensor([0, 2, 1]), torch.tensor([0]), 4, 16), "row_starts"),
         (lambda: from_csr(torch.tensor([0, 1]), torch.tensor([0, 1]), 4, 16), "row_starts"),
         (lambda: from_csr(torch.tensor([[0, 1], [0, 2]]), torch.tensor([0, 1]), 4, 16), "one pattern after the other"),
-        (lambda: from_rows([[torch.tensor([0])], []], 4, 16), "all patterns must have the same number of rows"),
+        (lambda: from_rows([[torch.tensor([0])], []], 4, 16), "have the lengths [0, 1], but must have one length"),
         (lambda: from_function(lambda row, col: row + col, 2, 2, 16), "torch.bool"),
         (lambda: from_dense(SMALL, 16).for_heads(0, 2), "heads"),
     ],

@@ -123,12 +123,12 @@ def test_lists_that_are_not_whole_are_refused() -> None:
     good = one_f_one_b(2, 2)
     first = list(good.actions[0])
     for actions, words in (
-        (first[:-1], "forward and one backward of stage 0, micro-batch 1"),
+        (first[:-1], "stage 0, micro-batch 1 is ['F'], but must be one of ['F', 'B'], ['F', 'I', 'W']."),
         ([*first, first[0]], "listed once, with a micro-batch from 0 to 1"),
         ([first[2], *first[:2], first[3]], "listed after 0F0"),
         ([*first[:-1], Action("B", 1, 1)], "An action of rank 0 is '1B1', but must be a stage of this rank"),
         ([*first[:-1], Action("X", 0, 1)], "F, B, I or W"),
-        ([*first[:-1], Action("I", 0, 1)], "forward and one backward"),
+        ([*first[:-1], Action("I", 0, 1)], "The list of actions of stage 0, micro-batch 1 is ['F', 'I'], but must"),
     ):
         with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
             check_schedule(replaced(good, 0, actions))

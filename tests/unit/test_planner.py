@@ -353,7 +353,7 @@ def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
     with pytest.raises(
-        MemoryError, match=r"17\.\d GB are missing.*\"int8\", with which the run would fit.*Without clipping"
+        MemoryError, match=r"17\.\d GB are missing.*\"int8\", with which the run would fit.*Turn gradient clipping"
     ):
         choose(items, timing, RATES, "fp32", ClipDecision(True, 0), Memory(3 * GB, 20 * GB))
     with pytest.raises(MemoryError, match="are missing"):

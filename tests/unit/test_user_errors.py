@@ -178,7 +178,7 @@ def test_the_config_says_which_keys_to_write(changes: dict[str, Any], words: str
         (lambda e: e.deepspeed_io([1], collate_fn="x"), "collate_fn is 'x', but must be a function"),
         (lambda e: e.set_gradient_accumulation_boundary("x"), "is_boundary is 'x', but must be one of True, False"),
         (lambda e: e.sav_checkpoint, "Did you mean 'save_checkpoint'?"),
-        (lambda e: e.train_batch, "Only the engine of a pipeline has it"),
+        (lambda e: e.train_batch, "'train_batch'. Call backward.. and step.., or pass a PipelineModule"),
         (lambda e: e.set_lr, "Set engine.optimizer.param_groups"),
     ],
 )

@@ -205,10 +205,9 @@ def check_schedule(schedule: Schedule) -> None:
             seen[action] += 1
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
-            backward = seen[("B", stage, i)] + seen[("W", stage, i)]
-            if not seen[("F", stage, i)] or backward != 1 or seen[("I", stage, i)] != seen[("W", stage, i)]:
-                pair = f"stage {stage} and micro-batch {i}"
-                raise ValueError(f"The schedule {schedule.name!r} must have one forward and one backward of {pair}.")
+            kinds = [kind for kind in KINDS if seen[(kind, stage, i)]]
+            if kinds not in (whole := (["F", "B"], ["F", "I", "W"])):
+                raise invalid_value(f"The list of actions of stage {stage}, micro-batch {i}", kinds, whole)
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
