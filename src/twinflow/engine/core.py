@@ -162,7 +162,8 @@ class Engine(EngineBase):
         self.global_steps = global_steps
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss on which the caller calls `.backward()` instead of `engine.backward(loss)`."""
+        """The loss divided by the number of micro-batches, times the loss scale. Callers of this method call
+        `.backward()` on the result instead of `engine.backward(loss)`."""
         self.settle()
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)

@@ -98,8 +98,8 @@ class PipelineEngine(Engine):
     ) -> UserValue:
         """Runs forwards without gradients. Returns the mean loss, on every rank.
 
-        With `compute_loss=False` it returns the outputs instead, and with `reduce_output=None` the loss of each
-        micro-batch; both only on ranks of the last stage, and None on other ranks.
+        With `compute_loss=False`, ranks of the last stage return the outputs instead. With `reduce_output=None`, they
+        return the loss of each micro-batch. In these two cases, other ranks return None.
         """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")

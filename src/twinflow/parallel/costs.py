@@ -283,7 +283,7 @@ def rough_seconds(pipe: Pipeline) -> float:
 
 
 def largest_numel(shape: Shape, layout: Layout) -> float:
-    """Parameters of the largest rank, with the embedding or its copy."""
+    """The largest number of parameters of a rank, with the embedding or its copy."""
     layers = rank_layers(shape, layout)
     ends = (0, rank_of(layout.num_stages - 1, layout.num_pp, layout.placement))
     numels = (n * shape.layer_numel + (rank in ends) * shape.end_numel for rank, n in enumerate(layers))

@@ -97,8 +97,8 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
-    """One grid and micro-batch with every schedule and every ZeRO stage that the engine supports, with and without
-    checkpointing and offload."""
+    """The layout with every schedule and every ZeRO stage that the engine supports, with and without checkpointing and
+    offload."""
     zeros = [zero for zero in ask.zeros if not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))]
     zeros = zeros if layout.num_dp > 1 else zeros[:1]
     schedules = _schedules(layout, ask.shape.num_layers)

@@ -82,8 +82,8 @@ class Part:
     """A layer that is cut out of an existing model. `modules` keep the names that they have in the model.
 
     `call(*values)` gets the output of the previous part. A tuple is passed as several arguments. Several parts may
-    share a module without weights. `call` must reference only these modules, through `functools.partial`. Then modules
-    of other ranks can be freed, and a deep copy runs its own modules.
+    share a module without weights. `call` must reference only `modules`, through `functools.partial`. Then modules of
+    other ranks can be freed, and a deep copy runs its own modules.
 
     The last part of a model has `is_loss`: `call(x, target)` returns the loss, and `call(x, None)` the output of the
     model.

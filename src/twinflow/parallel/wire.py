@@ -99,7 +99,7 @@ def made(schedule: Schedule, action: Action) -> Key | None:
 
 
 def incoming(schedule: Schedule, index: int) -> dict[int, tuple[Key, ...]]:
-    """The messages from each other rank, in the order in which that rank sends them."""
+    """The messages that each other rank sends to rank `index`, in the order of sending."""
     found = {}
     for sender, actions in enumerate(schedule.actions):
         keys = tuple(key for key in (made(schedule, action) for action in actions) if key and key.receiver == index)
