@@ -5,7 +5,7 @@ in kernels.py, whose `reduce_outputs` and `reduce_gradients` also combine the pi
 tiles.py explains items, own and other tiles, cells, words, pieces and slots. Of n programs, program i processes the
 items i, i + n, i + 2n and so on. Each of two warpgroups computes 64 rows of the own tile of an item. The warpgroups
 share the other tiles, which a separate warp loads by TMA. While one warpgroup computes exponentials, the products of
-the other use the tensor cores. The tiles of the next item are loaded while this item is processed.
+the other use the tensor cores. The tiles of the next item are loaded while this item is processed. Common arguments:
 
 - `own_bufs`: own tiles, [2 slots x 2 halves, 64, dim] each; results are stored through them.
 - `other_bufs`: other tiles of two tensors, [stages, tile, dim]; and two vectors per tile if scores are [keys, queries].

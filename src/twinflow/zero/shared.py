@@ -1,6 +1,6 @@
 """ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
 
-A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The stages are:
 
 - Stage 0: every rank gets all summed gradients and updates everything.
 - Stage 1: the optimizer state is partitioned. A rank gets its part of the summed gradients when they are complete.
