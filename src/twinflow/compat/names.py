@@ -130,7 +130,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     )
     | _ours(_OF + "start", "init_distributed")
     | {
-        **_refused("Read the byte counters of engine.optimizer.team.groups", "log_summary configure"),
+        **_refused("Read sent_bytes of each group in engine.optimizer.team.groups", "log_summary configure"),
         "*": Through("torch.distributed"),
     },
     "ops": {

@@ -93,7 +93,7 @@ class OneBitAdamParams(Common):
         None, "last step of uncompressed AdamW; null: the step at which the second moment is stable"
     )
     freeze_threshold: Settled = honoured(
-        0.96, "the second moment is stable if the ratio of its sum to its sum one window earlier is at least this"
+        0.96, "the second moment is stable if smaller / larger of its sums now and one window earlier is at least this"
     )
     freeze_window: Positive | None = honoured(
         None, "length of the window in steps; null: 1 / (1 - betas[1]), at most 1000"
