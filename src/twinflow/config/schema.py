@@ -511,7 +511,7 @@ class Config(Section):
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
-    comms_logger: Free | None = unused(None, "sent_bytes of each group in engine.optimizer.team.groups counts the bytes")
+    comms_logger: Free | None = unused(None, "sent_bytes of each group in engine.optimizer.team.groups counts bytes")
     dump_state: bool = unused(False, "a Config object can be printed")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() shows the use of memory")
     log_level: str | None = unused(None, "log levels are set with Python's logging")
