@@ -107,6 +107,8 @@ TF_PUBLIC int32_t tf_event_state(const tf_event* event);            // 1: done, 
 TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; returns 1 or -1, as tf_event_state
 TF_PUBLIC void tf_event_free(tf_event* event);
 TF_PUBLIC int32_t tf_has_cuda(void);
+// Writes which call of the CUDA driver failed first in this process, and how. Returns 0 if none has failed.
+TF_PUBLIC int64_t tf_cuda_failure(char* into, int64_t num_bytes);
 
 // Waits of the executor that a test can switch off, to show that each of them is needed.
 enum tf_sync_point {

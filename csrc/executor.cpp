@@ -145,6 +145,13 @@ void Executor::set_bucket(int64_t index, const tf_bucket& spec, int64_t store) {
   found.spec = spec;
   found.slices.assign(spec.slices, spec.slices + spec.num_slices);
   found.spec.slices = nullptr;
+  found.follows.assign(spec.num_slices, 0);
+  for (int32_t i = 1; i < spec.num_slices; ++i) {
+    const tf_slice &before = found.slices[i - 1], &here = found.slices[i];
+    if (!before.target || !here.target) continue;
+    auto* end = static_cast<char*>(before.target) + before.numel * bytes_of(spec.type);
+    found.follows[i] = end == here.target && driver_->share_allocation(before.target, here.target);
+  }
   found.store = store;
   found.added.assign(spec.num_slices, 0);
   found.sent_slices.resize(spec.num_slices, 0);

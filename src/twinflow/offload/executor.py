@@ -159,8 +159,11 @@ class Executor:
             if not self._library.tf_executor_state(self._handle):
                 return
             if self.device.error is None:
+                cause = ctypes.create_string_buffer(128)
+                self._library.tf_cuda_failure(cause, len(cause))
                 raise WorkerError(
-                    f"An update in the background failed: a copy between host and device has failed. {_RESTART}"
+                    "An update in the background failed: a copy between host and device has failed "
+                    f"({cause.value.decode() or 'no call of the CUDA driver'}). {_RESTART}"
                 )
         if self.is_forked:
             raise wrong_state(
