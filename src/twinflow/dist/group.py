@@ -1,8 +1,8 @@
 """All communication between ranks: groups, collectives, messages, and counters of sent bytes.
 
 No other module calls a collective of torch.distributed (tests/unit/test_collectives_module.py checks it). Only torch's
-`fully_shard` makes collectives of its own, with ZeRO stage 3 over NCCL. A
-bucket is a flat tensor with the elements of several parameters.
+`fully_shard` makes collectives of its own, with ZeRO stage 3 over NCCL. A bucket is a flat tensor with the elements of
+several parameters.
 
 NCCL works on GPU memory, concurrently with other streams. gloo works on the host: tensors of a GPU are copied to the
 host, and the calling thread waits. gloo's reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. The
