@@ -104,7 +104,7 @@ def test_a_parameter_in_two_groups() -> None:
 
 
 def test_no_parameters_in_the_groups() -> None:
-    with pytest.raises(ValueError, match=r"model_parameters of initialize\(\)\) are empty. Leave them out"):
+    with pytest.raises(ValueError, match=r"model_parameters of initialize\(\)\) are empty. Omit this argument"):
         twinflow.initialize(model=mlp(), model_parameters=[], config=CONFIG)
 
 

@@ -103,7 +103,7 @@ def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool =
     check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or (values.numel() % num_rows and not is_row):
-        allowed = f"(rows, bytes of a row), where the number of rows divides {values.numel()}, the length of {name}"
+        allowed = f"two-dimensional, with a number of rows that divides {values.numel()}, the length of {name}"
         raise invalid_value("The shape of packed", tuple(packed.shape), allowed)
     numel = values.numel() if is_row else values.numel() // num_rows
     check_tensor("packed", packed, (torch.uint8,))

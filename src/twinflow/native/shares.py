@@ -5,7 +5,7 @@ all ranks get the same result, because they have the same inputs. Therefore `gpu
 local ranks.
 
 The hyper-threads of one core belong to one rank, because they compete for the core. The slowest rank determines the
-time of a step, so parts are as equal as possible. CPUs near a rank's GPU have lower priority.
+time of a step, so parts are as equal as possible, even if a rank then gets CPUs far from its GPU.
 """
 
 from __future__ import annotations

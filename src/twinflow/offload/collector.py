@@ -206,7 +206,7 @@ class Collector:
     # Putting the gradients of a step back into `.grad`.
 
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Return the gradients that were taken from these parameters, as torch would have left them in `.grad`."""
+        """Return the gradients that were taken from `.grad` of these parameters, as torch would have left them."""
         self._device.compute().synchronize()
         if self._executor.sums_on_host:
             self._executor.wait_for_sums()

@@ -95,7 +95,7 @@ class DeviceUpdater:
     # The update.
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update without copies of state, because all of the state is on the device."""
+        """Returns an update that copies no state, because all of the state is on the device."""
         bucket = task.bucket
         weights = () if self.is_aliased(bucket.plan) else self._weights(bucket)
         return Passage(None, self.update_of(bucket.store, task, factor, decision), None, weights)
@@ -168,7 +168,7 @@ class DeviceUpdater:
         return store.master if store.weight is None else store.weight
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The separate weights in the state. Only for buckets whose parameters are not part of the state."""
+        """Returns the separate weights in the state, for a bucket whose parameters are not part of the state."""
         assert not self.is_aliased(bucket.plan)
         return self._weights(bucket)
 

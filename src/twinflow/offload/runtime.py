@@ -138,9 +138,8 @@ class Runtime:
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
         self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
-        # Parameters that a forward of this step has used without a gradient. If one of them gets a gradient from
-        # another forward, no hook shows when backward has read the weight for the last time. No update may then run
-        # before `step`.
+        # Parameters that were frozen in a forward of this step. If one of them gets a gradient from another forward, no
+        # hook shows when backward has read the weight for the last time. No update may then run before `step`.
         self._used_frozen: set[Param] = set()
         # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
@@ -518,7 +517,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Take gradients that still wait after backward. The block got fewer gradients than in the backward before."""
+        """Take gradients that still wait after backward, because their block got fewer gradients than last time."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)

@@ -41,7 +41,7 @@ class NormReducer(Protocol):
     In this case torch sums the gradients over the ranks.
     """
 
-    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
+    divisor: float  # gradients in tasks are this number times the mean or sum that `Zero.op` asks for
 
     @property
     def threads(self) -> Sequence[PythonThread]:
@@ -59,7 +59,7 @@ class Sharing(Protocol):
     After the update it gathers the new weights of all ranks, which is called publishing.
     """
 
-    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
+    divisor: float  # gradients in tasks are this number times the mean or sum that `Zero.op` asks for
 
     @property
     def threads(self) -> Sequence[PythonThread]:

@@ -28,7 +28,7 @@ from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
-_ALIGN = 512  # bytes; every tensor of a state starts at a multiple
+_ALIGN = 512  # every tensor of a state starts at a multiple of this number of bytes
 
 
 class StreamedUpdater:
@@ -89,7 +89,7 @@ class StreamedUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The copy of the state to the stage's buffer, the update there, and the copy back."""
+        """Returns the copy of the state to the stage's buffer, the update there, and the copy back."""
         assert stage is not None
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
@@ -100,7 +100,7 @@ class StreamedUpdater:
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Nothing, because the parameters are part of the state."""
+        """Returns no weights, because the parameters are part of the state."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:

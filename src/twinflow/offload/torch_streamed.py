@@ -51,7 +51,7 @@ class StreamedTorchUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The copy to the device, the step there, and the copy back. Memory is allocated on the stage's stream."""
+        """Returns the copy to the device, the step there, and the copy back. The stage's stream allocates memory."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         return Passage(
@@ -106,7 +106,7 @@ class StreamedTorchUpdater:
         return self._host.inner(bucket).kept
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Nothing, because the update on the device writes the parameters."""
+        """Returns no weights, because the update on the device writes the parameters."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:

@@ -51,7 +51,7 @@ class Inner:
     optimizer: Optimizer
     params: list[nn.Parameter]  # one for each slice
     flats: list[Tensor]  # flat views of the same memory: the slices of the master
-    outer: list[int | None]  # for each group of this instance, the index of the user's group; None if it is empty
+    outer: list[int | None]  # for each group of this instance, the index of the user's group; None: an empty group
     seen: dict[int, StateDict]  # by index of the user's group: its options at the last step
     # The states on the host while a streamed update works with copies on the device.
     kept: dict[nn.Parameter, StateDict] = field(default_factory=dict)

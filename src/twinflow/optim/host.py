@@ -3,7 +3,7 @@ parameters and compact states.
 
 `optimizer.state[param]` has these entries:
 
-- `step`
+- `step`: the number of updates
 - the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
 - for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
 - for half-precision parameters `master`, the fp32 master weights. A bf16 parameter with a compact format has

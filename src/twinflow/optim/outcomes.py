@@ -48,7 +48,7 @@ class Outcomes(Optimizer):
 
     @property
     def can_compress(self) -> bool:
-        """Whether communication will be compressed after the switch. With one rank there is no communication."""
+        """Whether communication will become compressed (switch.py). With one rank there is no communication."""
         compresses = self.zero is not None and self.zero.compression is not None
         return compresses and self.team is not None and self.team.world > 1
 

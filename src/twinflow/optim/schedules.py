@@ -368,15 +368,15 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
         if key not in allowed:
             near = get_close_matches(key, allowed, 1)
             raise ValueError(
-                f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). All "
+                f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). Use "
                 f"parameters of {kind.__name__}: {', '.join(allowed)}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
         raise ValueError(
-            f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. All parameters of "
-            f"{kind.__name__}: {', '.join(allowed)}."
+            f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. Add the missing "
+            f"parameters. All parameters of {kind.__name__}: {', '.join(allowed)}."
         )
 
 
@@ -420,5 +420,9 @@ def _check_warmup_type(value: object) -> str:
 def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:
     total = _check_number("total_num_steps", total_num_steps, 1)
     if isinstance(warmup_num_steps, int) and total < warmup_num_steps:
-        warnings.warn(f"total_num_steps ({total:g}) is less than warmup_num_steps ({warmup_num_steps}).", stacklevel=3)
+        warnings.warn(
+            f"total_num_steps ({total:g}) is less than warmup_num_steps ({warmup_num_steps}), so the warm-up is not "
+            "complete at the end of training. Use fewer warm-up steps.",
+            stacklevel=3,
+        )
     return total

@@ -376,7 +376,7 @@ class TwinOptimizer(Outcomes):
         if len(self.param_groups) != self._num_groups:
             raise wrong_state(
                 "step() cannot update these param_groups",
-                f"there are {len(self.param_groups)}, and the optimizer was built with {self._num_groups}",
+                f"there are {len(self.param_groups)} groups, and the optimizer was built with {self._num_groups}",
                 "Build a new TwinOptimizer with all groups.",
             )
         for group in self.param_groups if rule is not None else ():
@@ -386,9 +386,7 @@ class TwinOptimizer(Outcomes):
             if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
-                remedy = (
-                    f"The optimizer was built with {option}=0 and has no buffer for {option}. Build a new optimizer."
-                )
+                remedy = f"This optimizer was built without {option} and has no buffer for it. Build a new optimizer."
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
@@ -511,7 +509,7 @@ class TwinOptimizer(Outcomes):
         twin_state.check(self, self._switch, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
-        """`state_dict()` without a copy of the state: its head, and an iterator over the entries of parameters."""
+        """`state_dict()` without copies of tensors: the dict without parameters, and an iterator over their entries."""
         self.runtime.wait()
         self._read_decision()
         return twin_state.head(self, self._switch), twin_state.stream(self)

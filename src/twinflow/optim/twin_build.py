@@ -240,7 +240,7 @@ def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[Param
 
 
 def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
-    """Whether gradients stay on the host: as the user says, or ("auto") if they need over half of the free memory."""
+    """Whether gradients stay on the host. "auto": they do if they need over half of the free device memory."""
     if asked != "auto":
         return asked == "host"
     return room.device_bytes is not None and nbytes > room.device_bytes // 2

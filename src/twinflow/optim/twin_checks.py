@@ -97,7 +97,7 @@ def check_complete(rule: Rule, group: Mapping[str, object]) -> None:
         if name not in group:
             raise ValueError(
                 f"A param group has no key {name!r}, but must have all options of {rule.name!r}: "
-                f"{', '.join(rule.defaults)}. Set it again, for example to its default, {usual!r}."
+                f"{', '.join(rule.defaults)}. Set {name!r} again, for example to its default, {usual!r}."
             )
 
 
@@ -159,8 +159,8 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
         given = list(model.parameters() if param_groups is None else param_groups)
         if not given and param_groups is not None:
             raise ValueError(
-                "The parameters to train (param_groups, or model_parameters of initialize()) are empty. Leave them out "
-                "to train the whole model, or pass a list: an iterator can be read only once."
+                "The parameters to train (param_groups, or model_parameters of initialize()) are empty. Omit this "
+                "argument to train the whole model, or pass a list: an iterator can be read only once."
             )
         groups = _trainable(given, isinstance(model, PipelineModule))
         if param_groups is not None:

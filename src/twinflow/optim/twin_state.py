@@ -279,7 +279,7 @@ def check(optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
         raise ValueError(
             f"state_dict: {rule.state_option} is above 0, but must be 0, because this optimizer was built without "
-            f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option}."
+            f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option} > 0."
         )
     if saved["has_unsent"] and not optimizer.runtime.settings.delayed_update:
         remedy = "This state was saved in the middle of a delayed update. Build the optimizer with delayed_update=True."
@@ -361,9 +361,9 @@ def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     }
     said = "; ".join(f"{what}: {_some(names)}" for what, names in differences.items() if names)
     sizes = f"the state has {len(then)} groups and the optimizer has {len(own)}"
-    said = said or (sizes if len(then) != len(own) else "their order")
+    said = said or (sizes if len(then) != len(own) else "the names are in another order")
     raise ValueError(
-        f"state_dict: the parameters of param_groups differ ({said}), but must have the same names in the same groups. "
+        f"state_dict: the parameters of param_groups differ ({said}), but must be the same in each group. "
         "Train the same parameters in the same groups as when the state was saved. To train other parameters, do "
         "not load the optimizer state: use engine.load_checkpoint(..., load_optimizer_states=False), or do not call "
         "load_state_dict()."

@@ -141,7 +141,7 @@ class Rule:
         for name in given:
             if name not in self.defaults:
                 raise ValueError(
-                    f"{name!r} is not an option of {self.name!r}. The options are: {', '.join(self.defaults)}."
+                    f"{name!r} is not an option of {self.name!r}. Use only its options: {', '.join(self.defaults)}."
                 )
         return {**self.defaults, **given}
 

@@ -50,7 +50,7 @@ class Shared(TypedDict, total=False):
 
 
 class Freezing(Shared, total=False):
-    """Options of the optimizers that freeze the second moment once. `Compression` describes them."""
+    """Options of the optimizers that freeze the second moment once. `OneBitAdam` describes them."""
 
     freeze_step: int | None
     freeze_threshold: float
