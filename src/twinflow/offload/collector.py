@@ -276,7 +276,7 @@ class Collector:
         return there, here, compute.record()
 
     def _measures_later(self, task: Task) -> bool:
-        """Whether the norm of a task is computed when the step is closed, together with the norms of all other tasks.
+        """Whether the norm of a task is computed in `step`, together with the norms of all other tasks.
 
         This takes a few kernel launches for all buckets instead of a few for each bucket. It is possible if the
         gradients stay on the device until the clipping decision.

@@ -1,7 +1,8 @@
 """Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
-buffers of one bucket's optimizer state.
+buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied. A
+split master is stored as two halves of 16 bits.
 
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
 parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside

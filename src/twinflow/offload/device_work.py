@@ -15,9 +15,9 @@ lock first. A thread may hold the lock while it waits for the last update of a b
 that reads the state (frozen.py). Methods that run only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
-is streamed. The flat buffer of the gradients is free after the update. With a delayed update the new weights stay in
-the state until the next step releases the job. They are then copied into the parameters, and only after that may the
-next update write to the state.
+is copied from the host. The flat buffer of the gradients is free after the update. With a delayed update the new
+weights stay in the state until the next step releases the job. They are then copied into the parameters, and only after
+that may the next update write to the state.
 """
 
 from __future__ import annotations

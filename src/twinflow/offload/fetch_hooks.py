@@ -1,5 +1,7 @@
 """Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer.
+
 Forward: a hook before the block calls `before_block`, and a hook after the block calls `after_block`. Recomputation
 inside a backward (activation checkpointing) runs these hooks too.
 

@@ -137,7 +137,7 @@ class Runtime:
         self._taking = threading.RLock()  # held while gradients of a queue are taken; several backwards may run at once
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
-        self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
+        self._watched_options: Sequence[Options] | None = None  # options during backward, if `EarlyPolicy.watches`
         # Parameters that were frozen in a forward of this step. If one of them gets a gradient from another forward, no
         # hook shows when backward has read the weight for the last time. No update may then run before `step`.
         self._used_frozen: set[Param] = set()
@@ -759,7 +759,7 @@ class Runtime:
         return f"{(written or moved)[0].name} was written" if written or moved else ""
 
     def _has_watched_change(self) -> bool:
-        """Whether a gradient was replaced or an option was changed after the backward of a watched step."""
+        """Whether a gradient was replaced or an option changed after backward, in a step that `EarlyPolicy.watches`."""
         if self._watched_options is None:
             return False
         for param in self.params:

@@ -1,7 +1,7 @@
 """Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
-buffers of one bucket's optimizer state.
+buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied.
 
 The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
 not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state

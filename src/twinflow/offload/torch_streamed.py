@@ -39,7 +39,7 @@ class StreamedTorchUpdater:
         self._host = TorchUpdater(recipe, device)
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates a page-locked master. The states belong to the optimizer."""
+        """Allocates page-locked memory for fp32 copies of the parameters. The states belong to the optimizer."""
         return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:

@@ -2,10 +2,10 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
-The copies and the optimizer's state are on the host, or on the device if the bucket is resident.
+The fp32 copies (the master) and the optimizer's state are on the host, or on the device if the bucket is resident.
 
 Each bucket has its own instance of the optimizer. The instance gets whole parameters, which are views of the bucket's
-flat fp32 master. An optimizer is therefore supported if its update of a parameter depends only on that parameter and
+flat master. An optimizer is therefore supported if its update of a parameter depends only on that parameter and
 the options of its group, as in Muon and Adafactor. An optimizer that combines several parameters, for example in a line
 search or in a trust ratio over the model, would combine only the parameters of one bucket.
 """

@@ -8,7 +8,7 @@ UninitializedParameter. A change of class takes 0.25 us.
 
 Effect of each access:
 
-    shape, dtype, grad, ...     does not wait, because values are not read (metadata.py)
+    shape, dtype, grad, ...     does not wait, because it does not read values (metadata.py)
     p.data                      waits and notes the alias, because writes through `.data` do not change `p._version`
     p.data = x                  waits; the runtime finds the new memory before the next update
     any other operation         waits, then runs; torch counts in-place writes in `p._version`

@@ -203,7 +203,7 @@ class AutoPlacement:
         runtime.wait_for_copies()
         moves = []
         for bucket, place in zip(runtime.buckets, places, strict=True):
-            # State cannot move to the device if the user has changed the layout of an aliased parameter.
+            # State cannot move to the device if the user has changed the memory format of a parameter.
             can_alias = not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
             if bucket.plan.place != place and (place == HOST or can_alias):
                 moves.append((bucket, place))

@@ -1,5 +1,5 @@
 """Optimizers for CPU tensors that use the host kernels. They are torch.optim.Optimizers, and support half-precision
-parameters and compact states.
+parameters and compact states (bf16 or int8).
 
 `optimizer.state[param]` has these entries:
 

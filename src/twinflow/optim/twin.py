@@ -284,7 +284,7 @@ class TwinOptimizer(Outcomes):
         """The optimizer's update rule and the format of its state. The result also computes the size of the state and
         creates the objects that update it.
         """
-        # With compressed communication, parameters hold the weights that all ranks know. Owners have more exact ones.
+        # With compressed communication, all ranks have the same rounded weights. The state has more exact ones.
         keeps_weights = self._settings.delayed_update or self._switch is not None
         return StateKind(
             self.rule,

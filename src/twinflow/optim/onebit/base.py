@@ -1,6 +1,6 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
-A bucket is a set of flat buffers for some parameters of one param group.
+A bucket is a set of flat buffers for some parameters of one param group. Communication is compressed after the switch.
 
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
 `step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
