@@ -159,7 +159,7 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def scale_in_place(values: Tensor, factor: float) -> None:
-    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks use its memory rate as a limit."""
+    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks compare kernels with its memory rate."""
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:

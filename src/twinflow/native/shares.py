@@ -225,7 +225,7 @@ def _take(cores: list[Core], count: int) -> list[Core]:
 
 
 def _even(cores: Sequence[Core], num_parts: int) -> list[Sequence[Core]]:
-    """Divide into parts of adjacent cores. Sizes differ by at most one, and larger parts come first."""
+    """Divide `cores` into parts of adjacent cores. Sizes differ by at most one, and larger parts come first."""
     size, larger = divmod(len(cores), num_parts)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(num_parts)]
     return [cores[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,4 @@
-"""Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
+"""Updates on the device by twinflow's update rules, for buckets whose state is in device memory ("resident").
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied. A
@@ -35,7 +35,7 @@ from twinflow.rules.segment import Segment, Store, new_states
 
 
 class DeviceUpdater:
-    """The `Updater` of resident buckets with one of twinflow's rules."""
+    """The `Updater` (bucket.py) of resident buckets: allocates, reads, writes and updates their state."""
 
     is_on_device = True
     is_all_in_store = True

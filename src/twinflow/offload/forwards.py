@@ -93,7 +93,7 @@ class Forwards:
             self._order = []
 
     def enter(self, block: int) -> list[Param]:
-        """Note that a block runs. Returns its parameters if it has already run in this forward, else nothing."""
+        """Note that a block runs. Returns its parameters if it has already run in this forward, else []."""
         if self._order is not None:
             self._order.append(block)
         self._runs[block] = self._runs.get(block, 0) + 1

@@ -40,7 +40,7 @@ GradientHook = Callable[[torch.Tensor], object]
 
 
 class Listener(Protocol):
-    """The runtime, which the hooks call."""
+    """The methods of the runtime that the hooks call."""
 
     def check(self) -> None:
         """Raise if an update has failed. Called before `state_dict`, so that weights after a failure are not saved."""

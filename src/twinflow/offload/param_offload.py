@@ -352,7 +352,7 @@ class ParamOffload:
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """Copies weights that the block itself has changed while it ran to the host."""
+        """Copies the weights that a block has changed while it ran to the host."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):

@@ -435,7 +435,7 @@ class Runtime:
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, except those that compiled graphs use without our hooks. `step` waits for the latter."""
+        """Guard weights, except weights that compiled graphs use without our hooks. `step` waits for these weights."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
@@ -895,7 +895,7 @@ class Runtime:
             self.steps.forget_sums()
 
     def before_fork(self) -> None:
-        """Wait for the weights, because no thread would copy them in the child. Native threads then hold no lock."""
+        """Wait for the weights, because the child has no thread that copies them. Native threads then hold no lock."""
         if not self.is_closed and self.executor.error is None:
             self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
             if self.steps.last is not None and self.steps.last.is_released:

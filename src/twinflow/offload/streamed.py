@@ -1,4 +1,4 @@
-"""Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
+"""Streamed updates by twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied.
@@ -32,7 +32,7 @@ _ALIGN = 512  # every tensor of a state starts at a multiple of this number of b
 
 
 class StreamedUpdater:
-    """The `Updater` of streamed buckets with one of twinflow's rules."""
+    """The `Updater` (bucket.py) of streamed buckets: allocates, reads, writes and updates their state."""
 
     is_on_device = True
     is_all_in_store = True

@@ -109,5 +109,5 @@ def own_gradients(state: StateDict, grads: Tensor) -> None:
 
 
 def num_steps(state: Mapping[str, object]) -> int:
-    """The number of updates of a state, from its "step". Without "step" it is 0 for an empty state, and else 1."""
+    """The number of updates of a state, from its "step". Without "step" it is 0 for an empty state, otherwise 1."""
     return int_of(state, "step") if "step" in state else int(bool(state))

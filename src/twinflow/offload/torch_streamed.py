@@ -24,7 +24,7 @@ from twinflow.state_dict import StateDict
 
 
 class StreamedTorchUpdater:
-    """The `Updater` of streamed buckets with a user's optimizer. Each bucket has its own instance of the optimizer.
+    """The `Updater` (bucket.py) of streamed buckets. Each bucket has its own instance of the user's optimizer.
 
     Between steps the parameters and the state of that instance are in host memory.
     """

@@ -88,7 +88,7 @@ class Inner:
 
 
 class TorchUpdater:
-    """The `Updater` of buckets with a user's optimizer, on the host or on the device `where`."""
+    """The `Updater` (bucket.py) of buckets with a user's optimizer, on the host or on the device `where`."""
 
     is_all_in_store = False
     reads_decision = False
@@ -223,7 +223,7 @@ class TorchUpdater:
         master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights in the master."""
+        """Returns the weights, which are in the master."""
         return self._inners[bucket.plan.index].flats
 
     def forget(self, bucket: Bucket) -> None:

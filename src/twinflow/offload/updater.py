@@ -26,7 +26,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class RuleUpdater:
-    """The `Updater` of buckets on the host with one of twinflow's rules. The executor runs the update."""
+    """The `Updater` (bucket.py) of buckets on the host: allocates, reads and writes their state."""
 
     is_on_device = False
     is_all_in_store = True

@@ -520,11 +520,11 @@ class TwinOptimizer(Outcomes):
         return self._switch is not None and self._switch.is_made
 
     def exchange_errors(self) -> SavedErrors:
-        """This rank's compression errors, which each rank saves in its part of a checkpoint."""
+        """This rank's rounding errors of compressed communication, for its part of a checkpoint."""
         return self._switch.errors() if self._switch is not None else {}
 
     def load_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
-        """Loads the compression errors of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
+        """Loads `exchange_errors` of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
         if self._switch is not None:
             self._switch.restore_errors(saved, read)
 

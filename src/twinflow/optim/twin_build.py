@@ -198,7 +198,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
-    """A copy of the settings. Fields that depend on free memory are set for state of these sizes."""
+    """A copy of the settings. Fields that depend on free memory are set for buckets with `sizes` bytes of state."""
     resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
     left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)

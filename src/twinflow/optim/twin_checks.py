@@ -244,7 +244,7 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
-    """Checks a user's optimizer as `rule`, and the arguments that must fit it."""
+    """Checks a user's optimizer as `rule`, and the arguments that depend on this optimizer."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         names = ", ".join(map(repr, RULES))
         kinds = "a torch.optim.Optimizer class or instance, or a function that returns an optimizer"

@@ -307,7 +307,7 @@ def _check_kind(saved: object) -> None:
 
 
 def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
-    """Checks the state without its entries and groups."""
+    """Checks a state dict except for the values of `state` and `param_groups`."""
     for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
         if key not in saved:
             raise ValueError(f"state_dict: {key} is missing. Pass a state that state_dict() has returned.")
