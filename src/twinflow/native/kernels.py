@@ -44,7 +44,7 @@ FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 def update(segments: Sequence[Segment], check: bool = True) -> None:
     """One optimizer step of all segments, in one call and one pass over memory.
 
-    `check=False` saves microseconds for callers that have built the segments themselves.
+    `check=False` omits the checks, which take microseconds, for callers that have built the segments themselves.
     """
     for segment in segments if check else ():
         check_segment(segment)

@@ -183,7 +183,7 @@ class Bucket:
 
     @property
     def gathered(self) -> BucketPlan:
-        """The plan by which gradients are collected. If ranks share the bucket, it is the plan of all ranks' parts."""
+        """The plan by which gradients are collected: that of the whole bucket, also if ranks share the bucket."""
         return self.plan if self.whole is None else self.whole
 
     def find_targets(self) -> None:
@@ -253,7 +253,7 @@ class Updater(Protocol):
         ...
 
     def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:
-        """Returns master and states of a slice as flat fp32 tensors by name. A user's optimizer adds its options."""
+        """Returns master and states of a slice by name, as flat fp32 tensors or as a user's optimizer stores them."""
         ...
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:

@@ -182,7 +182,7 @@ def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) ->
 
 
 def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
-    """Copy each buffer. A master or weight that the old store lacks is copied from the parameters."""
+    """Copy each buffer. A master or weight that `old` does not have is copied from the parameters."""
     pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:

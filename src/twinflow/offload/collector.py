@@ -316,7 +316,7 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """Compute the norm of a task whose gradients are all queued, and give it to the executor or to `DeviceWork`."""
+        """Compute the norm of a task whose gradients are all queued, and submit the task."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()

@@ -363,7 +363,7 @@ class Executor:
         self._library.tf_bucket_set_total(self._handle, bucket.plan.index, total.data_ptr())
 
     def added(self, bucket: Bucket) -> set[int]:
-        """Return the slices of a bucket on the host whose gradients of this step are in the total."""
+        """Return the indices of a bucket's slices whose gradients of this step are in the total, on the host."""
         slices = (c_uint8 * len(bucket.slices))()
         self._library.tf_bucket_added(self._handle, bucket.plan.index, slices)
         return {i for i, is_added in enumerate(slices) if is_added}
@@ -526,7 +526,7 @@ class Executor:
         self._library.tf_agree(self._handle, job.handle, table)
 
     def close_job(self, job: Job, decision: Tensor, event: Event) -> None:
-        """Close a job whose tasks are all submitted. `decision`: page-locked memory, valid once `event` is done."""
+        """Close a job whose tasks are all submitted. `decision`: the clipping decision, once `event` is done."""
         self._decisions[job.number % 4] = decision
         self._library.tf_job_close(self._handle, job.handle, decision.data_ptr(), event.handle)
 

@@ -80,7 +80,7 @@ class Job:
 
     @property
     def is_open(self) -> bool:
-        """Whether an update may write to the state: there are no limits, or the decision is known."""
+        """Whether an update may write to the state: gradients have no limits, or the clipping decision is known."""
         return not self.limits.any or self.decision is not None
 
     @property

@@ -77,7 +77,7 @@ class BucketPlan:
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """A key. Buckets with equal keys have buffers of equal form, so they can exchange stores."""
+        """Dtype, length, and offsets and lengths of the slices. Buckets with equal layout can exchange stores."""
         return self.dtype, self.numel, *((piece.offset, piece.numel) for piece in self.slices)
 
 

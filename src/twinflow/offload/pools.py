@@ -83,9 +83,8 @@ def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
-    """Number of slots: one for each bucket if gradients wait on the host or updates are delayed, or up to `num_slots`.
-
-    Gradients do not wait if no limit needs the norm, or if they are added to a sum on the host at once.
+    """Number of slots: one for each bucket if gradients wait on the host or updates are delayed. Otherwise it is
+    `num_slots` at most. Gradients do not wait if no limit needs the norm, or if they are added to a sum on the host.
     """
     holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)

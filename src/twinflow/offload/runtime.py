@@ -219,7 +219,7 @@ class Runtime:
 
     @property
     def _has_ranks(self) -> bool:
-        """Whether other ranks take part in the decision on a step."""
+        """Whether other ranks take part in the clipping decision."""
         return self.sharing is not None or self._norm_reducer is not None
 
     @property
@@ -323,7 +323,7 @@ class Runtime:
         self.timer.before_model()
 
     def after_model(self) -> None:
-        """Guard the weights after a forward of the whole model was queued."""
+        """Guard the weights (weight_guard.py) after a forward of the whole model was queued."""
         self._finish_recording()
         self.timer.after_model()
         self._cover(self.params)
@@ -701,7 +701,7 @@ class Runtime:
             self.param_offload.set_order(order)
 
     def _check_params(self) -> None:
-        """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
+        """Raise if parameters were unfrozen or moved. Set the master weights if the user has written parameters."""
         changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self._wait)
         if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
@@ -735,7 +735,7 @@ class Runtime:
         return job
 
     def _find_change(self) -> str:
-        """Return a clause that names a change made after the gradients were taken that affects the update; else ""."""
+        """Return a clause that names what the user has changed since the gradients were taken; "" if nothing."""
         grads = [param.tensor.grad for param in self.params]
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):

@@ -129,7 +129,7 @@ class StreamedUpdater:
         bucket.targets[index].copy_(store.master if store.weight is None else slices.rounded(store))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """Sets the master as in device_updater.py. The parameter does not change."""
+        """Sets the master as `DeviceUpdater.write_master` does. The parameter does not change."""
         store = self._slice(bucket, index)
         if bucket.plan.dtype == torch.float16:
             slices.write_master(store, values, keep)

@@ -80,7 +80,7 @@ def wide(value: object) -> object:
 
 
 def beside(param: Tensor, state: StateDict, group: Mapping[str, object], copies: bool = False) -> StateDict:
-    """The state on its parameter's device. Scalar tensors (counters) stay on the host without fused=True in `group`."""
+    """The state on its parameter's device. Scalar tensors stay on the host, unless `group` has fused=True."""
     is_fused = bool(group.get("fused"))
 
     def moved(value: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Inner:
 
 
 class TorchUpdater:
-    """The `Updater` (bucket.py) of buckets with a user's optimizer, on the host or on the device `where`."""
+    """The `Updater` (bucket.py) of buckets with a user's optimizer, on the device `where` (None: on the host)."""
 
     is_all_in_store = False
     reads_decision = False
@@ -137,7 +137,7 @@ class TorchUpdater:
         return plan.dtype != torch.float32 and not self.is_on_device
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update on the device. Afterwards the weights are copied from the master to the parameters."""
+        """Returns the update on the device. Afterwards weights are copied from the master to the parameters."""
         assert decision is None and task.grads is not None
         return Passage(None, partial(self._step, task, task.grads, factor), None, self.publish(task.bucket))
 

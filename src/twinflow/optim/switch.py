@@ -171,7 +171,7 @@ class Switch:
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
     def _floors(self) -> list[float]:
-        """The smallest frozen second moment of each parameter (`floor_of`), from all ranks that own a part of it."""
+        """The lower limit for the frozen second moment of each parameter (`floor_of`), over all ranks with a part."""
         optimizer, team = self._optimizer, self._team
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:

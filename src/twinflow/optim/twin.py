@@ -71,8 +71,8 @@ class TwinOptimizer(Outcomes):
       parameters only, `step()` waits for the update, because there is no module whose forward could wait. A module on
       the meta device is allocated and initialised.
     - `rule`: the update rule. A name such as "adamw" (docs/rules.md lists all), a torch.optim.Optimizer class, an
-      optimizer instance over the model's parameters (its options and state are continued), or a function from
-      parameters to an optimizer.
+      optimizer instance over the model's parameters (its options and state are continued), or a function that
+      gets parameters and returns an optimizer.
     - `param_groups`: parameters of the model and their options, as for torch.optim. Default: all trainable parameters.
     - `**options`: options of the rule, with torch's names and defaults: `lr`, `betas`, `eps`, `weight_decay`, ...
 
@@ -399,7 +399,7 @@ class TwinOptimizer(Outcomes):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and the updates of this step that have begun with them.
 
-        Raises RuntimeError if updates of this step have been written during backward (`early` without max_grad_norm and
+        Raises RuntimeError if updates of this step have already changed weights (`early` without max_grad_norm and
         skip_nonfinite).
         """
         self.runtime.forget_gradients()

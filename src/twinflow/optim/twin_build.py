@@ -231,7 +231,7 @@ def first_choice(
 
 
 def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
-    """Host memory for gradients that wait or are summed on the host, if all state is on the host."""
+    """Bytes of gradients that wait or are summed on the host, if all state is on the host."""
     numel, nbytes = sum(spec.numel for spec in specs), sum(spec.numel * spec.dtype.itemsize for spec in specs)
     if settings.early and settings.accumulation_steps > 1 and _keeps_on_host(tuning.sums, 4 * numel, room):
         return 4 * numel

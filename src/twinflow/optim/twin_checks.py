@@ -59,7 +59,7 @@ def check_whole(name: str, value: object, least: int, allowed: str = "") -> None
 
 
 def check_loss(loss: object) -> None:
-    """Raises ValueError for a loss that backward() cannot use, with the cause that is most frequent in user code."""
+    """Raises ValueError for a loss that backward() cannot use. The error names the most frequent cause."""
     if not isinstance(loss, Tensor):
         raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
     if loss.numel() != 1:
@@ -85,7 +85,7 @@ def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
-    """Checks the options of all groups. A user's optimizer (`rule=None`) has checked its own."""
+    """Checks the options of all groups. A user's optimizer (`rule=None`) has checked its own options."""
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
@@ -309,7 +309,7 @@ def check_param_offload(
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
-    """Checks flags and numbers, and options that need the model. Returns the settings with Python's numbers."""
+    """Checks flags and numbers, and options that need the model. Returns the settings with Python numbers."""
     limits = settings.limits
     if not is_flag(settings.early):
         raise invalid_value("early", settings.early, [True, False, "auto"])

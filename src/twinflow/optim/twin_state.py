@@ -77,10 +77,7 @@ class _DictSource:
 
 
 def collect(optimizer: Outcomes, switch: Switch | None) -> StateDict:
-    """The state of an optimizer without running updates.
-
-    Tensors may be views of the state, which the next step changes.
-    """
+    """The state dict of an optimizer whose updates have ended. Tensors may be views, which the next step changes."""
     state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
     return {**head(optimizer, switch), "state": {name: entry for name, entry in state.items() if entry}}
 
@@ -109,7 +106,7 @@ def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
 
 
 def stream(optimizer: Outcomes) -> Iterator[tuple[str, StateDict]]:
-    """The entries of updated parameters as in `collect`, with an `Entry` instead of each tensor.
+    """The entries of updated parameters as in `collect`. Each tensor is an `Entry`, which reads the values later.
 
     If ranks share a parameter, there is an entry for each part that this rank has.
     """

@@ -23,7 +23,7 @@ Hyper = tuple[float, ...]
 
 
 class Values(Enum):
-    """The kinds of values that options have. An error message contains this text after "must be"."""
+    """The kinds of values that options have. In errors, the text of a kind follows "must be"."""
 
     AMOUNT = "a finite number >= 0"
     NUMBER = "a finite number"

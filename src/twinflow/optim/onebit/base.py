@@ -220,7 +220,7 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent, by the definition of the collectives, without overhead of the backend."""
+        """Bytes that this rank has sent, computed from the sizes of messages, without overhead of the backend."""
         groups = {id(one): one for one in (self.group, self._agree)}
         return sum(one.sent_bytes for one in groups.values())
 
