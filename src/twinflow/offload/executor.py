@@ -161,7 +161,7 @@ class Executor:
                 return
             if self.device.error is None:
                 raise WorkerError(
-                    f"An update in the background failed, because a copy between host and device has failed. {_RESTART}"
+                    f"An update in the background failed: a copy between host and device has failed. {_RESTART}"
                 )
         if self.is_forked:
             raise wrong_state(
