@@ -137,7 +137,10 @@ def test_a_state_of_another_kind_or_version(state: dict[str, Any]) -> None:
     ("change", "words"),
     [
         (lambda groups: groups[0].pop("lr"), "no key 'lr', but must have all options of 'adamw'.*default, 0.001"),
-        (lambda groups: groups.append({"params": []}), "there are 2 groups, and the optimizer was built with 1. Build a new"),
+        (
+            lambda groups: groups.append({"params": []}),
+            "there are 2 groups, and the optimizer was built with 1. Build a new",
+        ),
     ],
 )
 def test_param_groups_that_were_changed_by_hand(change: Callable[[Any], Any], words: str) -> None:
