@@ -1,10 +1,9 @@
 // The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
-// Python calls these functions from any of its threads. It calls those that may block without the GIL
-// (native/executor.py). Each function locks `mutex_` and reads or changes records (executor.h). No function copies or
-// updates data, with one exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A
-// function that changes a condition that a thread may wait for notifies `changed_`. A caller waits for an event of a
-// stream without the mutex.
+// Python calls these functions from any of its threads, and without the GIL if they may block (native/executor.py).
+// Each function locks `mutex_` and reads or changes records (executor.h). No function copies or updates data, with one
+// exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A function that changes
+// a condition for which a thread may wait notifies `changed_`. A caller waits for events of streams without the mutex.
 #include "executor.h"
 
 namespace tf {
