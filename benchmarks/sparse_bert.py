@@ -289,17 +289,17 @@ def longest(scale: Scale, size: str, way: str, limits: Limits) -> Row:
     return row
 
 
-def window_ms(scale: Scale, step: Callable[[], object]) -> float:
+def window_ms(scale: Scale, step: Callable[[], object], repeats: int) -> float:
     """Milliseconds a step of a window of steps, the host's part with them."""
     synchronize(scale.device)
     start = time.perf_counter()
-    for _ in range(scale.repeats):
+    for _ in range(repeats):
         step()
     synchronize(scale.device)
-    return (time.perf_counter() - start) * 1e3 / scale.repeats
+    return (time.perf_counter() - start) * 1e3 / repeats
 
 
-def alternating(scale: Scale, steps: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def alternating(scale: Scale, steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Windows of each in turn. What fails in its first two steps is left out."""
     found: dict[str, list[float]] = {}
     for name, step in steps.items():
@@ -312,7 +312,7 @@ def alternating(scale: Scale, steps: dict[str, Callable[[], object]]) -> dict[st
             gc.collect()
     for _ in range(scale.windows):
         for name, times in found.items():
-            times.append(window_ms(scale, steps[name]))
+            times.append(window_ms(scale, steps[name], repeats))
     return found
 
 
@@ -331,7 +331,7 @@ def times_of(scale: Scale, size: str, limits: Limits) -> list[Row]:
             if time.time() > limits.deadline:
                 continue
             set_length(model, length)
-            found = alternating(scale, {name: Steps(scale, model, row["batch"], length)})
+            found = alternating(scale, {name: Steps(scale, model, row["batch"], length)}, scale.repeats)
             row[name] = statistics.median(found[name]) if name in found else None
             clear(model, scale)
         rows.append(row)
@@ -414,7 +414,7 @@ def measure_peers(scale: Scale, limits: Limits, rival: str) -> None:
             name: Steps(scale, model, batch, length, **more_of(name, batch, length, scale))
             for name, model in models.items()
         }
-        found: Row = {"tokens": length, "batch": batch, "train_ms": alternating(scale, steps)}
+        found: Row = {"tokens": length, "batch": batch, "train_ms": alternating(scale, steps, scale.repeats)}
         steps.clear()
         for model in models.values():
             clear(model, scale)
@@ -425,7 +425,7 @@ def measure_peers(scale: Scale, limits: Limits, rival: str) -> None:
                 name: partial(hidden_of, model, tokens, **more_of(name, 1, length, scale))
                 for name, model in models.items()
             }
-            found["inference_ms"] = alternating(scale, forwards)
+            found["inference_ms"] = alternating(scale, forwards, 4 * scale.repeats)
         row["lengths"].append(found)
         print(rival, found, file=sys.stderr, flush=True)
         report(row)
@@ -537,7 +537,7 @@ def page(facts: Row, scale: Scale) -> str:
     ]
     lines += [f"- `longest`: in {facts['cap_gb']:g} GB, one sequence; flash stops above {facts['trial_s']:g} s a step"]
     lines += [f"- `steps`: steps of {scale.tokens:,} tokens, not capped; other models: {scale.windows} alternating"]
-    lines += [f"  windows of {scale.repeats} steps or forwards"]
+    lines += [f"  windows of {scale.repeats} steps or {4 * scale.repeats} forwards"]
     return "\n".join([*lines, "", *to_json(facts)])
 
 

@@ -32,7 +32,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ WAYS = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local", LONGFO
 COLORS = ("#0f172a", "#2563eb", "#0f766e", "#7c3aed", "#ea580c", "#94a3b8", "#be185d")
 POINTS = 60  # of a curve
 NUM_SYMBOLS, NUM_SLOTS, NUM_VALUES = 64, 8, 16
-EVERY = 6  # one of so many symbols is masked
+EVERY = 2  # one of so many symbols is masked
+POSITIONS_OVER = 2.0  # size of the initial positions over that of the embeddings of tokens
 # Tokens. 0 and 1 pad in BERT and Longformer, and are not used.
 MASK, SUMMARY, FIRST_SYMBOL = 2, 3, 4
 FIRST_FACT = FIRST_SYMBOL + NUM_SYMBOLS
@@ -90,7 +91,7 @@ class Scale:
 FULL = Scale(4, 256, 4, 2048, 16, 4, 1200, 3, 64, 1e-3, 12)
 TINY = Scale(2, 32, 2, 256, 16, 1, 6, 1, 2, 1e-3, 1)
 # Share of the steps, and by what the length is divided.
-STAGES = ((0.2, 16), (0.2, 4), (0.6, 1))
+STAGES = ((0.3, 16), (0.2, 4), (0.5, 1))
 
 
 def pattern_of(way: str, scale: Scale) -> SparsityConfig | None:
@@ -142,6 +143,11 @@ def build(way: str, scale: Scale, device: str) -> Any:
     with torch.no_grad():
         places = model.embeddings.position_embeddings.weight[FIRST_POSITION:]
         places.copy_(sinusoids(*places.shape))
+        for layer in model.encoder.layer:  # similar inputs, such as neighbours, attend to each other from the start
+            its = layer.attention.self
+            its.key.weight.copy_(its.query.weight)
+            if way == LONGFORMER:
+                its.key_global.weight.copy_(its.query_global.weight)
     model = model.to(device).train()
     pattern = pattern_of(way, scale)
     return model if pattern is None else sparsify(model, pattern)
@@ -149,9 +155,9 @@ def build(way: str, scale: Scale, device: str) -> Any:
 
 def sinusoids(length: int, width: int) -> Tensor:
     """Initial positions of every model. With random ones, all of them learn slowly what a neighbour is."""
-    rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    rates = 1000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
-    return math.sqrt(2.0 / width) * torch.cat([angles.sin(), angles.cos()], dim=1)
+    return POSITIONS_OVER * math.sqrt(2.0 / width) * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def transitions(device: str) -> Tensor:
@@ -207,16 +213,22 @@ def sequences(num: int, length: int, seed: int, scale: Scale, device: str) -> tu
     is_masked = (torch.arange(length, device=device) + offset) % EVERY == 0
     is_masked[:, [0, -1]] = False
     is_masked &= is_symbol & is_symbol.roll(1, 1) & is_symbol.roll(-1, 1)
-    left, right = symbols.roll(1, 1)[is_masked], symbols.roll(-1, 1)[is_masked]
-    known = chain[left] * chain.T[right]
-    best = known.gather(1, symbols[is_masked][:, None])[:, 0] / known.sum(1)
+    floor = lowest_loss(symbols[: scale.valid], is_masked[: scale.valid], chain)
     tokens = symbols + FIRST_SYMBOL
     targets = torch.where(is_masked, tokens, IGNORE_INDEX)
     tokens = tokens.masked_fill(is_masked, MASK)
     tokens[:, :start] = SUMMARY
     tokens.scatter_(1, fact_places, facts).scatter_(1, question_places, FIRST_QUESTION + asked)
     targets.scatter_(1, question_places, facts.gather(1, asked))
-    return tokens, targets, float(-best.log().mean())
+    return tokens, targets, floor
+
+
+def lowest_loss(symbols: Tensor, is_masked: Tensor, chain: Tensor) -> float:
+    """The loss of the best prediction: a symbol in a Markov chain depends only on its two neighbours."""
+    left, right = symbols.roll(1, 1)[is_masked], symbols.roll(-1, 1)[is_masked]
+    known = chain[left] * chain.T[right]
+    best = known.gather(1, symbols[is_masked][:, None])[:, 0] / known.sum(1)
+    return float(-best.log().mean())
 
 
 def outputs(model: Any, tokens: Tensor, scale: Scale) -> Tensor:
@@ -280,6 +292,9 @@ def train(way: str, seed: int, scale: Scale, deadline: float) -> Row:
         if len(since) == every:
             row["curve"].append([step + 1, *torch.stack(since).mean(0).tolist()])
             since = []
+            if len(row["curve"]) % 15 == 0:
+                _, its_text, _, its_right = row["curve"][-1]
+                print(f"{way}, seed {seed}, step {step + 1}: text {its_text:.3f}, {its_right:.0%} right", flush=True)
             if time.time() > deadline:
                 return {**row, "why": f"stopped at step {step + 1}"}
     row |= validate(model, scale, device)
@@ -318,13 +333,18 @@ def train_all(scale: Scale, ways: Sequence[str], rates: Sequence[float], budget:
     found = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(cases), scale.processes), mp_context=context) as pool:
-        for run in [pool.submit(attempt, *case, deadline) for case in cases]:
-            row = run.result()
+        pending = {pool.submit(attempt, *case, deadline): case for case in cases}
+        for run in as_completed(pending):
+            try:
+                row = run.result()
+            except Exception as error:  # a process died, and the pool with it
+                way, seed, its = pending[run]
+                row = {"way": way, "seed": seed, "lr": its.lr, "done": False, "curve": [], "why": repr(error)}
             found.append(row)
             ends = f"text {row['text']:.4f}, {row['right']:.1%} right" if row["done"] else row["why"]
             label = f"{row['way']}, seed {row['seed']}, learning rate {row['lr']:g}"
             print(f"{time.time() - start:4.0f} s: {label}: {ends}", flush=True)
-    return found
+    return sorted(found, key=lambda row: (WAYS.index(row["way"]), row["lr"], row["seed"]))
 
 
 def last_fifth(curve: Sequence[Sequence[float]], column: int) -> float:
