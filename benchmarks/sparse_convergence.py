@@ -4,13 +4,13 @@
     python benchmarks/sparse_convergence.py --tiny         # shows on any machine that the script works, nothing more
     python benchmarks/sparse_convergence.py --plot FILE    # draws the curves of a saved JSON file again
 
-Trains small BERTs from scratch on sequences that ask two things. Text: symbols of a Markov chain, some of them masked.
-The neighbours of a masked symbol determine its distribution, so the lowest possible loss is known exactly, and a run
-that ends there has converged. Recall: facts at random places in the first quarter of a sequence, each a token that
-names a slot and its value, and questions in the last quarter that name a slot. A fact is at least half a sequence away
-from its question, further than all windows of all layers together reach. Training begins with short sequences, because
-attention over thousands of tokens learns very slowly from nothing, and ends with long ones. Short sequences lie at
-random positions.
+Trains small BERTs from scratch on sequences that ask two things. Text: a hidden Markov chain, whose state is the topic
+and changes after 64 symbols on average; a quarter of the symbols is masked, and the symbols around a masked one tell
+its topic. The lowest possible loss is known exactly, by the forward-backward algorithm, so a run that ends near it has
+converged. Recall: facts at random places in the first quarter of a sequence, each a token that names a slot and its
+value, and questions in the last quarter that name a slot. A fact is at least half a sequence away from its question,
+further than all windows of all layers together reach. Training begins with short sequences, because attention over
+thousands of tokens learns very slowly from nothing, and ends with long ones. Short sequences lie at random positions.
 
 Attention is dense, each sparse pattern of twinflow, or Longformer as transformers implements it, with the same window
 and the same global tokens as BSLongformer. A seed sets the initial weights and the data; sequences never repeat. All
@@ -61,8 +61,9 @@ WAYS = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local", LONGFO
 COLORS = ("#0f172a", "#2563eb", "#0f766e", "#7c3aed", "#ea580c", "#94a3b8", "#be185d")
 POINTS = 60  # of a curve
 NUM_SYMBOLS, NUM_SLOTS, NUM_VALUES = 64, 8, 16
-EVERY = 2  # one of so many symbols is masked
-POSITIONS_OVER = 2.0  # size of the initial positions over that of the embeddings of tokens
+EVERY = 4  # one of so many symbols is masked
+NUM_TOPICS, SWITCH = 16, 1 / 64  # the probability that a new topic is drawn
+GRAIN = 4096  # probabilities of symbols are multiples of one over this
 # Tokens. 0 and 1 pad in BERT and Longformer, and are not used.
 MASK, SUMMARY, FIRST_SYMBOL = 2, 3, 4
 FIRST_FACT = FIRST_SYMBOL + NUM_SYMBOLS
@@ -157,13 +158,17 @@ def sinusoids(length: int, width: int) -> Tensor:
     """Initial positions of every model. With random ones, all of them learn slowly what a neighbour is."""
     rates = 1000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(length)[:, None] * rates
-    return POSITIONS_OVER * math.sqrt(2.0 / width) * torch.cat([angles.sin(), angles.cos()], dim=1)
+    return math.sqrt(2.0 / width) * torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def transitions(device: str) -> Tensor:
-    """Probabilities of the next symbol [symbol, next], the same for all runs."""
+def vocabulary(device: str) -> tuple[Tensor, Tensor]:
+    """Symbols of each topic [topic, GRAIN], from which one is drawn, and their probabilities [topic, symbol]."""
     generator = torch.Generator().manual_seed(1)
-    return torch.softmax(2.5 * torch.randn(NUM_SYMBOLS, NUM_SYMBOLS, generator=generator), dim=1).to(device)
+    chances = torch.softmax(2.5 * torch.randn(NUM_TOPICS, NUM_SYMBOLS, generator=generator), dim=1)
+    places = ((torch.arange(GRAIN) + 0.5) / GRAIN).repeat(NUM_TOPICS, 1)
+    symbols = torch.searchsorted(chances.cumsum(1), places).clamp(max=NUM_SYMBOLS - 1)
+    counts = F.one_hot(symbols, NUM_SYMBOLS).sum(1)
+    return symbols.to(device), (counts / GRAIN).to(device)
 
 
 def lengths_of(scale: Scale) -> list[int]:
@@ -178,24 +183,22 @@ def batches(scale: Scale, seed: int, device: str) -> Iterator[tuple[Tensor, Tens
     """Tokens and targets of each step."""
     for length, steps in Counter(lengths_of(scale)).items():
         batch = scale.batch * scale.length // length
-        tokens, targets, _ = sequences(batch * steps, length, 10000 * seed + length, scale, device)
+        tokens, targets = sequences(batch * steps, length, 10000 * seed + length, scale, device)
         yield from zip(tokens.split(batch), targets.split(batch), strict=True)
 
 
-def sequences(num: int, length: int, seed: int, scale: Scale, device: str) -> tuple[Tensor, Tensor, float]:
-    """Tokens and targets [num, length], and the loss of the best possible prediction of masked symbols."""
+def sequences(num: int, length: int, seed: int, scale: Scale, device: str) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [num, length]."""
     generator = torch.Generator(device).manual_seed(seed)
     num_questions = length // 16
     start = scale.block  # the first block has summary tokens, which are global in some patterns
-    chain = transitions(device)
-    current = torch.randint(0, NUM_SYMBOLS, (num,), device=device, generator=generator)
-    drawn = torch.rand(length, num, 1, device=device, generator=generator)
-    bounds = chain.cumsum(1)
-    symbols = torch.empty(length, num, dtype=torch.long, device=device)
-    for place in range(length):
-        symbols[place] = current
-        current = (drawn[place] > bounds[current]).sum(1).clamp(max=NUM_SYMBOLS - 1)
-    symbols = symbols.T.contiguous()
+
+    def drawn(high: int, width: int) -> Tensor:
+        return torch.randint(0, high, (num, width), device=device, generator=generator)
+
+    segment = (torch.rand(num, length, device=device, generator=generator) < SWITCH).cumsum(1)
+    topic = drawn(NUM_TOPICS, length + 1).gather(1, segment)
+    symbols = vocabulary(device)[0].flatten()[topic * GRAIN + drawn(GRAIN, length)]
     is_symbol = torch.ones_like(symbols, dtype=torch.bool)
     is_symbol[:, :start] = False
 
@@ -203,32 +206,45 @@ def sequences(num: int, length: int, seed: int, scale: Scale, device: str) -> tu
         return low + torch.rand(num, high - low, device=device, generator=generator).topk(count).indices
 
     slots = torch.arange(NUM_SLOTS, device=device)
-    values = torch.randint(0, NUM_VALUES, (num, NUM_SLOTS), device=device, generator=generator)
-    facts = FIRST_FACT + slots * NUM_VALUES + values
-    asked = torch.randint(0, NUM_SLOTS, (num, num_questions), device=device, generator=generator)
+    facts = FIRST_FACT + slots * NUM_VALUES + drawn(NUM_VALUES, NUM_SLOTS)
+    asked = drawn(NUM_SLOTS, num_questions)
     fact_places = places(start, length // 4, NUM_SLOTS)
     question_places = places(length * 3 // 4, length, num_questions)
     is_symbol.scatter_(1, fact_places, False).scatter_(1, question_places, False)
-    offset = torch.randint(0, EVERY, (num, 1), device=device, generator=generator)
-    is_masked = (torch.arange(length, device=device) + offset) % EVERY == 0
-    is_masked[:, [0, -1]] = False
-    is_masked &= is_symbol & is_symbol.roll(1, 1) & is_symbol.roll(-1, 1)
-    floor = lowest_loss(symbols[: scale.valid], is_masked[: scale.valid], chain)
+    is_masked = ((torch.arange(length, device=device) + drawn(EVERY, 1)) % EVERY == 0) & is_symbol
     tokens = symbols + FIRST_SYMBOL
     targets = torch.where(is_masked, tokens, IGNORE_INDEX)
     tokens = tokens.masked_fill(is_masked, MASK)
     tokens[:, :start] = SUMMARY
     tokens.scatter_(1, fact_places, facts).scatter_(1, question_places, FIRST_QUESTION + asked)
     targets.scatter_(1, question_places, facts.gather(1, asked))
-    return tokens, targets, floor
+    return tokens, targets
 
 
-def lowest_loss(symbols: Tensor, is_masked: Tensor, chain: Tensor) -> float:
-    """The loss of the best prediction: a symbol in a Markov chain depends only on its two neighbours."""
-    left, right = symbols.roll(1, 1)[is_masked], symbols.roll(-1, 1)[is_masked]
-    known = chain[left] * chain.T[right]
-    best = known.gather(1, symbols[is_masked][:, None])[:, 0] / known.sum(1)
-    return float(-best.log().mean())
+def lowest_loss(tokens: Tensor, targets: Tensor) -> float:
+    """The loss of the best possible prediction of masked symbols, by the forward-backward algorithm."""
+    chances = vocabulary(str(tokens.device))[1].double()
+    symbols = tokens - FIRST_SYMBOL
+    is_seen = (symbols >= 0) & (symbols < NUM_SYMBOLS)
+    seen = torch.where(is_seen[..., None], chances.T[symbols.clamp(0, NUM_SYMBOLS - 1)], 1.0)  # [num, length, topic]
+
+    def beliefs(places: Sequence[int]) -> Tensor:
+        """Probabilities of the topic at each place from what is seen before it, in the order of `places`."""
+        belief = torch.full_like(seen[:, 0], 1.0 / NUM_TOPICS)
+        found = torch.empty_like(seen)
+        for place in places:
+            belief = (1.0 - SWITCH) * belief + SWITCH / NUM_TOPICS
+            found[:, place] = belief
+            belief = belief * seen[:, place]
+            belief = belief / belief.sum(1, keepdim=True)
+        return found
+
+    length = tokens.shape[1]
+    topic = beliefs(range(length)) * beliefs(range(length - 1, -1, -1))
+    is_asked = (targets >= FIRST_SYMBOL) & (targets < FIRST_FACT)
+    topic = topic[is_asked]
+    chance = (topic * chances.T[targets[is_asked] - FIRST_SYMBOL]).sum(1) / topic.sum(1)
+    return float(-chance.log().mean())
 
 
 def outputs(model: Any, tokens: Tensor, scale: Scale) -> Tensor:
@@ -305,7 +321,8 @@ def train(way: str, seed: int, scale: Scale, deadline: float) -> Row:
 def validate(model: Any, scale: Scale, device: str) -> Row:
     """Results on the same new sequences for every run."""
     model.eval()
-    tokens, targets, floor = sequences(scale.valid, scale.length, 1, scale, device)
+    tokens, targets = sequences(scale.valid, scale.length, 1, scale, device)
+    floor = lowest_loss(tokens, targets)
     found = []
     for some, wanted in zip(tokens.split(scale.batch), targets.split(scale.batch), strict=True):
         with autocast():
