@@ -463,12 +463,13 @@ def mean_curve(runs: Sequence[Row], column: int) -> list[tuple[float, float]]:
     return [(at[0][0], statistics.mean(point[column] for point in at)) for at in points]
 
 
-def panel(title: str, lines: Sequence[tuple[str, list[tuple[float, float]]]], y0: float, floor: float) -> list[str]:
-    """Curves over steps, named at the right. A dashed line shows the best possible value."""
+def panel(
+    title: str, lines: Sequence[tuple[str, list[tuple[float, float]]]], y0: float, low: float, floor: float
+) -> list[str]:
+    """Curves over steps from the value `low` upwards, named at the right. A dashed line is at `floor`."""
     left, right, top, bottom = 56.0, 560.0, y0 + 34.0, y0 + 240.0
     last = max(x for _, points in lines for x, _ in points)
     high = max(1.05 * floor, *(y for _, points in lines for _, y in points))
-    low = min(0.0, floor)
 
     def at(x: float, y: float) -> tuple[float, float]:
         return round(left + x / last * (right - left), 1), round(bottom - (y - low) / (high - low) * (bottom - top), 1)
@@ -498,9 +499,10 @@ def picture(facts: Row) -> str:
     if chosen:
         floor = runs[0]["floor"]
         curves = [(way, mean_curve(some, 1)) for way, some in chosen.items()]
-        parts += panel("Text: loss in nats (dashed: the lowest possible)", curves, 0.0, floor)
+        parts += panel("Text: loss in nats (dashed: the lowest possible)", curves, 0.0, 0.9 * floor, floor)
         curves = [(way, [(x, 100 * y) for x, y in mean_curve(some, 3)]) for way, some in chosen.items()]
-        parts += panel("Questions about facts far away: right answers in %", curves, 290.0, 100.0 / NUM_VALUES)
+        title = "Questions about facts far away: right answers in % (dashed: by chance)"
+        parts += panel(title, curves, 290.0, 0.0, 100.0 / NUM_VALUES)
     size = 'width="780" height="580" viewBox="0 0 780 580"'
     back = '<rect width="100%" height="100%" fill="#fff"/>'
     body = "\n".join(parts)
