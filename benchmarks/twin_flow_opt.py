@@ -426,7 +426,7 @@ class Contest:
         if system == "deepspeed":
             env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
             env |= {"MASTER_PORT": str(port), "DS_SKIP_CUDA_CHECK": "1"}
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
         )
