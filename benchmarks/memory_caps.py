@@ -129,17 +129,21 @@ def tokens_of(shape: GPTConfig) -> torch.Tensor:
 
 
 def attempt(steps: Callable[[], None]) -> bool:
-    """Whether the steps run."""
+    """Whether the steps run. Memory is freed when no traceback holds the model any more."""
+    ok = _runs(steps)
+    free()
+    return ok
+
+
+def _runs(steps: Callable[[], None]) -> bool:
     try:
         steps()
         synchronize()
-        return True
     except Exception as error:
         if not is_full(error):
             raise
         return False
-    finally:
-        free()
+    return True
 
 
 def plain_steps(shape: GPTConfig) -> None:

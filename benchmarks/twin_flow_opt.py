@@ -154,7 +154,7 @@ def need(shape: Shape, ratio: float, memory: Memory) -> Bytes:
         states=shape.states,
         clips=bool(shape.clip),
         checkpointing=shape.checkpoints,
-        weights="bf16" if CUDA else "fp32",
+        weights="bf16",
     )
     return bytes_of(run, placed_at(run, ratio), memory)
 
@@ -295,7 +295,7 @@ def sweep(
             found = alternating(step, shape.lengths, options.windows, until)
             optimizer.wait()
             facts = {"ratio": ratio, "host_share": optimizer.host_share, "gpu_gb": peak_gb()}
-            facts["host_gb"] = watch.used() / GB
+            facts["host_gb"] = max(0.0, watch.used() / GB)
             rows += [base | facts | {"tokens": tokens, "s": s} for tokens, s in found.items()]
             last_s = time.perf_counter() - started
             say(f"ratio {ratio:g}: {found}, {facts}")
@@ -329,7 +329,7 @@ def contestant(shape: Shape, system: str, ratio: float, lock: Path) -> None:
         for _ in range(3):
             step(data[max(shape.lengths)])
         synchronize()
-        host = before - free_bytes()
+        host = max(0, before - free_bytes())
     answer({"params": numel, "host_gb": host / GB})
     for line in sys.stdin:
         tokens, steps = map(int, line.split())

@@ -19,7 +19,7 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 
 def panel(title: str, lines: Sequence[Line], y0: int) -> str:
     """One plot: ratio from 0 to 1 across, from zero upwards, each line named where it ends."""
-    top = 1.1 * max(y for _, points in lines for _, y in points)
+    top = 1.1 * max(y for _, points in lines for _, y in points) or 1.0
     marks = ticks(0.0, top)
     bottom = y0 + HEIGHT - 50
 
