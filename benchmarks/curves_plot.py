@@ -48,14 +48,14 @@ def _panel(panel: Panel, top: int) -> str:
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     bottom = top + HEIGHT - BOTTOM
-    x_scale = Scale(min(xs), max(max(xs), min(xs) + 1.0), LEFT, RIGHT)
+    x_scale = Scale(min(xs), max(*xs, min(xs) + 1.0), LEFT, RIGHT)
     y_scale = Scale(*value_range(ys, from_zero=False, cut_spikes=False), bottom, top + TOP)
     for value in ticks(y_scale.low, y_scale.high):
         y = round(y_scale(value), 1)
         parts.append(f'<polyline class="grid" points="{LEFT},{y} {RIGHT},{y}"/>')
         parts.append(_text(LEFT - 8, y + 4, tick_text(value), "tick", "end"))
-    for value in ticks(x_scale.low, x_scale.high):
-        parts.append(_text(round(x_scale(value), 1), bottom + 18, tick_text(value), "tick", "middle"))
+    marks = ticks(x_scale.low, x_scale.high)
+    parts += [_text(round(x_scale(value), 1), bottom + 18, tick_text(value), "tick", "middle") for value in marks]
     parts.append(_text((LEFT + RIGHT) / 2, bottom + 36, panel.x_label, "tick", "middle"))
     for curve in curves:
         path = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in curve.points)

@@ -13,8 +13,8 @@ A BERT-like encoder learns masked language modelling on the words of Python's st
 
 Each way gets the same sweep of learning rates, in shorter runs with another seed. The best rate of each way is used in
 whole runs: of all seeds for Adam and 1-bit Adam, of the first seed for the others. Then Adam and 1-bit Adam fine-tune
-their own models to a classification: does the second half of a sequence follow the first half in the text? Learning
-rates are chosen on one part of the validation text, and figures are of another part. The workers are played in one
+their own models to a classification: from which eighth of the library is this passage? Learning rates are chosen on one
+part of the validation text, and figures are of another part. The workers are played in one
 process with onebit_played.py, because NCCL refuses several ranks on one GPU. All runs are processes that share the
 GPU, so their times mean nothing. `--budget` is the wall-clock time in seconds: the length of whole runs follows from
 the speed of the sweep, and runs that cannot finish are named in the output. `--save` writes a table, a JSON file with
@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,12 @@ BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.01
 PLAIN_SHARE = 0.2  # of the steps before 1-bit Adam switches; the article: 15% to 20%
 TUNE_PLAIN_SHARE = 0.25  # in fine-tuning, as in the article
-CLS, SEP, MASK, UNKNOWN, NUM_SPECIAL = range(5)
+MASK, UNKNOWN, NUM_SPECIAL = range(3)
+BLOCK_WORDS = 1024
+NUM_CLASSES = 8
 SWEEP_SEED = 100
 POINTS = 60  # of a curve
-SWEEP_PART = 0.4  # of the budget
+SWEEP_PART = 0.45  # of the budget
 SAFETY = 0.75  # of the speed of the sweep that whole runs are planned with
 RESULTS = Path(__file__).parent / "results"
 
@@ -101,7 +103,8 @@ TINY = Scale(300, 16, 3, 1, 32, 2, 2, 2, (1e-3, 3e-3), (1e-3,), 10, 10, 20, 8, 1
 
 
 # The model: an encoder whose weights have one more dimension, the worker. One pass therefore gives the gradients of
-# all workers. Layer norms come first in each block, so that short runs converge. There is no dropout.
+# all workers. Layer norms come first in each block and positions are rotary, so that short runs leave the loss of word
+# frequencies. There is no dropout.
 
 
 def new_params(scale: Scale, seed: int) -> dict[str, nn.Parameter]:
@@ -119,7 +122,6 @@ def new_params(scale: Scale, seed: int) -> dict[str, nn.Parameter]:
         found[f"{name}.bias"] = torch.zeros(size)
 
     found["tokens"] = 0.02 * torch.randn(scale.vocab, size)
-    found["positions"] = 0.02 * torch.randn(scale.length, size)
     for i in range(scale.layers):
         norm(f"{i}.first")
         linear(f"{i}.qkv", 3 * size, size)
@@ -131,7 +133,7 @@ def new_params(scale: Scale, seed: int) -> dict[str, nn.Parameter]:
     linear("mlm.dense", size, size)
     norm("mlm.norm")
     found["mlm.bias"] = torch.zeros(scale.vocab)
-    linear("cls", 2, size)
+    linear("cls", NUM_CLASSES, size)
     return {name: nn.Parameter(value.to(DEVICE)) for name, value in found.items()}
 
 
@@ -148,18 +150,27 @@ def _norm(p: Weights, name: str, x: Tensor) -> Tensor:
     return torch.addcmul(p[f"{name}.bias"][:, None], flat, p[f"{name}.weight"][:, None])
 
 
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions: pairs of elements of `x` [..., length, 2 * n] are rotated by `angles` [length, n]."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
 def encode(p: Weights, scale: Scale, tokens: Tensor) -> Tensor:
     """Hidden states [workers, sequences * length, hidden]."""
     workers, batch, length = tokens.shape
     size, heads = scale.hidden, scale.heads
     first = torch.arange(workers, device=tokens.device)[:, None, None] * scale.vocab
-    x = F.embedding(tokens + first, p["tokens"].reshape(-1, size)) + p["positions"][:, None]
-    x = x.reshape(workers, batch * length, size)
+    x = F.embedding(tokens + first, p["tokens"].reshape(-1, size)).view(workers, batch * length, size)
+    pairs = torch.arange(size // heads // 2, device=tokens.device)
+    turns = torch.arange(length, device=tokens.device)
+    angles = turns[:, None] * torch.pow(10_000.0, -2.0 * pairs * heads / size)
     for i in range(scale.layers):
         qkv = _linear(p, f"{i}.qkv", _norm(p, f"{i}.first", x))
         q, k, v = qkv.view(workers * batch, length, 3, heads, size // heads).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(workers, batch * length, size)
-        x = x + _linear(p, f"{i}.out", mixed)
+        mixed = F.scaled_dot_product_attention(_rotated(q, angles), _rotated(k, angles), v)
+        x = x + _linear(p, f"{i}.out", mixed.transpose(1, 2).reshape(workers, batch * length, size))
         x = x + _linear(p, f"{i}.down", F.gelu(_linear(p, f"{i}.up", _norm(p, f"{i}.second", x))))
     return _norm(p, "last", x)
 
@@ -177,13 +188,15 @@ def mlm_losses(p: Weights, scale: Scale, batch: Batch) -> Tensor:
 
 
 def cls_logits(p: Weights, scale: Scale, batch: Batch) -> Tensor:
+    """Logits from the mean of the hidden states of a sequence."""
     workers, num, length = batch["tokens"].shape
-    x = encode(p, scale, batch["tokens"]).view(workers, num, length, scale.hidden)[:, :, 0]
+    x = encode(p, scale, batch["tokens"]).view(workers, num, length, scale.hidden).mean(2)
     return _linear(p, "cls", x).float()
 
 
 def cls_losses(p: Weights, scale: Scale, batch: Batch) -> Tensor:
-    losses = F.cross_entropy(cls_logits(p, scale, batch).view(-1, 2), batch["labels"].reshape(-1), reduction="none")
+    logits = cls_logits(p, scale, batch).view(-1, NUM_CLASSES)
+    losses = F.cross_entropy(logits, batch["labels"].reshape(-1), reduction="none")
     return losses.view(batch["labels"].shape).mean(1)
 
 
@@ -194,7 +207,7 @@ def make_words(scale: Scale, path: Path) -> dict[str, Any]:
     """Writes the words of the standard library as numbers. The most frequent words are the vocabulary."""
     text = bytes(load_data("stdlib").tokens).decode("utf-8", "replace")
     if scale is TINY:
-        text = text[:200_000]
+        text = text[:2_000_000]
     words = re.findall(r"\w+|\n *|[^\w\s]", text)
     known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(scale.vocab - NUM_SPECIAL), NUM_SPECIAL)}
     numbers = torch.tensor([known.get(word, UNKNOWN) for word in words])
@@ -202,27 +215,38 @@ def make_words(scale: Scale, path: Path) -> dict[str, Any]:
     return {"words": len(words), "unknown": float((numbers == UNKNOWN).float().mean())}
 
 
+class Text(NamedTuple):
+    """Blocks of the text, which no sequence crosses."""
+
+    words: Tensor  # [blocks, BLOCK_WORDS]
+    labels: Tensor  # [blocks]: the part of the library that a block is from, for the classification
+
+
 @functools.cache
-def split_words(path: str) -> dict[str, Tensor]:
-    """Text to train on, to choose learning rates with, and for the figures."""
+def split_text(path: str) -> dict[str, Text]:
+    """Of 20 successive blocks, 18 are to train on, one is to choose learning rates with, one is for the figures."""
     words = torch.load(path, weights_only=True).to(DEVICE)
-    cut, middle = int(0.9 * len(words)), int(0.95 * len(words))
-    return {"train": words[:cut], "choose": words[cut:middle], "report": words[middle:]}
+    num = len(words) // BLOCK_WORDS
+    blocks = words[: num * BLOCK_WORDS].view(num, BLOCK_WORDS)
+    index = torch.arange(num, device=DEVICE)
+    chosen = {"train": index % 20 < 18, "choose": index % 20 == 18, "report": index % 20 == 19}
+    return {name: Text(blocks[which], (index * NUM_CLASSES // num)[which]) for name, which in chosen.items()}
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(seed)
+def sequences(text: Text, scale: Scale, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random sequences [num, length], and the labels of their blocks."""
+    blocks = torch.randint(len(text.words), (num,), generator=generator, device=DEVICE)
+    starts = torch.randint(BLOCK_WORDS - scale.length + 1, (num, 1), generator=generator, device=DEVICE)
+    places = blocks[:, None] * BLOCK_WORDS + starts + torch.arange(scale.length, device=DEVICE)
+    return text.words.view(-1)[places], text.labels[blocks]
 
 
-def mlm_batches(words: Tensor, scale: Scale, num: int, seed: int) -> Batch:
-    """`num` sequences [num, ...]. Of the masked positions 80% have the mask, 10% a random word, 10% their own word."""
-    generator = _generator(seed)
-    size = scale.length - 1
-    starts = torch.randint(len(words) - size, (num, 1), generator=generator, device=DEVICE)
-    tokens = words[starts + torch.arange(size, device=DEVICE)]
-    tokens = torch.cat([torch.full_like(tokens[:, :1], CLS), tokens], 1)
-    drawn = torch.rand(num, size, generator=generator, device=DEVICE)
-    masked = drawn.topk(scale.num_masked, dim=1).indices + 1
+def mlm_batches(text: Text, scale: Scale, num: int, seed: int) -> Batch:
+    """`num` sequences. Of the masked positions 80% have the mask, 10% a random word, 10% their own word."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    tokens, _ = sequences(text, scale, num, generator)
+    drawn = torch.rand(tokens.shape, generator=generator, device=DEVICE)
+    masked = drawn.topk(scale.num_masked, dim=1).indices
     targets = tokens.gather(1, masked)
     kind = torch.rand(masked.shape, generator=generator, device=DEVICE)
     other = torch.randint(NUM_SPECIAL, scale.vocab, masked.shape, generator=generator, device=DEVICE)
@@ -230,18 +254,9 @@ def mlm_batches(words: Tensor, scale: Scale, num: int, seed: int) -> Batch:
     return {"tokens": tokens.scatter(1, masked, shown), "masked": masked, "targets": targets}
 
 
-def cls_batches(words: Tensor, scale: Scale, num: int, seed: int) -> Batch:
-    """`num` pairs of halves. With label 1 the second half follows the first one, with label 0 it is from elsewhere."""
-    generator = _generator(seed)
-    size = (scale.length - 2) // 2
-    starts = torch.randint(len(words) - 2 * size, (num, 1), generator=generator, device=DEVICE)
-    elsewhere = torch.randint(len(words) - 2 * size, (num, 1), generator=generator, device=DEVICE)
-    labels = torch.randint(2, (num, 1), generator=generator, device=DEVICE)
-    steps = torch.arange(size, device=DEVICE)
-    second = torch.where(labels == 1, starts + size, elsewhere)
-    mark = torch.full_like(labels, CLS)
-    parts = [mark, words[starts + steps], torch.full_like(mark, SEP), words[second + steps]]
-    return {"tokens": torch.cat(parts, 1), "labels": labels[:, 0]}
+def cls_batches(text: Text, scale: Scale, num: int, seed: int) -> Batch:
+    tokens, labels = sequences(text, scale, num, torch.Generator(DEVICE).manual_seed(seed))
+    return {"tokens": tokens, "labels": labels}
 
 
 # Training.
@@ -342,7 +357,7 @@ class OutOfTimeError(Exception):
 def train(
     params: dict[str, nn.Parameter], order: Order, lr: float, steps: int, plain: float, losses: Losses, data: Batch
 ) -> dict[str, Any]:
-    """Trains on the sequences of `data` in their order. Returns the curve of the loss and what the optimizer counted."""
+    """Trains on the sequences of `data` in their order. Returns the curve of the loss, and counts of the optimizer."""
     scale = TINY if order.is_tiny else FULL
     batches = {name: value.view(steps, WORLD, scale.micro_batch, *value.shape[1:]) for name, value in data.items()}
     optimizer = new_optimizer(order.way, params.values(), max(1, round(plain * steps)))
@@ -362,19 +377,20 @@ def train(
 
 
 @torch.no_grad()
-def valid_loss(params: dict[str, nn.Parameter], words: Tensor, scale: Scale) -> float:
+def valid_loss(params: dict[str, nn.Parameter], text: Text, scale: Scale) -> float:
     """Masked language modelling, on the same sequences for every run."""
-    data = mlm_batches(words, scale, scale.num_valid, seed=7)
+    data = mlm_batches(text, scale, scale.num_valid, seed=7)
     given = weights_of(params, 1)
-    losses = []
-    for at in range(0, scale.num_valid, 128):
-        losses.append(mlm_losses(given, scale, {name: value[None, at : at + 128] for name, value in data.items()}))
+    losses = [
+        mlm_losses(given, scale, {name: value[None, at : at + 128] for name, value in data.items()})
+        for at in range(0, scale.num_valid, 128)
+    ]
     return float(torch.stack(losses).mean())
 
 
 @torch.no_grad()
-def accuracy(params: dict[str, nn.Parameter], words: Tensor, scale: Scale) -> float:
-    data = cls_batches(words, scale, scale.num_valid, seed=7)
+def accuracy(params: dict[str, nn.Parameter], text: Text, scale: Scale) -> float:
+    data = cls_batches(text, scale, scale.num_valid, seed=7)
     given = weights_of(params, 1)
     right = 0
     for at in range(0, scale.num_valid, 128):
@@ -387,10 +403,11 @@ def run(order: Order) -> dict[str, Any]:
     """One run in a process of the pool."""
     torch.set_num_threads(1)
     scale = TINY if order.is_tiny else FULL
-    row: dict[str, Any] = {**dataclasses.asdict(order), "begin": time.time()}
+    row: dict[str, Any] = {"way": order.way, "seed": order.seed, "lr": order.lr, "steps": order.steps}
+    row["begin"] = time.time()
     if time.time() > order.deadline:
         raise OutOfTimeError("not begun")
-    texts = split_words(order.words)
+    texts = split_text(order.words)
     params = new_params(scale, order.seed)
     chosen = {name: param for name, param in params.items() if not name.startswith("cls")}
     num = order.steps * WORLD * scale.micro_batch
@@ -415,7 +432,7 @@ def run(order: Order) -> dict[str, Any]:
 
 
 def fine_tune(
-    params: dict[str, nn.Parameter], order: Order, scale: Scale, lr: float, texts: dict[str, Tensor]
+    params: dict[str, nn.Parameter], order: Order, scale: Scale, lr: float, texts: dict[str, Text]
 ) -> dict[str, Any]:
     """Trains copies of the parameters to the classification, with the optimizer that has pre-trained them."""
     names = [name for name in params if not name.startswith("mlm")]
@@ -432,10 +449,10 @@ def fine_tune(
 
 def collect(pool: ProcessPoolExecutor, orders: list[Order], left_out: list[str]) -> list[dict[str, Any]]:
     """The rows of all runs that finished. The others are named in `left_out`."""
-    futures: dict[Future[dict[str, Any]], Order] = {pool.submit(run, order): order for order in orders}
-    rows = []
+    futures: dict[Future[dict[str, Any]], int] = {pool.submit(run, order): i for i, order in enumerate(orders)}
+    rows: dict[int, dict[str, Any]] = {}
     for future in as_completed(futures):
-        order = futures[future]
+        order = orders[futures[future]]
         try:
             row = future.result()
         except OutOfTimeError as error:
@@ -446,13 +463,11 @@ def collect(pool: ProcessPoolExecutor, orders: list[Order], left_out: list[str])
             traceback.print_exc()
             left_out.append(f"{order}: failed with {type(error).__name__}: {error}")
             continue
-        rows.append(row)
+        rows[futures[future]] = row
         if "no_tune" in row:
             left_out.append(f"{order}: {row['no_tune']}")
         print(f"{order}: loss {row.get('report', row['choose']):.4f}, {row['end'] - row['begin']:.0f} s", flush=True)
-    key = {order: i for i, order in enumerate(orders)}
-    names = [field.name for field in dataclasses.fields(Order)]
-    return sorted(rows, key=lambda row: key[Order(**{name: row[name] for name in names})])
+    return [row for _, row in sorted(rows.items())]
 
 
 def finite_or_inf(value: float) -> float:
@@ -548,8 +563,7 @@ def compared(name: str, by_way: dict[str, dict[int, float]]) -> list[str]:
         is_inside = min(plain) <= statistics.mean(ours) <= max(plain)
         pairs = ", ".join(f"{by_way[ONE_BIT][seed] - by_way[ADAM][seed]:+.4f}" for seed in both)
         lines += [
-            f"The mean {name} of 1-bit Adam differs from that of Adam by {difference:+.4f} "
-            f"({difference / statistics.mean(plain):+.2%}). "
+            f"The mean {name} of 1-bit Adam differs from that of Adam by {difference:+.4f}. "
             f"It is {'inside' if is_inside else 'outside'} the range of Adam's seeds. "
             f"By seed, 1-bit Adam minus Adam: {pairs}.",
             "",
@@ -575,7 +589,8 @@ def page(result: dict[str, Any], scale: Scale, command: str) -> str:
         if accuracies:
             rates = ", ".join(f"{way} {lr:g}" for way, lr in best.items())
             lines += [
-                f"Accuracy after fine-tuning with the same optimizer (learning rates: {rates}); chance is 0.5:",
+                f"Accuracy after fine-tuning with the same optimizer (learning rates: {rates}); "
+                f"chance is {1 / NUM_CLASSES:g}:",
                 "",
                 *compared("accuracy", accuracies),
             ]
@@ -639,8 +654,8 @@ def predicted_times(found: list[tuple[str, dict[str, Any], dict[str, Any], int]]
     measured = json.loads(text[1])
     seconds = {(row["way"], row["mbit"]): row["seconds"] for row in measured["rows"]}
     lines = [
-        f"Predicted speed of a whole run beside DDP in bf16, from the step times that {files[-1].name} gives for a model "
-        f"of {measured['numel'] / 1e6:.2f} M parameters on CPUs:",
+        f"Predicted speed of a whole run beside DDP in bf16, from the step times that {files[-1].name} gives for a "
+        f"model of {measured['numel'] / 1e6:.2f} M parameters on CPUs:",
         "",
         "| run | Mbit/s | DDP in bf16, s a step | 1-bit Adam, s a step, mean of the run | times as fast |",
         "|---|---:|---:|---:|---:|",
@@ -687,15 +702,16 @@ def about(result: dict[str, Any], scale: Scale, gpu: str, command: str) -> list[
         f"- `{command}`, {result['seconds']:.0f} s with {result['processes']} processes that share the GPU",
         f"- {gpu}; {describe(read_machine())}; torch {torch.__version__}",
         f"- An encoder of {numel} parameters ({scale.layers} layers, hidden size {scale.hidden}, vocabulary "
-        f"{scale.vocab:,}, layer norms first, no dropout), computed in {str(DTYPE).removeprefix('torch.')} with fp32 "
-        "master weights.",
+        f"{scale.vocab:,}, layer norms first, rotary positions, no dropout), computed in "
+        f"{str(DTYPE).removeprefix('torch.')} with fp32 master weights.",
         f"- {result['data']['words'] / 1e6:.2f} M words of Python's standard library, {result['data']['unknown']:.1%} "
-        "of them not in the vocabulary; 90% to train on, 5% to choose learning rates, 5% for the figures.",
+        f"of them not in the vocabulary; of 20 blocks of {BLOCK_WORDS:,} words, 18 to train on, one to choose learning "
+        "rates, one for the figures. The classification: from which eighth of the library is a passage?",
         f"- {steps} steps of {WORLD} workers with {scale.micro_batch} sequences of {scale.length} words, "
         f"{scale.num_masked} masked; fine-tuning has {scale.tune_steps} steps with the same batch. The workers are "
         "played in one process with the optimizer's own code.",
-        f"- Betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping; learning rate: warm-up over a twentieth, cosine to "
-        f"a tenth. 1-bit Adam switches after {PLAIN_SHARE:.0%} of the steps, in fine-tuning after "
+        f"- Betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping; learning rate: warm-up over a twentieth, cosine "
+        f"to a tenth. 1-bit Adam switches after {PLAIN_SHARE:.0%} of the steps, in fine-tuning after "
         f"{TUNE_PLAIN_SHARE:.0%}. Plain steps send gradients in bf16.",
         "- Not equal: the sweep is shorter than whole runs, and its best rate may not be the best one of a whole run. "
         "The scale of error-compensated gradients is that of 4,096 elements, which is finer than one for a tensor.",
@@ -727,7 +743,7 @@ def plotted(result: dict[str, Any]) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """For JSON: None instead of numbers that are not finite, losses with five digits."""
+    """For JSON: None instead of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -759,12 +775,12 @@ def main() -> None:
     if given.save:  # first the numbers: an error in the page must not lose them
         given.save_to.mkdir(parents=True, exist_ok=True)
         (given.save_to / f"{stem}.json").write_text(json.dumps(without_nan(result)) + "\n", encoding="utf-8")
+        (given.save_to / f"{stem}.svg").write_text(plotted(result), encoding="utf-8")
     command = f"python benchmarks/onebit_convergence.py --budget {given.budget:g}" + (" --tiny" if given.tiny else "")
     text = page(result, scale, command)
     print(text)
     if given.save:
         (given.save_to / f"{stem}.md").write_text(text, encoding="utf-8")
-        (given.save_to / f"{stem}.svg").write_text(plotted(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -88,9 +88,7 @@ def test_played_ranks_are_real_ranks(freeze_step: int | None, clip: float | None
     params = first_params()
     optimizer = PlayedAdam(params, WORLD, **options)
     for step in range(20):
-        optimizer.take(
-            [torch.stack([gradient(step, r, i, p) for r in range(WORLD)]) for i, p in enumerate(params)]
-        )
+        optimizer.take([torch.stack([gradient(step, r, i, p) for r in range(WORLD)]) for i, p in enumerate(params)])
         optimizer.step()
     assert optimizer.frozen_step == frozen_step
     assert frozen_step is not None
@@ -126,3 +124,34 @@ def test_errors_hold_what_was_not_sent() -> None:
     total += optimizer._workers[0].mean(0) + optimizer._servers[0]
     for view, grad in zip(bucket.views(total), grads, strict=True):
         torch.testing.assert_close(view, 10 * grad.mean(0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(240)
+def test_the_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
+    script = str(BENCHMARKS / "onebit_convergence.py")
+    command = [sys.executable, script, "--tiny", "--save", "--save-to", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table, curves, drawing = (next(tmp_path.glob(f"*-onebit-convergence.{kind}")) for kind in ("md", "json", "svg"))
+    result = json.loads(curves.read_text())
+    assert not result["left_out"]
+    assert len(result["sweep"]) == 8
+    assert len(result["runs"]) == 6
+    for part in ("Accuracy after fine-tuning", "figure 13", "| fine-tuning | 8 | 2 (25%) |", "Predicted speed"):
+        assert part in table.read_text()
+    before = drawing.read_text()
+    drawing.unlink()
+    subprocess.run([sys.executable, script, "--plot", str(curves)], check=True)
+    assert curves.with_suffix(".svg").read_text() == before
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(240)
+def test_runs_without_time_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "onebit_convergence.py"), "--tiny", "--budget", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("- Left out: ") == 8
