@@ -150,9 +150,8 @@ def _norm(p: Weights, name: str, x: Tensor) -> Tensor:
     return torch.addcmul(p[f"{name}.bias"][:, None], flat, p[f"{name}.weight"][:, None])
 
 
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions: pairs of elements of `x` [..., length, 2 * n] are rotated by `angles` [length, n]."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: pairs of elements of `x` [..., length, 2 * n] are rotated by angles [length, n]."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
@@ -166,10 +165,13 @@ def encode(p: Weights, scale: Scale, tokens: Tensor) -> Tensor:
     pairs = torch.arange(size // heads // 2, device=tokens.device)
     turns = torch.arange(length, device=tokens.device)
     angles = turns[:, None] * torch.pow(10_000.0, -2.0 * pairs * heads / size)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     for i in range(scale.layers):
         qkv = _linear(p, f"{i}.qkv", _norm(p, f"{i}.first", x))
-        q, k, v = qkv.view(workers * batch, length, 3, heads, size // heads).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(_rotated(q, angles), _rotated(k, angles), v)
+        split = qkv.view(workers * batch, length, 3, heads, size // heads).permute(2, 0, 3, 1, 4)
+        qk, v = split.split([2, 1])
+        q, k = _rotated(qk, cos, sin).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v[0])
         x = x + _linear(p, f"{i}.out", mixed.transpose(1, 2).reshape(workers, batch * length, size))
         x = x + _linear(p, f"{i}.down", F.gelu(_linear(p, f"{i}.up", _norm(p, f"{i}.second", x))))
     return _norm(p, "last", x)
