@@ -4,14 +4,16 @@
     python benchmarks/onebit_convergence.py --tiny       # shows on any machine that the script works, nothing more
     python benchmarks/onebit_convergence.py --plot benchmarks/results/<date>-onebit-convergence.json
 
-A BERT-like encoder learns masked language modelling on the words of Python's standard library. Four ways:
+A BERT-like encoder learns masked language modelling on the words of Python's standard library. Five ways:
 
 - Adam on the mean gradient of all workers
 - error-compensated Adam: gradients are compressed to one bit with error feedback, and Adam takes what was decoded
 - error-compensated Adam that starts with plain steps, as many as 1-bit Adam
-- 1-bit Adam
+- 1-bit Adam that switches after a fifth of the steps
+- 1-bit Adam that decides itself when to switch
 
-Each way gets the same sweep of learning rates, in shorter runs with another seed. The best rate of each way is used in
+Each way gets the same sweep of learning rates, in shorter runs with another seed, except for the last one, which uses
+the rate of 1-bit Adam: the shorter runs could end before it switches. The best rate of each way is used in
 whole runs: of all seeds for Adam and 1-bit Adam, of the first seed for the others. Then Adam and 1-bit Adam fine-tune
 their own models to a classification: from which eighth of the library is this passage? Learning rates are chosen on one
 part of the validation text, and figures are of another part. The workers are played in one
@@ -53,11 +55,12 @@ from twinflow.data import load_data
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-ADAM, ERROR, ERROR_LATE, ONE_BIT = WAYS = (
+ADAM, ERROR, ERROR_LATE, ONE_BIT, OWN_SWITCH = WAYS = (
     "Adam",
     "error-compensated Adam",
     "error-compensated Adam, warm-up",
     "1-bit Adam",
+    "1-bit Adam, own switch",
 )
 WORLD = 4
 BETAS = (0.9, 0.99)
@@ -330,8 +333,8 @@ def new_optimizer(way: str, params: Iterable[nn.Parameter], num_plain: int) -> P
     options: dict[str, Any] = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "wire_dtype": torch.bfloat16}
     if way == ADAM:
         return PlainAdam(list(params), WORLD, **options)
-    if way == ONE_BIT:
-        return PlayedAdam(list(params), WORLD, freeze_step=num_plain, **options)
+    if way in (ONE_BIT, OWN_SWITCH):
+        return PlayedAdam(list(params), WORLD, freeze_step=num_plain if way == ONE_BIT else None, **options)
     return CompressedAdam(list(params), WORLD, freeze_step=num_plain if way == ERROR_LATE else 0, **options)
 
 
@@ -499,7 +502,7 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
     end = start + given.budget
     left_out: list[str] = []
     result: dict[str, Any] = {"left_out": left_out, "sweep": [], "runs": []}
-    processes = given.processes or (12 if CUDA else 1)
+    processes = given.processes or (13 if CUDA else 1)
     with tempfile.TemporaryDirectory() as folder:
         words = str(Path(folder) / "words.pt")
         result["data"] = make_words(scale, Path(words))
@@ -509,9 +512,12 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
                 Order(way, SWEEP_SEED, lr, scale.sweep_steps, False, limit, words, given.tiny)
                 for lr in scale.rates
                 for way in given.ways
+                if way != OWN_SWITCH
             ]
             result["sweep"] = collect(pool, orders, left_out)
             result["rates"] = best = best_rates(result["sweep"])
+            if OWN_SWITCH in given.ways and ONE_BIT in best:
+                best[OWN_SWITCH] = best[ONE_BIT]
             print(f"best learning rates: {best}, {time.time() - start:.0f} s", flush=True)
             pairs = [(way, 0) for way in best]
             pairs += [(way, seed) for seed in range(1, given.seeds) for way in best if way in (ADAM, ONE_BIT)]
@@ -622,6 +628,7 @@ def whole_run_bytes(runs: list[dict[str, Any]], best: dict[str, float]) -> list[
     if plain is None or ours is None:
         return []
     found.append(("pre-training", plain, ours, ours["steps"]))
+    found += [("pre-training, own switch", plain, row, row["steps"]) for row in runs if row["way"] == OWN_SWITCH]
     tunes = tuned(plain, best), tuned(ours, best)
     if tunes[0] is not None and tunes[1] is not None:
         steps = round(tunes[1]["frozen_step"] / TUNE_PLAIN_SHARE)
@@ -634,10 +641,11 @@ def whole_run_bytes(runs: list[dict[str, Any]], best: dict[str, float]) -> list[
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one, other, steps in found:
-        share = other["frozen_step"] / steps
+        num_plain = other["frozen_step"] or steps
+        share = num_plain / steps
         fewer = one["sent_bytes"] / other["sent_bytes"]
         lines.append(
-            f"| {name} | {steps:,} | {other['frozen_step']:,} ({share:.0%}) | {one['sent_bytes'] / 1e9:.3f} GB | "
+            f"| {name} | {steps:,} | {num_plain:,} ({share:.0%}) | {one['sent_bytes'] / 1e9:.3f} GB | "
             f"{other['sent_bytes'] / 1e9:.3f} GB | {fewer:.2f} | {1.0 / (share + (1.0 - share) / 16.0):.2f} |"
         )
     lines.append("")
@@ -663,7 +671,7 @@ def predicted_times(found: list[tuple[str, dict[str, Any], dict[str, Any], int]]
         "|---|---:|---:|---:|---:|",
     ]
     for name, _, ours, steps in found:
-        share = ours["frozen_step"] / steps
+        share = (ours["frozen_step"] or steps) / steps
         for mbit in sorted({mbit for way, mbit in seconds if way == "onebit"}):
             if ("bf16", mbit) in seconds and ("warmup", mbit) in seconds:
                 mean = share * seconds["warmup", mbit] + (1.0 - share) * seconds["onebit", mbit]
@@ -714,7 +722,8 @@ def about(result: dict[str, Any], scale: Scale, gpu: str, command: str) -> list[
         "played in one process with the optimizer's own code.",
         f"- Betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping; learning rate: warm-up over a twentieth, cosine "
         f"to a tenth. 1-bit Adam switches after {PLAIN_SHARE:.0%} of the steps, in fine-tuning after "
-        f"{TUNE_PLAIN_SHARE:.0%}. Plain steps send gradients in bf16.",
+        f"{TUNE_PLAIN_SHARE:.0%}; with its own switch it decides itself, with the same learning rate. Plain steps send "
+        "gradients in bf16.",
         "- Not equal: the sweep is shorter than whole runs, and its best rate may not be the best one of a whole run. "
         "The scale of error-compensated gradients is that of 4,096 elements, which is finer than one for a tensor.",
         f"- Steps of whole runs that were skipped because a gradient was not finite: {skipped}.",

@@ -139,7 +139,7 @@ def test_the_script_runs_on_a_tiny_model(tmp_path: Path) -> None:
     result = json.loads(curves.read_text())
     assert not result["left_out"]
     assert len(result["sweep"]) == 8
-    assert len(result["runs"]) == 6
+    assert len(result["runs"]) == 7
     for part in ("Accuracy after fine-tuning", "figure 13", "| fine-tuning | 8 | 2 (25%) |", "Predicted speed"):
         assert part in table.read_text()
     before = drawing.read_text()
