@@ -13,14 +13,13 @@ A BERT-like encoder learns masked language modelling on the words of Python's st
 - 1-bit Adam that decides itself when to switch
 
 Each way gets the same sweep of learning rates, in shorter runs with another seed, except for the last one, which uses
-the rate of 1-bit Adam: the shorter runs could end before it switches. The best rate of each way is used in
-whole runs: of all seeds for Adam and 1-bit Adam, of the first seed for the others. Then Adam and 1-bit Adam fine-tune
-their own models to a classification: from which eighth of the library is this passage? Learning rates are chosen on one
-part of the validation text, and figures are of another part. The workers are played in one
-process with onebit_played.py, because NCCL refuses several ranks on one GPU. All runs are processes that share the
-GPU, so their times mean nothing. `--budget` is the wall-clock time in seconds: the length of whole runs follows from
-the speed of the sweep, and runs that cannot finish are named in the output. `--save` writes a table, a JSON file with
-the curves and a picture.
+the rate of 1-bit Adam: the shorter runs could end before it switches. The best rate of each way is used in whole runs:
+of all seeds for Adam and 1-bit Adam, of the first seed for the others. Then Adam and 1-bit Adam fine-tune their own
+models to a classification: from which eighth of the library is this passage? Learning rates are chosen on one part of
+the validation text, and figures are of another part. The workers are played in one process with onebit_played.py,
+because NCCL refuses several ranks on one GPU. All runs are processes that share the GPU, so their times mean nothing.
+`--budget` is the wall-clock time in seconds: the length of whole runs follows from the speed of the sweep, and runs
+that cannot finish are named in the output. `--save` writes a table, a JSON file with the curves and a picture.
 """
 
 from __future__ import annotations
