@@ -9,19 +9,19 @@ host, and the calling thread waits. gloo's reduce-scatter sends as much as an al
 reduce-scatter here exchanges parts, and the owner of a part sums it in fp32 in the order of the ranks. It sends fewer
 bytes and gives the same bits every time.
 
-A group has one NCCL communicator. These are the groups whose tensors can be on a GPU. All others use gloo.
+A group has one NCCL communicator. These groups can have tensors on a GPU, all others use gloo:
 
-- `reduce` of `Team`: the thread twinflow-reducer calls, on the stream "reduce", in the order of rank 0's first backward
+- `reduce` of `Team`: used by the thread twinflow-reducer on the stream "reduce", in the order of rank 0's first backward
   (zero/reducer.py).
-- `publish` of `Team`: the thread twinflow-publisher calls, on the stream "publish", in the order of the next forward
+- `publish` of `Team`: used by the thread twinflow-publisher on the stream "publish", in the order of the next forward
   (zero/publisher.py).
-- `fetch` of `Team`: the thread twinflow-fetcher calls, on the stream "fetch", in the order of the blocks
+- `fetch` of `Team`: used by the thread twinflow-fetcher on the stream "fetch", in the order of the blocks
   (offload/fetcher.py).
-- `Grid.model`: the threads of forward and backward call, on the model's stream. All tensor ranks run the same layers.
-- Ties of a pipeline: the thread of the training loop calls, on the model's stream, in the order of the list of ties.
-- Bodies of a pipeline (messages): the training loop sends, on the model's stream. A thread for each sender receives, on
-  its own stream. The schedule orders them, and a header over gloo precedes each body (parallel/wire.py).
-- `fully_shard` of torch (ZeRO stage 3): forward and backward call, on torch's streams, in the order of the blocks.
+- `Grid.model`: used by the threads of forward and backward on the model's stream. All tensor ranks run the same layers.
+- Ties of a pipeline: used by the thread of the training loop on the model's stream, in the order of the list of ties.
+- Bodies of a pipeline (messages): sent by the training loop on the model's stream, received by a thread for each sender
+  on its own stream. The schedule orders them, and a header over gloo precedes each body (parallel/wire.py).
+- `fully_shard` of torch (ZeRO stage 3): used by forward and backward on torch's streams, in the order of the blocks.
 
 Rules that NCCL needs:
 
@@ -29,8 +29,8 @@ Rules that NCCL needs:
 2. Only one thread at a time uses a group. Messages are exempt: two ranks exchange them in one direction per group.
 3. Two groups have no common order, because two threads call them. This is safe if the kernels of both fit on the GPU
    together, so nothing that a collective waits for may wait for a collective of another group on the same rank.
-4. A tensor may be freed or changed only after the stream on which the collective was called. The callers record an
-   event on that stream (device.py). `Sending.wait` does this for messages, and `use_here` for received tensors.
+4. A tensor may be freed or changed only when the collective has ended on its stream. The callers record an event on
+   that stream (device.py). `Sending.wait` does this for messages, and `use_here` for received tensors.
 
 With the environment variable TWINFLOW_CHECK_COLLECTIVES=1 the rules 1 and 2 are checked in every call, by comparison
 through the store of the process group, and groups with one rank call the backend too instead of skipping it.
@@ -81,10 +81,8 @@ class Sending:
 
 
 class _CallOrder:
-    """Compares each call of a group with the call of the rank that made it first. Does not wait for other ranks.
-
-    The store keeps one key for each call, so this is for debugging only.
-    """
+    """Compares each call of a group with the call of the rank that made it first, without waiting for other ranks. The
+    store keeps one key for each call, so this is for debugging only."""
 
     def __init__(self, handle: Any) -> None:
         self._keys = own_keys(group_store(), f"collectives/{handle.group_name}", dist.get_rank())
@@ -105,7 +103,7 @@ class _CallOrder:
                 raise wrong_state(
                     f"The collective {what} cannot start",
                     f"another rank called {first} as number {self._count} of this group",
-                    "All ranks must call the same collectives in the same order.",
+                    "Call the same collectives in the same order on all ranks.",
                 )
             self._count += 1
             yield
@@ -123,7 +121,7 @@ class Group:
         self.rank = self.ranks.index(dist.get_rank()) if handle is not None else 0
         self.is_on_host = is_on_host  # True for gloo.
         self.sent_bytes = 0  # bytes that this rank sent, without the overhead of the backend
-        self.num_calls = 0  # collectives of the backend
+        self.num_calls = 0  # number of collectives that the backend has run
         self._gives_up: Callable[[], bool] | None = None
         is_checked = handle is not None and os.environ.get(CHECK) == "1"
         self._order = _CallOrder(handle) if is_checked else None

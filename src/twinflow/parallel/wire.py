@@ -160,7 +160,7 @@ class Wire:
         self._error: BaseException | None = None  # first error of this rank
         self._cause = ""  # error of the rank that failed first
         self._is_closed = False
-        self._sent: queue.SimpleQueue[tuple[int, Sending] | None] = queue.SimpleQueue()  # with the receiver
+        self._sent: queue.SimpleQueue[tuple[int, Sending] | None] = queue.SimpleQueue()  # receiver and message
         self._threads = [self._start(self._wait_sent)] if len(ranks) > 1 else []
 
     def expect(self, keys: Mapping[int, Sequence[Key]]) -> None:
