@@ -11,7 +11,7 @@ bytes and gives the same bits every time.
 
 A group has one NCCL communicator. These groups can have tensors on a GPU, all others use gloo:
 
-- `reduce` of `Team`: used by the thread twinflow-reducer on the stream "reduce", in the order of rank 0's first backward
+- `reduce` of `Team`: used by the thread twinflow-reducer on the stream "reduce" in the order of rank 0's first backward
   (zero/reducer.py).
 - `publish` of `Team`: used by the thread twinflow-publisher on the stream "publish", in the order of the next forward
   (zero/publisher.py).
