@@ -195,15 +195,15 @@ class OffloadOptimizer(Section):
     states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
     placement: Literal["auto", "front", "tail"] = ours(
         "auto",
-        "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
+        "layers whose state stays on the GPU; front: the first, tail: the last, auto: those that a forward needs first",
         for_host=True,
     )
     delayed_update: bool = ours(False, "apply each update one step later; this changes results")
     delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
     early: bool | Literal["auto"] = ours(
         "auto",
-        "true: updates start during backward; false: updates start in step(); auto: as with true, but without clipping "
-        "and overflow check the first steps are as with false",
+        "true: updates start during backward; false: updates start in step(); auto: true, but if neither clipping nor "
+        "the overflow check is on, the updates of the first steps start in step()",
     )
     host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
     hold: Side = ours(
@@ -212,14 +212,14 @@ class OffloadOptimizer(Section):
     )
     sums: Side = ours(
         "auto",
-        "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
-        "reduced after each micro-batch, and each rank sums its part",
+        "where gradients of several micro-batches are summed; auto: the device, if the sums take up to half of its "
+        "free memory; auto with stage 2: ranks reduce the gradients of each micro-batch, and each rank sums its part",
     )
     bucket_numel: Buckets | None = ours(
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
     )
     shadow_bytes: Whole | None = ours(
-        None, "host memory for updates before the clipping decision; null: half of the spare memory", for_host=True
+        None, "host bytes for updates before the clipping decision; null: half of the spare memory", for_host=True
     )
 
     @classmethod
@@ -511,11 +511,11 @@ class Config(Section):
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
-    comms_logger: Free | None = unused(None, "the groups in optimizer.team.groups count the bytes that they send")
+    comms_logger: Free | None = unused(None, "the groups in engine.optimizer.team.groups count sent bytes")
     dump_state: bool = unused(False, "a Config object can be printed")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() shows the use of memory")
     log_level: str | None = unused(None, "log levels are set with Python's logging")
-    timers: Free | None = unused(None, "wall_clock_breakdown turns timing on")
+    timers: Free | None = unused(None, "wall_clock_breakdown prints the times of the parts of a step")
     disable_python_gc: bool = unused(False, "Python's garbage collector always stays on")
     zero_allow_untested_optimizer: bool = unused(False, "any torch.optim.Optimizer is allowed")
     zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer can run on the host")
