@@ -1,5 +1,4 @@
-"""Writes the tables of the docs that are generated from the code. In its page, a table is between two comments, `<!--
-NAME: begin -->` and `<!-- NAME: end -->`.
+"""Writes the generated tables of the docs, each between the comments `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
 python docs/tables.py
 """

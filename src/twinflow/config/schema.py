@@ -527,7 +527,7 @@ class Config(Section):
         "without prescale_gradients: divide gradients by this factor before the sum, and by (ranks / factor) after it",
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
-    data_parallel_size: Positive | None = honoured(None, "expected number of replicas; another number is an error")
+    data_parallel_size: Positive | None = honoured(None, "expected number of model copies; another number is an error")
     sequence_parallel_size: Positive | None = refused(
         None, "leave it at 1, and use tensor_parallel.sequence instead", off=(1,)
     )
