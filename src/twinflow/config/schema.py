@@ -505,14 +505,14 @@ class Config(Section):
     compile: CompileSection = section(CompileSection, "DeepCompile, which must be off")
 
     prescale_gradients: bool = honoured(False, "divide gradients by the number of ranks before the sum, not after it")
-    gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of the gradients over ranks")
+    gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of gradients over ranks: mean or sum")
     communication_data_type: Dtype | None = honoured(
         None, "dtype in which gradients are reduced; null: their own dtype"
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
     comms_logger: Free | None = unused(None, "the groups in engine.optimizer.team.groups count sent bytes")
-    dump_state: bool = unused(False, "a Config object can be printed")
+    dump_state: bool = unused(False, "load_config() returns an object that can be printed")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() shows the use of memory")
     log_level: str | None = unused(None, "log levels are set with Python's logging")
     timers: Free | None = unused(None, "wall_clock_breakdown prints the times of the parts of a step")
