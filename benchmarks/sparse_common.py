@@ -210,8 +210,10 @@ def to_json(facts: Row) -> list[str]:
     return ["```json", json.dumps(facts), "```", ""]
 
 
-def save(text: str, name: str) -> None:
-    """A file in benchmarks/results."""
-    path = Path(__file__).parent / "results" / f"{name}.md"
+def save(text: str, name: str, folder: Path | None = None) -> None:
+    """A file in a folder, by default benchmarks/results."""
+    folder = folder or Path(__file__).parent / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.md"
     path.write_text(text, encoding="utf-8")
     print(f"written to {path}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 from twinflow.monitor.plot import tick_text, ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP = 640, 250, 52, 470, 40
-COLORS = ("#2563eb", "#64748b", "#ea580c")
+COLORS = ("#2563eb", "#64748b", "#ea580c", "#16a34a", "#9333ea")
 STYLE = "text{font:13px sans-serif;fill:#334155}.title{font-weight:600}.tick{font-size:11px;fill:#64748b}"
 STYLE += ".grid{stroke:#e2e8f0;stroke-width:1}"
 Line = tuple[str, Sequence[tuple[float, float]]]
@@ -19,7 +19,7 @@ Line = tuple[str, Sequence[tuple[float, float]]]
 
 def panel(title: str, lines: Sequence[Line], y0: int) -> str:
     """One plot: ratio from 0 to 1 across, from zero upwards, each line named where it ends."""
-    top = 1.1 * max(y for _, points in lines for _, y in points)
+    top = 1.1 * max(y for _, points in lines for _, y in points) or 1.0
     marks = ticks(0.0, top)
     bottom = y0 + HEIGHT - 50
 
@@ -31,13 +31,13 @@ def panel(title: str, lines: Sequence[Line], y0: int) -> str:
         parts.append(f'<polyline class="grid" points="{LEFT},{at(0, y)[1]} {RIGHT},{at(0, y)[1]}"/>')
         parts.append(text(LEFT - 8, at(0, y)[1] + 4, tick_text(y), "tick", "end"))
     parts += [text(at(x, 0)[0], bottom + 18, f"{x:g}", "tick", "middle") for x in (0, 0.25, 0.5, 0.75, 1)]
-    for (_, points), color in zip(lines, COLORS, strict=True):
+    for (_, points), color in zip(lines, COLORS, strict=False):
         places = [at(*point) for point in sorted(points)]
         path = " ".join(f"{x},{y}" for x, y in places)
         parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
         if len(places) > 2:
             parts += [f'<circle r="3.5" fill="{color}" cx="{x}" cy="{y}"/>' for x, y in places]
-    ends = sorted((at(*max(points))[1], label, color) for (label, points), color in zip(lines, COLORS, strict=True))
+    ends = sorted((at(*max(points))[1], label, color) for (label, points), color in zip(lines, COLORS, strict=False))
     lowest = -100.0
     for y, label, color in ends:  # names must not lie on each other
         lowest = max(y, lowest + 16)
@@ -67,9 +67,14 @@ def picture(page: str) -> str:
         ("host", [(r["host_share"], r["host_gb"] - r["shadow_gb"]) for r in swept]),
         ("host, with spare", [(r["host_share"], r["host_gb"]) for r in swept]),
     ]
-    body = panel("Seconds a step: 3.43 B parameters, 4 x 2048 tokens, clipping on", times, 0)
-    body += panel("Memory, GB", memory, HEIGHT)
-    size = f'width="{WIDTH}" height="{2 * HEIGHT}" viewBox="0 0 {WIDTH} {2 * HEIGHT}"'
+    return drawing([("Seconds a step: 3.43 B parameters, 4 x 2048 tokens, clipping on", times), ("Memory, GB", memory)])
+
+
+def drawing(panels: Sequence[tuple[str, Sequence[Line]]]) -> str:
+    """An SVG with one plot below the other."""
+    body = "".join(panel(title, lines, i * HEIGHT) for i, (title, lines) in enumerate(panels))
+    height = len(panels) * HEIGHT
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     back = '<rect width="100%" height="100%" fill="#fff"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{back}{body}</svg>\n'
 

@@ -42,7 +42,7 @@ typedef struct tf_segment {
 } tf_segment;
 
 // Arguments of tf_encode, tf_mean and tf_decode. src/twinflow/codes/code.py describes the format of a row. `exponents`
-// is NULL, or has k + 127 for each element of `values`, and 0 for elements that are left out.
+// is NULL, or has k + 127 for each element of `values`, and 0 for excluded elements, which are decoded as 0.
 typedef struct tf_packing {
   void* packed;              // num_rows adjacent rows: tf_encode writes them, tf_mean and tf_decode read them
   void* values;              // values_type: tf_encode reads them, tf_mean and tf_decode write them
@@ -53,7 +53,7 @@ typedef struct tf_packing {
   int64_t numel;  // of one row
   int32_t bits;   // 1, 4 or 8
   int32_t values_type, base_type;
-  int32_t is_scaled;  // not 0: multiply by 2^k; 0: exponents only tell which elements are left out
+  int32_t is_scaled;  // not 0: multiply by 2^k; 0: exponents only tell which elements are excluded
   int32_t is_added;   // not 0: tf_decode adds to `values`; 0: it overwrites them
   float factor;       // factor of `values` in tf_encode, and of the result in tf_mean and tf_decode
   float base_factor;
@@ -107,6 +107,8 @@ TF_PUBLIC int32_t tf_event_state(const tf_event* event);            // 1: done, 
 TF_PUBLIC int32_t tf_event_wait(const tf_event* event);             // blocks; returns 1 or -1, as tf_event_state
 TF_PUBLIC void tf_event_free(tf_event* event);
 TF_PUBLIC int32_t tf_has_cuda(void);
+// Writes which call of the CUDA driver failed first in this process, and how. Returns 0 if none has failed.
+TF_PUBLIC int64_t tf_cuda_failure(char* into, int64_t num_bytes);
 
 // Waits of the executor that a test can switch off, to show that each of them is needed.
 enum tf_sync_point {
@@ -237,7 +239,8 @@ TF_PUBLIC void tf_executor_record_spans(tf_executor* executor, int32_t enabled);
 // at the time anchor_s.
 TF_PUBLIC int64_t tf_executor_spans(tf_executor* executor, void* anchor, double anchor_s, tf_span* spans,
                                     int64_t max_spans);
-// Changes the numbers of slots, and whether the host sums gradients. Call it between steps.
+// Changes the numbers of slots, and whether the host sums gradients. Frees surplus weight slots unless
+// keeps_weight_slots. Call it between steps.
 TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int32_t num_weight_slots,
                                   int32_t sums_on_host, int32_t keeps_weight_slots);
 TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);

@@ -1,10 +1,9 @@
 // The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
-// Python calls these functions from any of its threads. It calls those that may block without the GIL
-// (native/executor.py). Each function locks `mutex_` and reads or changes records (executor.h). No function copies or
-// updates data, with one exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A
-// function that changes a condition that a thread may wait for notifies `changed_`. A caller waits for an event of a
-// stream without the mutex.
+// Python calls these functions from any of its threads, and without the GIL if they may block (native/executor.py).
+// Each function locks `mutex_` and reads or changes records (executor.h). No function copies or updates data, with one
+// exception: `hold_back` casts weights. It may do so, because no task of the bucket runs then. A function that changes
+// a condition for which a thread may wait notifies `changed_`. A caller waits for events of streams without the mutex.
 #include "executor.h"
 
 namespace tf {
@@ -145,6 +144,13 @@ void Executor::set_bucket(int64_t index, const tf_bucket& spec, int64_t store) {
   found.spec = spec;
   found.slices.assign(spec.slices, spec.slices + spec.num_slices);
   found.spec.slices = nullptr;
+  found.follows.assign(spec.num_slices, 0);
+  for (int32_t i = 1; i < spec.num_slices; ++i) {
+    const tf_slice &before = found.slices[i - 1], &here = found.slices[i];
+    if (!before.target || !here.target) continue;
+    auto* end = static_cast<char*>(before.target) + before.numel * bytes_of(spec.type);
+    found.follows[i] = end == here.target && driver_->share_allocation(before.target, here.target);
+  }
   found.store = store;
   found.added.assign(spec.num_slices, 0);
   found.sent_slices.resize(spec.num_slices, 0);

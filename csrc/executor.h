@@ -72,6 +72,7 @@ struct Task;
 struct Bucket {
   tf_bucket spec{};
   std::vector<tf_slice> slices;
+  std::vector<uint8_t> follows;  // slices whose weights directly follow those of the previous slice on the device
   int64_t store = -1;
   int64_t deadline = 0;
   int64_t due = 0;        // the last job whose weights the next forward must use

@@ -134,7 +134,7 @@ void Executor::copy_back(Task& task) {
     int64_t length = one.slices[i].numel * size;
     one.sent_slices[i] = 1;
     counters_.bytes_back += length;
-    if (into && target == into + num_bytes && source == from + num_bytes) {
+    if (into && one.follows[i] && task.present[i - 1] && source == from + num_bytes) {
       num_bytes += length;
       continue;
     }

@@ -51,7 +51,7 @@ struct SomeBase {
   TF_INLINE_MEMBER float add(int i, float given) const { return in[i] * factor + given; }
 };
 
-struct AllIn {  // without exponents: no scaling, and no element is left out
+struct AllIn {  // without exponents: no scaling, and no element is excluded
   TF_INLINE_MEMBER float times(int, float x) const { return x; }
   TF_INLINE_MEMBER float divided(int, float x) const { return x; }
   TF_INLINE_MEMBER float choose(int, float x, float) const { return x; }

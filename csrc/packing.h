@@ -155,8 +155,7 @@ __attribute__((noinline)) static void leave_signs(const float* __restrict c, flo
   for (int i = 0; i < n; ++i) error.put(i, chosen.choose(i, c[i] - (below_zero(c[i]) ? minus : scale), 0.0f));
 }
 
-// The error of a block that cannot be packed, because it is not finite, does not change, except for elements that are
-// left out.
+// The error of a block that is not finite, and cannot be packed, does not change, except for excluded elements.
 template <class Chosen>
 static void keep_error(const Chosen&, const NoError&, int) {}
 

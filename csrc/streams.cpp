@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -161,6 +162,7 @@ class ThreadDriver final : public Driver {
   }
   void free_pinned(void* buffer, size_t num_bytes, bool) override { munmap(buffer, num_bytes); }
   void enter_thread() override {}
+  bool share_allocation(const void*, const void*) override { return true; }
   void hold(void*, const EventRef& event) override { event->wait(); }
 };
 
@@ -196,6 +198,8 @@ struct Cuda {
   CUresult (*cuMemHostRegister_v2)(void*, size_t, unsigned);
   CUresult (*cuMemHostUnregister)(void*);
   CUresult (*cuThreadExchangeStreamCaptureMode)(int*);
+  CUresult (*cuGetErrorName)(CUresult, const char**);
+  CUresult (*cuMemGetAddressRange_v2)(uintptr_t*, size_t*, uintptr_t);
 };
 
 template <class Function>
@@ -210,18 +214,29 @@ const Cuda* cuda() {
     if (!library) return nullptr;
     static Cuda c;
 #define TF_LOAD(name) load(library, #name, &c.name)
-    bool has_all = TF_LOAD(cuInit) && TF_LOAD(cuDevicePrimaryCtxRetain) && TF_LOAD(cuCtxSetCurrent) &&
-                   TF_LOAD(cuCtxPushCurrent_v2) && TF_LOAD(cuCtxPopCurrent_v2) &&
-                   TF_LOAD(cuCtxGetStreamPriorityRange) && TF_LOAD(cuStreamCreateWithPriority) &&
-                   TF_LOAD(cuStreamDestroy_v2) && TF_LOAD(cuStreamSynchronize) && TF_LOAD(cuStreamWaitEvent) &&
-                   TF_LOAD(cuMemcpyAsync) && TF_LOAD(cuLaunchHostFunc) && TF_LOAD(cuEventCreate) &&
-                   TF_LOAD(cuEventDestroy_v2) && TF_LOAD(cuEventRecord) && TF_LOAD(cuEventQuery) &&
-                   TF_LOAD(cuEventSynchronize) && TF_LOAD(cuEventElapsedTime) && TF_LOAD(cuMemHostRegister_v2) &&
-                   TF_LOAD(cuMemHostUnregister) && TF_LOAD(cuThreadExchangeStreamCaptureMode);
+    bool has_all =
+        TF_LOAD(cuInit) && TF_LOAD(cuDevicePrimaryCtxRetain) && TF_LOAD(cuCtxSetCurrent) &&
+        TF_LOAD(cuCtxPushCurrent_v2) && TF_LOAD(cuCtxPopCurrent_v2) && TF_LOAD(cuCtxGetStreamPriorityRange) &&
+        TF_LOAD(cuStreamCreateWithPriority) && TF_LOAD(cuStreamDestroy_v2) && TF_LOAD(cuStreamSynchronize) &&
+        TF_LOAD(cuStreamWaitEvent) && TF_LOAD(cuMemcpyAsync) && TF_LOAD(cuLaunchHostFunc) && TF_LOAD(cuEventCreate) &&
+        TF_LOAD(cuEventDestroy_v2) && TF_LOAD(cuEventRecord) && TF_LOAD(cuEventQuery) && TF_LOAD(cuEventSynchronize) &&
+        TF_LOAD(cuEventElapsedTime) && TF_LOAD(cuMemHostRegister_v2) && TF_LOAD(cuMemHostUnregister) &&
+        TF_LOAD(cuThreadExchangeStreamCaptureMode) && TF_LOAD(cuGetErrorName) && TF_LOAD(cuMemGetAddressRange_v2);
 #undef TF_LOAD
     return has_all && c.cuInit(0) == kCudaSuccess ? &c : nullptr;
   }();
   return found;
+}
+
+// The first failure of a call on a stream or an event, for the message of the error that Python raises.
+std::atomic<const char*> failed_call{nullptr};
+std::atomic<CUresult> failed_with{kCudaSuccess};
+
+bool works(CUresult result, const char* call) {
+  if (result == kCudaSuccess) return true;
+  const char* none = nullptr;
+  if (failed_call.compare_exchange_strong(none, call)) failed_with = result;
+  return false;
 }
 
 // Events are reused, because creating one takes longer than recording it.
@@ -237,7 +252,8 @@ class CudaEvents {
       }
     }
     CUevent event = nullptr;
-    return cuda()->cuEventCreate(&event, kEventBlockingSync | kEventDisableTiming) == kCudaSuccess ? event : nullptr;
+    auto result = cuda()->cuEventCreate(&event, kEventBlockingSync | kEventDisableTiming);
+    return works(result, "cuEventCreate") ? event : nullptr;
   }
   void give(CUevent event) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -278,7 +294,7 @@ CudaDevice* cuda_device(int32_t index) {
 class CudaEvent final : public Event {
  public:
   CudaEvent(CudaEvents& events, CUstream stream, bool has_failed = false) : events_(events), handle_(events.take()) {
-    has_failed_ = has_failed || !handle_ || cuda()->cuEventRecord(handle_, stream) != kCudaSuccess;
+    has_failed_ = has_failed || !handle_ || !works(cuda()->cuEventRecord(handle_, stream), "cuEventRecord");
   }
   ~CudaEvent() override {
     if (handle_) events_.give(handle_);
@@ -286,20 +302,21 @@ class CudaEvent final : public Event {
   State state() override {
     if (has_failed_) return kFailed;
     if (is_done_) return kDone;
-    return seen(cuda()->cuEventQuery(handle_));
+    return seen(cuda()->cuEventQuery(handle_), "cuEventQuery");
   }
   State wait() override {
     if (has_failed_) return kFailed;
-    return is_done_ ? kDone : seen(cuda()->cuEventSynchronize(handle_));
+    return is_done_ ? kDone : seen(cuda()->cuEventSynchronize(handle_), "cuEventSynchronize");
   }
   CUevent handle() const { return handle_; }
   bool is_done() const { return is_done_; }
 
  private:
-  State seen(CUresult result) {
+  State seen(CUresult result, const char* call) {
     if (result == kCudaNotReady) return kPending;
-    (result == kCudaSuccess ? is_done_ : has_failed_) = true;
-    return result == kCudaSuccess ? kDone : kFailed;
+    bool is_done = works(result, call);
+    (is_done ? is_done_ : has_failed_) = true;
+    return is_done ? kDone : kFailed;
   }
   CudaEvents& events_;
   CUevent handle_;
@@ -326,7 +343,7 @@ class CudaStream final : public Stream {
   void copy(void* into, const void* from, size_t num_bytes) override {
     auto result =
         cuda()->cuMemcpyAsync(reinterpret_cast<uintptr_t>(into), reinterpret_cast<uintptr_t>(from), num_bytes, stream_);
-    has_failed_ = has_failed_ || result != kCudaSuccess;
+    has_failed_ = !works(result, "cuMemcpyAsync") || has_failed_;
   }
   EventRef record() override { return std::make_shared<CudaEvent>(events_, stream_, has_failed_); }
   void set_delay(double seconds) override { delay_us_ = static_cast<int64_t>(seconds * 1e6); }
@@ -401,6 +418,13 @@ class CudaDriver final : public Driver {
     int mode = kCaptureRelaxed;  // otherwise a query here would break a CUDA graph that the user captures
     cuda()->cuThreadExchangeStreamCaptureMode(&mode);
   }
+  bool share_allocation(const void* one, const void* other) override {
+    Entered entered(device_);
+    uintptr_t start = 0, address = reinterpret_cast<uintptr_t>(other);
+    size_t num_bytes = 0;
+    auto result = cuda()->cuMemGetAddressRange_v2(&start, &num_bytes, reinterpret_cast<uintptr_t>(one));
+    return result == kCudaSuccess && start <= address && address - start < num_bytes;
+  }
   void hold(void* stream, const EventRef& event) override { hold_cuda(stream, event); }
 
  private:
@@ -434,3 +458,9 @@ int32_t tf_event_state(const tf_event* event) { return event->ref->state(); }
 int32_t tf_event_wait(const tf_event* event) { return event->ref->wait(); }
 void tf_event_free(tf_event* event) { delete event; }
 int32_t tf_has_cuda(void) { return tf::cuda() != nullptr; }
+int64_t tf_cuda_failure(char* into, int64_t num_bytes) {
+  const char *call = tf::failed_call, *name = nullptr;
+  if (!call) return 0;
+  tf::cuda()->cuGetErrorName(tf::failed_with, &name);
+  return snprintf(into, num_bytes, "%s returned %s", call, name ? name : "an unknown error");
+}

@@ -66,6 +66,9 @@ class Driver {
   virtual void* new_pinned(size_t num_bytes, bool* is_locked) = 0;  // nullptr if there is no memory
   virtual void free_pinned(void* buffer, size_t num_bytes, bool is_locked) = 0;
   virtual void enter_thread() = 0;  // called once by every thread of the library that uses streams
+  // Whether one copy may write to memory that contains both addresses. The CUDA driver refuses a copy over two
+  // allocations, even if they are adjacent.
+  virtual bool share_allocation(const void* one, const void* other) = 0;
   // Makes a stream of the caller wait for the event. If `stream` is null, the calling thread waits.
   virtual void hold(void* stream, const EventRef& event) = 0;
 };

@@ -19,7 +19,7 @@ from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
 from twinflow.dist.agree import gather_json
-from twinflow.dist.group import alone, backend_for, new_group
+from twinflow.dist.group import alone, backend_for, new_group, skip_group
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
@@ -265,9 +265,6 @@ def sums_replicas(config: Config) -> bool:
 def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
     """Connects the tied parameters of a pipeline. Their modules must not change afterwards. The optimizer is built
     later and gets the summed gradients.
-
-    torch derives the name of a process group from its ranks and from the number of groups that exist. Therefore every
-    rank creates the same number of groups.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
@@ -279,7 +276,7 @@ def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[Tied
     replicas = new_group(backend_for(device), grid.ranks_along(DATA), TIMEOUT) if is_first else alone()
     for name, holders in {name: holders for one in said for name, holders in one}.items():
         if name not in own:
-            dist.new_group([grid.rank], backend="gloo", use_local_synchronization=True)
+            skip_group()
             continue
         param = module.get_parameter(own[name].local)
         members = [along[index] for index in holders]

@@ -64,6 +64,23 @@ def test_overlap_changes_no_bit(states: str, dtype: torch.dtype) -> None:
         assert torch.equal(plain, train(early=True, delay=stream, **options)), stream
 
 
+def test_weights_in_adjacent_allocations() -> None:
+    """torch allocates a large weight by itself. One copy must not cross from one allocation into the next."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 4096, bias=False) for _ in range(12)))  # 16 MiB in bf16
+    torch.cuda.empty_cache()
+    model.to("cuda", torch.bfloat16)
+    starts = {p.data_ptr() for p in model.parameters()}
+    assert any(p.data_ptr() + p.nbytes in starts for p in model.parameters()), "nothing is tested"
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = TwinOptimizer(model, "sgd", lr=0.5)
+    sum(layer(torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)).sum() for layer in model).backward()
+    optimizer.step()
+    optimizer.wait()
+    for weight, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(weight, (old.float() - 0.5).bfloat16())
+    optimizer.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"delayed_update": True}], ids=str)
 def test_without_a_clip_decision(options: dict[str, Any]) -> None:
     plain = train(**options)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dist_support import run_ranks
+from group_cases import collectives_of_one_rank, digest_checked
 from zero_cases import config_of, train_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -34,3 +35,9 @@ def test_nccl_with_one_rank() -> None:
     (alone,) = run_ranks(0, digest_alone, None)
     for stage in (0, 1, 2):
         assert run_ranks(1, digest_alone, stage, backend="nccl") == [alone], stage
+        assert run_ranks(1, digest_checked, stage, backend="nccl") == [alone], stage  # every collective is called
+
+
+def test_collectives_of_nccl_with_one_rank() -> None:
+    truth = run_ranks(1, collectives_of_one_rank, False)
+    assert run_ranks(1, collectives_of_one_rank, True, "cuda", backend="nccl") == truth

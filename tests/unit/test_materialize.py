@@ -409,7 +409,7 @@ def test_bad_arguments() -> None:
         materialize(nn.Linear(2, 2), torch.device("meta"))
     with pytest.raises(ValueError, match=r"dtype is torch\.int8"):
         materialize(nn.Linear(2, 2), CPU, torch.int8)
-    with pytest.raises(ValueError, match="model is 3"):
+    with pytest.raises(ValueError, match=r"The result of the function model\(\) is 3, but must be an nn.Module"):
         build(lambda: 3, CPU)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="shape of 'weight' is not known"):
         build(lambda: nn.LazyLinear(3), CPU)

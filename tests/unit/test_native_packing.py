@@ -354,7 +354,7 @@ BAD_ENCODE: dict[str, tuple[dict[str, Any], str]] = {
     "values strides": ({"values": torch.zeros(200)[::2]}, "values has the strides"),
     "rows": (
         {"values": torch.zeros(99)},
-        r"shape of packed is \(2, 16\), but must be \(rows, bytes of a row\), where the number of rows divides 99",
+        r"shape of packed is \(2, 16\), but must be two-dimensional, with a number of rows that divides 99",
     ),
     "no rows": ({"packed": GOOD[:0]}, "shape of packed"),
     "one dimension": ({"packed": GOOD.view(-1)}, "shape of packed"),

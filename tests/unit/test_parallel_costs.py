@@ -130,6 +130,16 @@ def test_the_trillion_on_800_v100() -> None:
     assert found.tflops == pytest.approx(47.0, rel=0.1)
 
 
+def test_model_and_throughput_grow_with_the_gpus() -> None:
+    """Figure 3: layers and batch in proportion to the GPUs. As many parameters and TFLOPS on each of them."""
+    for num_stages, tflops in ((12, 44.3), (25, 43.9), (50, 44.8)):
+        shape = replace(TRILLION, num_heads=128, num_layers=round(298 * num_stages / 50))
+        found = estimate(shape, Layout(num_stages, 16, 1, round(2048 * num_stages / 50)), V100S)
+        assert found.fits
+        assert shape.numel / 16 / num_stages == pytest.approx(1.36e9, rel=0.01)
+        assert found.tflops == pytest.approx(tflops, rel=0.005)
+
+
 def test_180_billion_on_800_the_middle_is_best() -> None:
     """Figure 4 without its numbers, which only its picture has: 2D is slow or does not fit, balanced 3D is best."""
     shape = Shape(100, 12_288, 96, 2048, keeps_scores=True)

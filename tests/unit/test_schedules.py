@@ -282,20 +282,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "WarmupLR",
         {"warmup_num_step": 9},
         "scheduler.params.warmup_num_step is not a parameter of WarmupLR (its value is 9). "
-        "All parameters of WarmupLR: *warmup_num_steps, *. Did you mean 'warmup_num_steps'?",
+        "Use parameters of WarmupLR: *warmup_num_steps, *. Did you mean 'warmup_num_steps'?",
     ),
     (
         "StepLR",
         {"step_sise": 9},
         "scheduler.params.step_sise is not a parameter of StepLR (its value is 9). "
-        "All parameters of StepLR: step_size, *. Did you mean 'step_size'?",
+        "Use parameters of StepLR: step_size, *. Did you mean 'step_size'?",
     ),
     ("WarmupLR", {"optimizer": 9}, "scheduler.params.optimizer is not a parameter of WarmupLR (its value is 9). "),
     (
         "WarmupDecayLR",
         {},
         "scheduler.params is {}, but WarmupDecayLR needs total_num_steps. "
-        "All parameters of WarmupDecayLR: total_num_steps, ",
+        "Add the missing parameters. All parameters of WarmupDecayLR: total_num_steps, ",
     ),
     ("OneCycle", {}, "OneCycle needs cycle_min_lr, cycle_max_lr."),
     (

@@ -396,7 +396,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "sparse": (lambda m: {"rule": optim.SparseAdam}, "SparseAdam"),
     "matrices only": (lambda m: {"rule": optim.Muon}, "2D"),
     "differentiable": (lambda m: {"rule": optim.SGD, "lr": 0.1, "differentiable": True}, "differentiable"),
-    "wrapper": (lambda m: {"rule": Wrapper(optim.SGD(m.parameters()))}, "must not wrap another one.*lambda"),
+    "wrapper": (lambda m: {"rule": Wrapper(optim.SGD(m.parameters()))}, "must not wrap one.*lambda"),
     "scheduler": (lambda m: {"rule": with_scheduler(m)}, "scheduler"),
     "hooks": (lambda m: {"rule": with_hook(m)}, "hooks"),
     "other model": (lambda m: {"rule": optim.SGD(gpt().parameters())}, "that are not parameters of the model"),

@@ -190,7 +190,9 @@ def test_other_parameters_are_named() -> None:
     first.close()
     model[0].requires_grad_(True)  # type: ignore[operator]
     second = TwinOptimizer(model)
-    refused(second, saved, r"\(only in the model: 0.weight, 0.bias\), but must have .*load_optimizer_states=False")
+    refused(
+        second, saved, r"\(only in the model: 0.weight, 0.bias\), but must be the same in.*load_optimizer_states=False"
+    )
     everything = copy.deepcopy(second.state_dict())
     second.close()
     model[2].requires_grad_(False)  # type: ignore[operator]

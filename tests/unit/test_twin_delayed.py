@@ -246,5 +246,5 @@ def test_writing_to_a_weight_that_is_about_to_change_is_an_error() -> None:
         optimizer.wait()
         with torch.no_grad():
             model.blocks[0].mlp.up.weight.zero_()
-        with pytest.raises(RuntimeError, match=r"blocks.0.mlp.up.weight was written to while a delayed update"):
+        with pytest.raises(RuntimeError, match=r"blocks.0.mlp.up.weight was written to, and a delayed update"):
             loss_of(model, 2).backward()

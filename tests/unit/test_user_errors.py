@@ -104,7 +104,7 @@ def test_a_parameter_in_two_groups() -> None:
 
 
 def test_no_parameters_in_the_groups() -> None:
-    with pytest.raises(ValueError, match=r"model_parameters of initialize\(\)\) are empty. Leave them out"):
+    with pytest.raises(ValueError, match=r"model_parameters of initialize\(\)\) are empty. Omit this argument"):
         twinflow.initialize(model=mlp(), model_parameters=[], config=CONFIG)
 
 
@@ -137,7 +137,10 @@ def test_a_state_of_another_kind_or_version(state: dict[str, Any]) -> None:
     ("change", "words"),
     [
         (lambda groups: groups[0].pop("lr"), "no key 'lr', but must have all options of 'adamw'.*default, 0.001"),
-        (lambda groups: groups.append({"params": []}), "there are 2, and the optimizer was built with 1. Build a new"),
+        (
+            lambda groups: groups.append({"params": []}),
+            "there are 2 groups, and the optimizer was built with 1. Build a new",
+        ),
     ],
 )
 def test_param_groups_that_were_changed_by_hand(change: Callable[[Any], Any], words: str) -> None:

@@ -143,7 +143,7 @@ class Offload:
         return saved
 
     def _let_go(self, call: Call | None) -> None:
-        """Free the originals of a call. The model's stream waits for their copies out before it reuses the memory."""
+        """Free a call's inputs on the device. The model's stream reuses the memory after their copies to the host."""
         for saved in _alive(call):
             if saved.original is not None and not saved.is_shared:
                 self._order(saved)

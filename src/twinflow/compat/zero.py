@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
 from twinflow.conflicts import conflict
+from twinflow.dist.group import world_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.changes import check_changed, written
@@ -123,9 +124,11 @@ def GatheredParameters(
         if found is not None and found[0].runtime.steps.job is None:
             found[0].wait()
     yield
-    for param in listed if modifier_rank is not None else ():
+    if modifier_rank is None:
+        return
+    for param in listed:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast(param.data, modifier_rank)
+            world_group().broadcast(param.data, modifier_rank)
         # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
         # weight with its master. If the weight is not the rounded master, it is copied to the master.
         torch.autograd.graph.increment_version(param)

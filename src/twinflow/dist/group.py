@@ -1,18 +1,49 @@
-"""A group of ranks with the collectives for buckets, and counters of sent bytes.
+"""All communication between ranks: groups, collectives, messages, and counters of sent bytes.
 
-A bucket is a flat tensor with the elements of several parameters.
+No other module calls a collective of torch.distributed (tests/unit/test_collectives_module.py checks it). Only torch's
+`fully_shard` makes collectives of its own, with ZeRO stage 3 over NCCL. A bucket is a flat tensor with the elements of
+several parameters.
 
 NCCL works on GPU memory, concurrently with other streams. gloo works on the host: tensors of a GPU are copied to the
 host, and the calling thread waits. gloo's reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. The
 reduce-scatter here exchanges parts, and the owner of a part sums it in fp32 in the order of the ranks. It sends fewer
 bytes and gives the same bits every time.
+
+A group has one NCCL communicator. These are the groups whose tensors can be on a GPU. All others use gloo.
+
+- `reduce` of `Team`: the thread twinflow-reducer calls, on the stream "reduce", in the order of rank 0's first backward
+  (zero/reducer.py).
+- `publish` of `Team`: the thread twinflow-publisher calls, on the stream "publish", in the order of the next forward
+  (zero/publisher.py).
+- `fetch` of `Team`: the thread twinflow-fetcher calls, on the stream "fetch", in the order of the blocks
+  (offload/fetcher.py).
+- `Grid.model`: the threads of forward and backward call, on the model's stream. All tensor ranks run the same layers.
+- Ties of a pipeline: the thread of the training loop calls, on the model's stream, in the order of the list of ties.
+- Bodies of a pipeline (messages): the training loop sends, on the model's stream. A thread for each sender receives, on
+  its own stream. The schedule orders them, and a header over gloo precedes each body (parallel/wire.py).
+- `fully_shard` of torch (ZeRO stage 3): forward and backward call, on torch's streams, in the order of the blocks.
+
+Rules that NCCL needs:
+
+1. All ranks of a group call the same collectives in the same order, with equal sizes and dtypes.
+2. Only one thread at a time uses a group. Messages are exempt: two ranks exchange them in one direction per group.
+3. Two groups have no common order, because two threads call them. This is safe if the kernels of both fit on the GPU
+   together, so nothing that a collective waits for may wait for a collective of another group on the same rank.
+4. A tensor may be freed or changed only after the stream on which the collective was called. The callers record an
+   event on that stream (device.py). `Sending.wait` does this for messages, and `use_here` for received tensors.
+
+With the environment variable TWINFLOW_CHECK_COLLECTIVES=1 the rules 1 and 2 are checked in every call, by comparison
+through the store of the process group, and groups with one rank call the backend too instead of skipping it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +53,64 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from twinflow.errors import wrong_state
+from twinflow.launch.store import group_store, own_keys
 
 TIMEOUT = timedelta(minutes=10)
 _PATIENCE = timedelta(seconds=0.5)  # interval between two checks whether to give up waiting
+_UNUSED_TAG = 1  # messages have tag 0
+CHECK = "TWINFLOW_CHECK_COLLECTIVES"
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A message on its way. It keeps the sent memory alive."""
+
+    work: Any
+    memory: Tensor
+    is_on_host: bool
+
+    def wait(self) -> None:
+        """Blocks until the memory was sent and may be freed.
+
+        With NCCL torch lets only the current stream wait, and the memory belongs to another stream, so the calling
+        thread waits for its current stream too.
+        """
+        self.work.wait()
+        if not self.is_on_host:
+            torch.cuda.current_stream().synchronize()
+
+
+class _CallOrder:
+    """Compares each call of a group with the call of the rank that made it first. Does not wait for other ranks.
+
+    The store keeps one key for each call, so this is for debugging only.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._keys = own_keys(group_store(), f"collectives/{handle.group_name}", dist.get_rank())
+        self._busy = threading.Lock()
+        self._count = 0
+
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise wrong_state(
+                f"The collective {what} cannot start",
+                "another thread is using the same group",
+                "Give each thread a group of its own.",
+            )
+        try:
+            first = self._keys.compare_set(str(self._count), "", what).decode()
+            if first != what:
+                raise wrong_state(
+                    f"The collective {what} cannot start",
+                    f"another rank called {first} as number {self._count} of this group",
+                    "All ranks must call the same collectives in the same order.",
+                )
+            self._count += 1
+            yield
+        finally:
+            self._busy.release()
 
 
 class Group:
@@ -37,7 +123,11 @@ class Group:
         self.rank = self.ranks.index(dist.get_rank()) if handle is not None else 0
         self.is_on_host = is_on_host  # True for gloo.
         self.sent_bytes = 0  # bytes that this rank sent, without the overhead of the backend
+        self.num_calls = 0  # collectives of the backend
         self._gives_up: Callable[[], bool] | None = None
+        is_checked = handle is not None and os.environ.get(CHECK) == "1"
+        self._order = _CallOrder(handle) if is_checked else None
+        self._is_skipped = self.world == 1 and not is_checked  # one rank has nothing to send
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
         """With gloo, a thread stops waiting for other ranks when `gives_up` returns True, because they may never
@@ -49,11 +139,13 @@ class Group:
         """`out` = the sum over all ranks of this rank's part of `whole`, sent as `dtype`."""
         assert whole.numel() == out.numel() * self.world
         self._count(whole.numel() * dtype.itemsize)
-        if self.world == 1:
+        if self._is_skipped:
             out.copy_(whole)
-        elif self.is_on_host:
-            out.copy_(self._exchange_and_sum(whole, dtype))
-        else:
+            return
+        with self._call("reduce_scatter", whole.numel(), dtype):
+            if self.is_on_host:
+                out.copy_(self._exchange_and_sum(whole, dtype))
+                return
             part = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
             _reduce_scatter(part, whole.to(dtype), self.handle)
             if part is not out:
@@ -74,10 +166,11 @@ class Group:
         """
         assert rows.dtype == torch.uint8 and rows.shape[0] == self.world and rows.is_contiguous()
         self._count(rows.numel())
-        if self.world == 1:
+        if self._is_skipped:
             return rows
         given = rows.cpu() if rows.is_cuda and self.is_on_host else rows
-        return self._exchange(given).to(rows.device)
+        with self._call("exchange", rows.numel(), rows.dtype):
+            return self._exchange(given).to(rows.device)
 
     def _exchange(self, given: Tensor) -> Tensor:
         taken = torch.empty_like(given)
@@ -88,29 +181,37 @@ class Group:
 
     def all_reduce(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
         """`out` = the sum over all ranks of `whole`, sent as `dtype` and bitwise equal on all ranks."""
-        if self.world == 1:
+        if self._is_skipped:
             out.copy_(whole)
-        elif not self.is_on_host:
+            return
+        with self._call("all_reduce", whole.numel(), dtype):
+            if self.is_on_host:
+                self._all_reduce_on_host(out, whole, dtype)
+                return
             self._count(2 * whole.numel() * dtype.itemsize)
             total = whole.to(dtype, copy=True)
             dist.all_reduce(total, group=self.handle)
             out.copy_(total)
-        else:
-            size = -(-whole.numel() // self.world)
-            rest = size * self.world - whole.numel()
-            padded = pad(whole, (0, rest)) if rest else whole
-            self._count(padded.numel() * dtype.itemsize)
-            # The sum is sent in the narrower one of the two dtypes.
-            total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
-            total[self.rank * size : (self.rank + 1) * size] = self._exchange_and_sum(padded, dtype)
-            self.all_gather(total)
-            out.copy_(total[: whole.numel()])
+
+    def _all_reduce_on_host(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
+        size = -(-whole.numel() // self.world)
+        rest = size * self.world - whole.numel()
+        padded = pad(whole, (0, rest)) if rest else whole
+        self._count(padded.numel() * dtype.itemsize)
+        # The sum is sent in the narrower one of the two dtypes.
+        total = torch.empty(padded.numel(), dtype=min(dtype, whole.dtype, key=lambda one: one.itemsize))
+        total[self.rank * size : (self.rank + 1) * size] = self._exchange_and_sum(padded, dtype)
+        self._gather(total)
+        out.copy_(total[: whole.numel()])
 
     def all_gather(self, whole: Tensor) -> None:
         """Gathers the parts of all ranks in place. This rank's part of `whole` is the input."""
+        if not self._is_skipped:
+            with self._call("all_gather", whole.numel(), whole.dtype):
+                self._gather(whole)
+
+    def _gather(self, whole: Tensor) -> None:
         self._count(whole.numel() * whole.element_size())
-        if self.world == 1:
-            return
         size = whole.numel() // self.world
         if not self.is_on_host:
             _all_gather(whole, whole[self.rank * size : (self.rank + 1) * size], self.handle)
@@ -122,20 +223,22 @@ class Group:
         if whole.is_cuda:
             whole.copy_(host)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copies the tensor of the first rank to all ranks."""
-        if self.world == 1 or not tensor.numel():
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copies the tensor of one rank of the group, by default the first, to all ranks."""
+        if self._is_skipped or not tensor.numel():
             return
-        if self.rank == 0:
+        if self.rank == source:
             self.sent_bytes += tensor.numel() * tensor.element_size()
         flat = tensor.detach().reshape(-1)
         if self.is_on_host != (flat.device.type == "cpu"):  # A model on the GPU may have a buffer on the host.
             flat = flat.to("cpu" if self.is_on_host else "cuda")
         flat = flat.contiguous()
-        work = dist.broadcast(flat.view(torch.uint8), src=self.ranks[0], group=self.handle, async_op=self.is_on_host)
-        if self.is_on_host:
-            self._wait(work)
-        if self.rank != 0:
+        with self._call("broadcast", flat.numel(), flat.dtype):
+            raw, first = flat.view(torch.uint8), self.ranks[source]
+            work = dist.broadcast(raw, src=first, group=self.handle, async_op=self.is_on_host)
+            if self.is_on_host:
+                self._wait(work)
+        if self.rank != source:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -144,6 +247,34 @@ class Group:
         rows[self.rank] = row
         self.all_gather(rows.view(-1))
         return rows
+
+    # Messages between two ranks, given by their positions in the group. They need no order with collectives, because
+    # a group with messages has no collectives.
+
+    def send(self, tensor: Tensor, receiver: int) -> Sending:
+        """Starts to send a contiguous tensor."""
+        return Sending(dist.isend(tensor, self.ranks[receiver], group=self.handle), tensor, self.is_on_host)
+
+    def receive(self, tensors: Sequence[Tensor], sender: int) -> None:
+        """Receives into contiguous tensors. Blocks until they are complete."""
+        for tensor in tensors:
+            dist.recv(tensor, self.ranks[sender], group=self.handle)
+        if tensors and not self.is_on_host:
+            torch.cuda.current_stream().synchronize()
+
+    def hang_up(self) -> None:
+        """Closes the connections of a gloo group: gloo does so when a wait ends by a timeout."""
+        for rank in self.ranks[: self.rank] + self.ranks[self.rank + 1 :]:
+            with suppress(RuntimeError):  # the connection is already closed
+                work = dist.irecv(torch.empty(1), rank, group=self.handle, tag=_UNUSED_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+    def _call(self, name: str, numel: int, dtype: torch.dtype) -> AbstractContextManager[None]:
+        self.num_calls += 1
+        if self._order is None:
+            return nullcontext()
+        return self._order.call(f"{name} of {numel} x {str(dtype).removeprefix('torch.')}")
 
     def _wait(self, work: Any) -> None:
         """Waits until all ranks have arrived. RuntimeError if the caller gives up."""
@@ -181,19 +312,61 @@ def alone() -> Group:
     return Group(None, (0,), is_on_host=True)
 
 
-def new_group(backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT) -> Group:
+def new_group(
+    backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT, has_collectives: bool = True
+) -> Group:
     """Creates a process group. All its ranks (None: all ranks of the world) must call this function in the same order,
     and must have created the same number of groups before: torch names a group by that number.
+
+    The NCCL communicator is created here too. torch would create it in the first collective, and then several threads
+    would create communicators in different orders. `has_collectives` is False for a group with messages only, for which
+    torch creates a communicator for each pair of ranks.
     """
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:
         return alone()
     is_some = ranks is not None  # Ranks outside the group do not make this call.
     handle = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=is_some)
-    return Group(handle, members, is_on_host=backend == "gloo")
+    group = Group(handle, members, is_on_host=backend == "gloo")
+    if has_collectives and not group.is_on_host and group.world > 1:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=handle)
+        torch.cuda.current_stream().synchronize()
+    return group
+
+
+def world_group() -> Group:
+    """The group of all ranks that torch's init_process_group made, for calls outside the training step."""
+    handle = dist.group.WORLD
+    return Group(handle, range(dist.get_world_size()), is_on_host="nccl" not in dist.get_backend())
+
+
+def skip_group() -> None:
+    """Must be called by a rank that is not in a group, while the ranks of that group call `new_group`.
+
+    torch names a group by its ranks and by the number of groups that exist.
+    """
+    dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def backend_for(device: torch.device) -> str:
     """The backend for tensors on this device: NCCL for GPUs if the process group has it, else gloo."""
     given = dist.get_backend()
     return "nccl" if device.type == "cuda" and "nccl" in given else "gloo"
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Gives the calling thread its own stream of a GPU, so that its waits do not delay the model."""
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
+def use_here(tensor: Tensor) -> Tensor:
+    """Must be called with a tensor of another thread's stream before it is used on the current stream.
+
+    The caching allocator then reuses the memory only after the work of the current stream.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor

@@ -36,7 +36,7 @@ def new_rows(numel: int, device: torch.device) -> Tensor:
 
 
 def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
-    """Compute the norms of the blocks of a slice of a bucket. `offset`: start of the slice. `values`: its gradient."""
+    """Write the norms of the blocks of a slice to `rows`. `offset`: start of the slice. `values`: its gradient."""
     from twinflow.gpu.collect_kernel import collect
 
     if not values.is_contiguous():
@@ -61,7 +61,7 @@ def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
 
 
 def norm_of(norm: Tensor, rows: Tensor) -> None:
-    """Compute the norm of a bucket from the norms of its blocks. `norm` is an fp64 scalar."""
+    """Write the norm of a bucket, computed from the norms of its blocks, to the fp64 scalar `norm`."""
     from twinflow.gpu import collect_kernel
 
     assert norm.dtype == torch.float64 and rows.dtype == torch.float32 and norm.device == rows.device, norm.dtype

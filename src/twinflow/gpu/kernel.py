@@ -33,7 +33,7 @@ MOMENT_MAX = tl.constexpr(formats.MOMENT_MAX)
 VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
 TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/rules.py
 
-# Columns of the two tables that update.py fills.
+# Columns of the two tables that update.py fills. A piece is a slice of one parameter in the bucket.
 # Tiles, int64: address of the weight, offset in the bucket, first block, number of elements, index of the piece.
 TILE_COLUMNS = tl.constexpr(5)
 # Numbers, int32: whether to update, factor (fp32 bits), key (two columns), hyperparameters (fp32 bits, up to 7).

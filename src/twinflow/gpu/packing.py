@@ -47,7 +47,7 @@ def encode(
     exponents: Tensor | None = None,
     is_scaled: bool = True,
 ) -> None:
-    """Pack `values` into the rows of `packed`. Each row gets an equal part. The rounding error is stored in `error`."""
+    """Pack `values` into the rows of `packed`, in equal parts. codes/reference.py describes all arguments."""
     num_rows, numel = _check_packed(code, packed, values.numel())
     _check(packed, values.numel(), _DTYPES, values, base)
     _check(packed, values.numel(), (torch.float32,), error)

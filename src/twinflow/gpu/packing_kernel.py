@@ -222,7 +222,7 @@ def _decode_block(out, codes, scale, exponents, at, start, numel, BITS: tl.const
 
 @triton.jit
 def _unpacked_row(words, scale, row, start, numel, row_stride, BITS: tl.constexpr, MASKED: tl.constexpr):
-    """The decoded block at `start` of another row."""
+    """The decoded block at `start` of the row with index `row`."""
     stride = row_stride.to(tl.int64)
     return _unpacked(_codes_of(words, row, stride, BITS), scale + row * (stride // 4), start, numel, BITS, MASKED)
 

@@ -99,8 +99,8 @@ def runs(device: torch.device, trial: Callable[[], None], results: str) -> bool:
         trial()
     except Exception as error:
         warnings.warn(
-            f"Triton cannot compute {results} on {device}. Slower torch kernels are used instead. "
-            f"Triton's error: {error}",
+            f"Triton cannot compute {results} on {device} ({error}). Slower torch kernels are used instead. If the "
+            "error is about a missing C compiler, install one.",
             stacklevel=3,
         )
         return False

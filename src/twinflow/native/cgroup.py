@@ -1,8 +1,8 @@
 """Limits of control groups. systemd, Slurm or a nested container may set a limit at any level between the group of this
 process and the root of the mount. The smallest limit applies.
 
-`root` is the folder that contains proc and sys. Version 1, version 2 and both at once are treated alike: a folder or a
-file that does not exist sets no limit.
+`root` is the folder that contains proc and sys. Versions 1 and 2 of control groups are read in the same way: a folder
+or a file that does not exist sets no limit.
 """
 
 from __future__ import annotations

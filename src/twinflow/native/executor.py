@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ _QUICK: Signatures = {
     "tf_event_state": ([_EVENT], c_int32),
     "tf_event_free": ([_EVENT], None),
     "tf_has_cuda": ([], c_int32),
+    "tf_cuda_failure": ([c_char_p, c_int64], c_int64),
     "tf_executor_new": ([POINTER(CSettings)], _EXECUTOR),
     "tf_executor_fail": ([_EXECUTOR], None),
     "tf_executor_state": ([_EXECUTOR], c_int32),

@@ -44,7 +44,7 @@ FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
 def update(segments: Sequence[Segment], check: bool = True) -> None:
     """One optimizer step of all segments, in one call and one pass over memory.
 
-    `check=False` saves microseconds for callers that have built the segments themselves.
+    `check=False` omits the checks, which take microseconds, for callers that have built the segments themselves.
     """
     for segment in segments if check else ():
         check_segment(segment)
@@ -159,7 +159,7 @@ def join(upper: Tensor, lower: Tensor) -> Tensor:
 
 
 def scale_in_place(values: Tensor, factor: float) -> None:
-    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks use its memory rate as a limit."""
+    """Multiply `values` by `factor`, with the threads of the pool. Benchmarks compare kernels with its memory rate."""
     check_tensor("values", values, (torch.float32,))
     library = load().library
     if library is None:

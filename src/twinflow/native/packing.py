@@ -61,7 +61,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in order."""
+    """Write the mean of the rows of `packed`, times 2**-k, to `out`. k + 127 is in `exponents`."""
     numel = _check(code, packed, "out", out, is_row=True, exponents=exponents)
     if numel == 0:
         return
@@ -82,7 +82,10 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Unpack the rows of `packed` one after the other, times 2**-k, to `out`. With `is_added`, add them to `out`."""
+    """Unpack the rows of `packed` one after the other, times 2**-k, to `out`, or add them to `out` if `is_added`.
+
+    k + 127 is in `exponents`.
+    """
     numel = _check(code, packed, "out", out, exponents=exponents)
     if numel == 0:
         return
@@ -103,7 +106,7 @@ def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool =
     check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0
     if num_rows == 0 or (values.numel() % num_rows and not is_row):
-        allowed = f"(rows, bytes of a row), where the number of rows divides {values.numel()}, the length of {name}"
+        allowed = f"two-dimensional, with a number of rows that divides {values.numel()}, the length of {name}"
         raise invalid_value("The shape of packed", tuple(packed.shape), allowed)
     numel = values.numel() if is_row else values.numel() // num_rows
     check_tensor("packed", packed, (torch.uint8,))

@@ -5,7 +5,7 @@ all ranks get the same result, because they have the same inputs. Therefore `gpu
 local ranks.
 
 The hyper-threads of one core belong to one rank, because they compete for the core. The slowest rank determines the
-time of a step, so parts are as equal as possible. CPUs near a rank's GPU have lower priority.
+time of a step, so parts are as equal as possible, even if a rank then gets CPUs far from its GPU.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _take(cores: list[Core], count: int) -> list[Core]:
 
 
 def _even(cores: Sequence[Core], num_parts: int) -> list[Sequence[Core]]:
-    """Divide into parts of adjacent cores. Sizes differ by at most one, and larger parts come first."""
+    """Divide `cores` into parts of adjacent cores. Sizes differ by at most one, and larger parts come first."""
     size, larger = divmod(len(cores), num_parts)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(num_parts)]
     return [cores[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,9 +1,9 @@
 """Blocks: modules that a forward runs one after the other. The forward of a block waits only for that block's weights.
 
 The members of the outermost ModuleLists and Sequentials are blocks. In practice these are transformer layers. A
-parameter that is in no block, or in two of them, belongs to the root (`ROOT`). The forward of the model waits for the
-weights of the root before it starts. It also waits there for the weights of each block that the first forward has not
-called, because the hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
+parameter that is in no block, or in several blocks, belongs to the root (`ROOT`). Before it starts, the forward of the
+model waits for the weights of the root, and for the weights of each block that the first forward has not called,
+because the hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The Python records of parameters and buckets, and the interfaces between a bucket, the executor and an updater.
 
-A store has the buffers of one bucket's optimizer state. A job is one optimizer step. Master weights are the fp32 copies
-of the parameters, to which updates are applied.
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state. A job is one optimizer step. Master weights are the fp32 copies of the
+parameters, to which updates are applied. To take a gradient is to move it from `.grad` to a buffer of the runtime.
 
 The executor (executor.py) copies gradients and weights and updates the state. It knows which store has the state of a
-bucket, and which job's weights the next forward must use. `Bucket` does not store this and asks the executor
-(`BucketKeeper`).
+bucket, and which job's weights the next forward must use. A `Bucket` asks the executor for both (`BucketKeeper`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Param:
     first: int = 0  # start of this rank's part in the flattened parameter; 0 if this rank has all of it
     guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to parts of the parameter
     taken: TakenGradient | None = None  # the tensor that replaces the gradient in `.grad` after the gradient was taken
-    watched: Tensor | None = None  # a gradient that was not taken; a TakenGradient in `.grad` detects uses of it
+    watched: Tensor | None = None  # a gradient that was not taken; a TakenGradient in `.grad` detects uses by the user
     is_sharded: bool = field(init=False)  # this rank has only a part of the parameter
 
     def __post_init__(self) -> None:
@@ -116,44 +116,27 @@ class Place(NamedTuple):
 
 
 class BucketKeeper(Protocol):
-    """The methods of the executor that a bucket calls."""
+    """The methods of `Executor` that a bucket calls. executor.py describes them."""
 
-    def register(self, bucket: Bucket) -> None:
-        """Stores the addresses of a new bucket, or of a bucket whose parameters or state have moved."""
-        ...
-
-    def take_sent(self, bucket: Bucket) -> list[int]:
-        """Returns the slices whose weights were sent since the last call."""
-        ...
-
-    def set_deadline(self, bucket: Bucket, deadline: int) -> None:
-        """Sets the position of the bucket in the order in which the next forward needs weights."""
-        ...
-
-    def store_of(self, bucket: Bucket) -> Store:
-        """Returns the store that holds the bucket's state now."""
-        ...
-
-    def replace_store(self, bucket: Bucket, store: Store) -> None:
-        """Gives the bucket another store, because its state moves to another place."""
-        ...
-
-    def due(self, bucket: Bucket) -> int:
-        """Returns the number of the last job whose weights the next forward must use."""
-        ...
+    def register(self, bucket: Bucket) -> None: ...
+    def take_sent(self, bucket: Bucket) -> list[int]: ...
+    def set_deadline(self, bucket: Bucket, deadline: int) -> None: ...
+    def store_of(self, bucket: Bucket) -> Store: ...
+    def replace_store(self, bucket: Bucket, store: Store) -> None: ...
+    def due(self, bucket: Bucket) -> int: ...
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Slices of parameters whose gradients and weights are copied together, with their optimizer state and its updater.
+    """Slices of parameters that are copied and updated together, their optimizer state, and the `Updater` of the state.
 
-    If ranks share the bucket, `plan` is this rank's part, and `whole` is the plan of all parts.
+    If ranks share the bucket, `plan` describes this rank's part of it, and `whole` describes the whole bucket.
     """
 
     plan: BucketPlan
     params: list[Param]  # the parameter of each slice
     updater: Updater
-    first_store: Store  # the store at the start; updates ahead of the clipping decision swap stores
+    first_store: Store  # the store at the start; an update before the clipping decision swaps it
     executor: BucketKeeper
     offloads_params: bool = False  # its weights are only in the state on the host; blocks fetch them (param_offload.py)
     whole: BucketPlan | None = None
@@ -200,7 +183,7 @@ class Bucket:
 
     @property
     def gathered(self) -> BucketPlan:
-        """The plan by which gradients are collected. If ranks share the bucket, it is the plan of all ranks' parts."""
+        """The plan by which gradients are collected: that of the whole bucket, also if ranks share the bucket."""
         return self.plan if self.whole is None else self.whole
 
     def find_targets(self) -> None:
@@ -270,7 +253,7 @@ class Updater(Protocol):
         ...
 
     def read(self, bucket: Bucket, index: int) -> Mapping[str, object]:
-        """Returns master and states of a slice as flat fp32 tensors by name. A user's optimizer adds its options."""
+        """Returns master and states of a slice by name, as flat fp32 tensors or as a user's optimizer stores them."""
         ...
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
@@ -301,7 +284,7 @@ def new_bucket(
     offloads_params: bool,
     executor: BucketKeeper,
 ) -> Bucket:
-    """Makes a bucket with new state and adds it to the records of its parameters. `whole`: plan of all ranks' parts."""
+    """Makes a bucket with new state and adds it to the records of its parameters. `whole`: see `Bucket`."""
     own = [params[piece.param] for piece in plan.slices]
     members = list(dict.fromkeys(params[piece.param] for piece in whole.slices)) if whole is not None else []
     bucket = Bucket(plan, own, updater, updater.new_store(plan), executor, offloads_params, whole, members)

@@ -38,7 +38,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if elements of a parameter, or two parameters, share memory: each would have a master weight."""
+    """Raise ValueError if parameters, or elements of one, share memory, because each has its own master weight."""
     spans: list[tuple[int, int, str]] = []
     with plain():
         for name, t in named:
@@ -131,7 +131,7 @@ def check_changed(params: Sequence[Param], has_unsent: bool) -> None:
     if has_unsent:
         raise wrong_state(
             f"The new values of {params[0].name} cannot be kept",
-            f"{params[0].name} was written to while a delayed update of this parameter was still to come",
+            f"{params[0].name} was written to, and a delayed update of this parameter would overwrite them",
             "Load the model before the optimizer's state, and call the optimizer's flush() before you change weights.",
         )
 
@@ -182,7 +182,7 @@ def _switch(bucket: Bucket, plan: BucketPlan, updater: Updater, store: Store) ->
 
 
 def _copy_store(bucket: Bucket, old: Store, new: Store) -> None:
-    """Copy each buffer. A master or weight that the old store lacks is copied from the parameters."""
+    """Copy each buffer. A master or weight that `old` does not have is copied from the parameters."""
     pairs = zip((*old.states, *old.scales), (*new.states, *new.scales), strict=True)
     for source, into in pairs:
         if source is not None and into is not None:

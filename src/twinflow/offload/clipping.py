@@ -2,16 +2,16 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
-Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may run ahead
-into a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is known,
-one decision is made for the whole step. If the step is not clipped, these updates are kept. If it is clipped, they are
-repeated with the right factor, from the state, which has not changed.
+Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may write its
+results to a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is
+known, one decision is made for the whole step. If the step is not clipped, these results are kept. If it is clipped,
+the updates are repeated with the right factor, from the state, which has not changed.
 
 There are three places where the decision is made:
 
 - On the device (`decide_there`), queued on the stream that made the gradients. Updates of state on the device read the
   decision there. It is copied to the host for the other updates.
-- In the thread of the reducer, from the norms of all ranks (`decide`).
+- In the thread that sums gradients over ranks, from the norms of all ranks (`decide`).
 - In the executor, where the host sums the gradients of several backwards (csrc/clip_decision.cpp).
 
 The functions here are pure and hold no state.

@@ -206,7 +206,7 @@ class Collector:
     # Putting the gradients of a step back into `.grad`.
 
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
-        """Return the gradients that were taken from these parameters, as torch would have left them in `.grad`."""
+        """Return the gradients that were taken from `.grad` of these parameters, as torch would have left them."""
         self._device.compute().synchronize()
         if self._executor.sums_on_host:
             self._executor.wait_for_sums()
@@ -276,7 +276,7 @@ class Collector:
         return there, here, compute.record()
 
     def _measures_later(self, task: Task) -> bool:
-        """Whether the norm of a task is computed when the step is closed, together with the norms of all other tasks.
+        """Whether the norm of a task is computed in `step`, together with the norms of all other tasks.
 
         This takes a few kernel launches for all buckets instead of a few for each bucket. It is possible if the
         gradients stay on the device until the clipping decision.
@@ -316,7 +316,7 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """Compute the norm of a task whose gradients are all queued, and give it to the executor or to `DeviceWork`."""
+        """Compute the norm of a task whose gradients are all queued, and submit the task."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()

@@ -1,7 +1,8 @@
-"""Updates on the device by twinflow's rules, for buckets whose state is in device memory ("resident").
+"""Updates on the device by twinflow's update rules, for buckets whose state is in device memory ("resident").
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
-buffers of one bucket's optimizer state.
+buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied. A
+split master is stored as two halves of 16 bits.
 
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
 parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside
@@ -34,7 +35,7 @@ from twinflow.rules.segment import Segment, Store, new_states
 
 
 class DeviceUpdater:
-    """The `Updater` of resident buckets with one of twinflow's rules."""
+    """The `Updater` (bucket.py) of resident buckets: allocates, reads, writes and updates their state."""
 
     is_on_device = True
     is_all_in_store = True
@@ -95,7 +96,7 @@ class DeviceUpdater:
     # The update.
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update without copies of state, because all of the state is on the device."""
+        """Returns an update that copies no state, because all of the state is on the device."""
         bucket = task.bucket
         weights = () if self.is_aliased(bucket.plan) else self._weights(bucket)
         return Passage(None, self.update_of(bucket.store, task, factor, decision), None, weights)
@@ -168,7 +169,7 @@ class DeviceUpdater:
         return store.master if store.weight is None else store.weight
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The separate weights in the state. Only for buckets whose parameters are not part of the state."""
+        """Returns the separate weights in the state, for a bucket whose parameters are not part of the state."""
         assert not self.is_aliased(bucket.plan)
         return self._weights(bucket)
 

@@ -9,15 +9,15 @@ need the decision as a number on the host: updates by a user's own optimizer, an
 (`sums_on_host`). The thread of `LateUpdates` waits for the decision and queues these updates.
 
 Threads: autograd's thread (or the user's thread in `step`) and the reducer submit tasks. The user's thread, the reducer
-or the norm reducer closes jobs. `LateUpdates` has a thread of its own. The lock `DeviceWork._lock` guards
+or the norm reducer calls `close_job`. `LateUpdates` has a thread of its own. The lock `DeviceWork._lock` guards
 `Job.on_device`, `Job.unsent` and all fields here. A thread that needs this lock and `Executor.changed` acquires this
 lock first. A thread may hold the lock while it waits for the last update of a bucket or for a background checkpoint
 that reads the state (frozen.py). Methods that run only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
-is streamed. The flat buffer of the gradients is free after the update. With a delayed update the new weights stay in
-the state until the next step releases the job. They are then copied into the parameters, and only after that may the
-next update write to the state.
+is copied from the host. The flat buffer of the gradients is free after the update. With a delayed update the new
+weights stay in the state until the next step releases the job. They are then copied into the parameters, and only after
+that may the next update write to the state.
 """
 
 from __future__ import annotations

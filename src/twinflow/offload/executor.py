@@ -3,7 +3,8 @@ weights back to the device.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. A job is one optimizer step, and a task is the work for one bucket in a job. A
-slot is a page-locked host buffer for the gradients or the new weights of one bucket.
+slot is a page-locked host buffer for the gradients or the new weights of one bucket. The total of a bucket is the fp32
+sum of its gradients over several backwards. Weights are sent when they are copied into the parameters.
 
 The executor itself is csrc/executor.h, which has the table of phases of a task. The methods here are called by the
 user's thread, by autograd's thread and by the Python threads of this project (reducer, publisher, torch-worker,
@@ -159,8 +160,11 @@ class Executor:
             if not self._library.tf_executor_state(self._handle):
                 return
             if self.device.error is None:
+                cause = ctypes.create_string_buffer(128)
+                self._library.tf_cuda_failure(cause, len(cause))
                 raise WorkerError(
-                    f"An update in the background failed: a copy between host and device has failed. {_RESTART}"
+                    "An update in the background failed: a copy between host and device has failed "
+                    f"({cause.value.decode() or 'no call of the CUDA driver'}). {_RESTART}"
                 )
         if self.is_forked:
             raise wrong_state(
@@ -244,10 +248,7 @@ class Executor:
         self.sums_on_host = sums_on_host
 
     def resize(self, num_slots: int, num_weight_slots: int, keeps_weight_slots: bool) -> None:
-        """Change the numbers of slots. Call it between steps.
-
-        `keeps_weight_slots`: keep weight slots above the limit.
-        """
+        """Change the numbers of slots, between steps. `keeps_weight_slots`: do not free surplus weight slots."""
         self.num_slots = num_slots
         self.num_weight_slots = num_weight_slots
         self._library.tf_executor_resize(
@@ -255,13 +256,13 @@ class Executor:
         )
 
     def add_weight_slots(self, num_more: int) -> None:
-        """Allocate weight slots above the limit now instead of at their first use."""
+        """Allocate more weight slots than `num_weight_slots` now instead of at their first use."""
         self._library.tf_executor_add_weight_slots(self._handle, num_more)
 
     # Stores.
 
     def layout_of(self, plan: BucketPlan) -> int:
-        """Return the number of a bucket's layout. Buckets of equal layout can use each other's stores."""
+        """Return a number that is equal for buckets with equal `plan.layout`, which can use each other's stores."""
         return self._layouts.setdefault(plan.layout, len(self._layouts))
 
     def add_store(self, plan: BucketPlan, store: Store) -> int:
@@ -287,7 +288,7 @@ class Executor:
         self._library.tf_store_add_speculative(self._handle, self.layout_of(plan), self.add_store(plan, store))
 
     def take_speculative_store(self, plan_layout: object) -> Store | None:
-        """Remove and return a free speculative store of a layout; None if there is none."""
+        """Remove and return a free speculative store for buckets with this `plan.layout`; None if there is none."""
         handle = self._library.tf_store_take_speculative(self._handle, self._layouts.get(plan_layout, -1))
         return self.drop_store(handle) if handle >= 0 else None
 
@@ -365,7 +366,7 @@ class Executor:
         self._library.tf_bucket_set_total(self._handle, bucket.plan.index, total.data_ptr())
 
     def added(self, bucket: Bucket) -> set[int]:
-        """Return the slices of a bucket on the host whose gradients of this step are in the total."""
+        """Return the indices of a bucket's slices whose gradients of this step are in the total, on the host."""
         slices = (c_uint8 * len(bucket.slices))()
         self._library.tf_bucket_added(self._handle, bucket.plan.index, slices)
         return {i for i, is_added in enumerate(slices) if is_added}
@@ -528,7 +529,7 @@ class Executor:
         self._library.tf_agree(self._handle, job.handle, table)
 
     def close_job(self, job: Job, decision: Tensor, event: Event) -> None:
-        """Close a job whose tasks are all submitted. `decision`: page-locked memory, valid once `event` is done."""
+        """Close a job whose tasks are all submitted. `decision`: the clipping decision, once `event` is done."""
         self._decisions[job.number % 4] = decision
         self._library.tf_job_close(self._handle, job.handle, decision.data_ptr(), event.handle)
 
@@ -540,8 +541,8 @@ class Executor:
     def close_sums(self, job: Job, event: Event | None) -> None:
         """Close a job whose gradients are summed on the host, when all tasks are submitted.
 
-        The native executor makes the clipping decision when all norms are known. `event`: the norms that the device
-        computes are on the host.
+        The native executor makes the clipping decision when all norms are known. `event`: after it, the norms that the
+        device computes are on the host.
         """
         assert job.norms is not None
         self._decisions[job.number % 4] = job.norms
@@ -703,7 +704,7 @@ class Executor:
         return bool(self._ok(self._library.tf_wait_sent(self._handle, bucket.plan.index, number, timeout_s)))
 
     def take_sent(self, bucket: Bucket) -> list[int]:
-        """Return the slices whose weights were sent since the last call."""
+        """Return the indices of the slices whose weights were sent since the last call."""
         sent = (c_uint8 * len(bucket.slices))()
         if not self._library.tf_bucket_take_sent(self._handle, bucket.plan.index, sent):
             return []

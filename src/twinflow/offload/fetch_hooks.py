@@ -1,5 +1,7 @@
 """Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer.
+
 Forward: a hook before the block calls `before_block`, and a hook after the block calls `after_block`. Recomputation
 inside a backward (activation checkpointing) runs these hooks too.
 
@@ -34,39 +36,16 @@ _Unpack = Callable[[object], Tensor]
 
 
 class Keeper(Protocol):
-    """The methods of `ParamOffload` that the hooks call."""
+    """The methods of `ParamOffload` that the hooks call. param_offload.py describes them."""
 
-    def before_block(self, block: int) -> None:
-        """Makes the weights of a block available for a forward, or for a recomputation in a backward."""
-        ...
-
-    def after_block(self, block: int) -> None:
-        """Releases the weights of a block whose forward has ended, unless the block's backward comes next."""
-        ...
-
-    def before_backward(self, block: int) -> None:
-        """Makes the weights of a block available for its backward and asks for those of the next blocks."""
-        ...
-
-    def after_backward(self, block: int) -> None:
-        """Releases the weights of a block, because the gradients of its inputs are complete."""
-        ...
-
-    def leave_others(self, block: int) -> None:
-        """Releases the weights of all other blocks, because this backward does not need them any more."""
-        ...
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor uses the memory of a block's weights."""
-        ...
-
-    def edition(self, block: int) -> int:
-        """A number that changes with every step and every write that changes the weights of the block."""
-        ...
-
-    def copy_for_graph(self, view: Tensor) -> Tensor:
-        """Copies the weights in `view` for a graph with create_graph=True, which needs them after the backward."""
-        ...
+    def before_block(self, block: int) -> None: ...
+    def after_block(self, block: int) -> None: ...
+    def before_backward(self, block: int) -> None: ...
+    def after_backward(self, block: int) -> None: ...
+    def leave_others(self, block: int) -> None: ...
+    def owns(self, tensor: Tensor) -> bool: ...
+    def edition(self, block: int) -> int: ...
+    def copy_for_graph(self, view: Tensor) -> Tensor: ...
 
     def before_error(self) -> None:
         """Brings the runtime into a state that can be saved, because a backward is about to raise an exception."""
@@ -87,7 +66,7 @@ class Place(NamedTuple):
     """A weight that autograd has saved, as a view. Its memory may be released and fetched again before backward."""
 
     view: Tensor
-    edition: int
+    edition: int  # `ParamOffload.edition` of the block when the weight was saved
 
 
 def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:

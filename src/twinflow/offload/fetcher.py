@@ -1,6 +1,7 @@
 """Copies weights from the host to the device ("fetches"), for `offload_param`. Fetches use one queue and one stream.
 
-The thread that runs the model asks for fetches, in the order of the blocks. There are two implementations:
+A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. The thread that
+runs the model asks for fetches, in the order of the blocks. There are two implementations:
 
 - `NativeFetcher` is used if ranks do not share the weights. The executor's native thread copies the weights of a block
   as soon as the update of the block has changed them.

@@ -22,7 +22,7 @@ from twinflow.offload.plan import BucketPlan
 class FlatPool:
     """Flat device buffers for gradients, up to `max_bytes` in total. A bucket larger than that still gets a buffer.
 
-    Only buckets of one layout use a buffer, so the padding between slices stays zero.
+    Buckets with equal `plan.layout` (dtype, offsets and sizes of slices) share buffers, so the padding stays zero.
     """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
@@ -57,7 +57,7 @@ class FlatPool:
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
     def _forget_free(self) -> None:
-        """Free the unused buffers of all layouts."""
+        """Free all unused buffers."""
         for free in self._free.values():
             while free:
                 tensor, event = free.pop()

@@ -61,7 +61,7 @@ class Forwards:
         return self._guarded.get(block, ())
 
     def find_users(self, blocks: Sequence[Block], param_offload: ParamOffload | None) -> None:
-        """Find the parameters of each block. A block waits for all buckets of its parameters, shared ones included."""
+        """Find the parameters of each block. A block waits for all buckets that contain slices of its parameters."""
         self._param_offload = param_offload
         by_tensor: dict[Tensor, Param] = {param.tensor: param for param in self._params}
         in_blocks: set[Param] = set()
@@ -93,7 +93,7 @@ class Forwards:
             self._order = []
 
     def enter(self, block: int) -> list[Param]:
-        """Note that a block runs. Returns its parameters if it has already run in this forward, else nothing."""
+        """Note that a block runs. Returns its parameters if it has already run in this forward, else []."""
         if self._order is not None:
             self._order.append(block)
         self._runs[block] = self._runs.get(block, 0) + 1

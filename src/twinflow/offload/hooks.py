@@ -17,7 +17,7 @@ for all of these streams (`Device.join_streams`).
 torch.compile: Dynamo traces the hooks of a module together with its forward. Our hooks add nothing to the traced graph.
 A compiled block waits for its weights outside of the graph, before its compiled call (`CompiledCall`). A parameter that
 waits for its update has another class (weight_guard.py). The wait restores the class before Dynamo compares it with the
-class that it has compiled for.
+class for which the graph was compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GradientHook = Callable[[torch.Tensor], object]
 
 
 class Listener(Protocol):
-    """The runtime, which the hooks call."""
+    """The methods of the runtime that the hooks call."""
 
     def check(self) -> None:
         """Raise if an update has failed. Called before `state_dict`, so that weights after a failure are not saved."""
@@ -120,7 +120,7 @@ class ModelHooks:
                 module._compiled_call_impl = compiled.call
 
     def find_compiled(self) -> None:
-        """Add the waits to blocks that were compiled since the last call."""
+        """Make the blocks that were compiled since the last call wait for their weights."""
         if self._model._compiled_call_impl is not None:
             _wrap(self._model, self._enter_all)
         for modules, key, block in self._places:
@@ -328,10 +328,7 @@ class GradientQueue:
             here[handle.id] = hooks[index]
 
     def count(self, num_taken: int) -> None:
-        """Count gradients that are taken now.
-
-        Several backwards may run with no forward between them, so that nothing else tells where a backward ends.
-        """
+        """Count gradients that are taken now. Another id of autograd's backward shows that the last one has ended."""
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):  # -1: gradients that still waited after the backward
             self.end_backward()

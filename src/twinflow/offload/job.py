@@ -9,9 +9,9 @@ executor (csrc/executor.h lists the phases of such a task). A task whose state i
 whose lock guards it (device_work.py). If ranks share the bucket, the task first belongs to the thread of the reducer
 (zero/reducer.py).
 
-Ownership of a job: the thread that calls the runtime makes and closes the job. The lock of `DeviceWork` guards
-`on_device` and `unsent`. The executor owns the clipping decision, and any thread may ask for it. The executor keeps its
-record of a job until the Python object is freed.
+Ownership of a job: the thread that calls the runtime makes the job, and closes it when all tasks are submitted. The
+lock of `DeviceWork` guards `on_device` and `unsent`. The executor owns the clipping decision, and any thread may ask
+for it. The executor keeps its record of a job until the Python object is freed.
 """
 
 from __future__ import annotations
@@ -30,27 +30,13 @@ from twinflow.rules.rule import Options
 
 
 class JobKeeper(Protocol):
-    """The methods of the executor that a job uses."""
+    """The methods of `Executor` that a job calls. executor.py describes them."""
 
-    def new_job(self, job: Job) -> int:
-        """Register a job and return its handle in the executor."""
-        ...
-
-    def free_job(self, handle: int) -> None:
-        """Let the executor free its record of a job."""
-        ...
-
-    def decision_of(self, job: Job) -> Decision | None:
-        """Return the clipping decision, or None if it is not known yet."""
-        ...
-
-    def wait_for_decision(self, job: Job) -> Decision:
-        """Block until the clipping decision is known, and return it."""
-        ...
-
-    def drop(self, job: Job) -> None:
-        """Discard all updates of a job."""
-        ...
+    def new_job(self, job: Job) -> int: ...
+    def free_job(self, handle: int) -> None: ...
+    def decision_of(self, job: Job) -> Decision | None: ...
+    def wait_for_decision(self, job: Job) -> Decision: ...
+    def drop(self, job: Job) -> None: ...
 
 
 @dataclass(eq=False)
@@ -60,10 +46,10 @@ class Job:
     number: int
     options: Sequence[Options]  # of each param group
     limits: Limits
-    scale: float  # gradients are this many times too large: the loss scale times the divisor of the ranks
+    scale: float  # the gradients are the true gradients times this: the loss scale times `divisor` (sharing.py)
     executor: JobKeeper
     is_delayed: bool = False  # the new weights are copied into the parameters one step later
-    is_part: bool = False  # one of several backwards, whose gradients are only added to a sum
+    is_part: bool = False  # the job of one of several backwards, whose gradients are only added to a sum
     runs_ahead: bool = False  # updates may start before the clipping decision
     is_dropped: bool = False  # all updates of this job are discarded
     tasks: list[Task] = field(default_factory=list)
@@ -94,7 +80,7 @@ class Job:
 
     @property
     def is_open(self) -> bool:
-        """Whether an update may write to the state: there are no limits, or the decision is known."""
+        """Whether an update may write to the state: gradients have no limits, or the clipping decision is known."""
         return not self.limits.any or self.decision is not None
 
     @property
@@ -120,8 +106,8 @@ class Task:
     flat: Tensor | None = None  # the device buffer in which the gradients are gathered
     missing: set[int] = field(default_factory=set)  # parameters whose gradient has not come yet
     ready: Event | None = None  # the gradients are complete on the device
-    is_held: bool = False  # which slices have a gradient is known only after all ranks have exchanged this
-    handle: int = -1  # in the executor
+    is_held: bool = False  # waits until all ranks have exchanged which slices have a gradient
+    handle: int = -1  # number of the task in the executor
     grads: Tensor | None = None  # gradients for an optimizer in Python or on the device
     is_summed: bool = False  # on the device: the gradients are in the bucket's total
     weights: Sequence[Tensor] = ()  # on the device: new weights of each slice, to be copied into the parameters
@@ -143,7 +129,7 @@ class HostOptimizer(Updater, Protocol):
 class Passage(NamedTuple):
     """One update on the device: functions that are queued on a stream in this order.
 
-    `load` and `store` are None if the state is resident on the device.
+    `load` and `store` copy state from the host and back. They are None if the state is on the device.
     """
 
     load: Callable[[], None] | None
@@ -161,7 +147,7 @@ class DeviceOptimizer(Updater, Protocol):
         """Return the update of a task's bucket. Values that may change before the update runs are read now.
 
         `decision`: a tensor that contains the clipping decision by the time the update runs (`decide_there`). Its
-        factor multiplies `factor`. `stage`: the stream and the buffer of streamed state.
+        factor multiplies `factor`. `stage`: the stream, and the device buffer for state that is on the host.
         """
         ...
 

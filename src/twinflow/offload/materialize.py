@@ -45,7 +45,7 @@ def build(
         with torch.device("meta"):
             made = model()
         if not isinstance(made, nn.Module):
-            raise invalid_value("model", made, "an nn.Module, or a function that returns one")
+            raise invalid_value("The result of the function model()", made, "an nn.Module")
         model = made
     return materialize(model, device, dtype, init, each)
 

@@ -1,6 +1,6 @@
 """The torch functions that read metadata of a tensor (shape, dtype, device) and never its values.
 
-Both stand-ins of the runtime (weight_guard.py, taken_gradient.py) run these functions without waiting for values.
+Guarded weights (weight_guard.py) and taken gradients (taken_gradient.py) run these functions without waiting.
 """
 
 from __future__ import annotations

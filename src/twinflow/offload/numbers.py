@@ -52,7 +52,7 @@ class Hypers:
         return Numbers(self._rule.hyper(options, step), _signed(factor, options), rounding_key(step, param.index))
 
     def put(self, rows: Rows, task: Task, factor: float) -> None:
-        """Writes the scalar arguments of all slices of a task into `rows`, and which slices have a gradient."""
+        """Writes a task's scalar arguments, and which slices have a gradient, to the kernel's table `rows`."""
         bucket = task.bucket
         static = self._slices.get(bucket) or self._add(bucket)
         rows.is_updated[:] = len(task.present) == len(bucket.slices)

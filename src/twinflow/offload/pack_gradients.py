@@ -152,13 +152,13 @@ def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: in
 
 
 def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Sequence[Slice]) -> None:
-    """Add the gradients of a task to the fp32 total of its bucket. Slices in `new` overwrite the old values."""
+    """Add a task's gradients to the fp32 sum of its bucket. In the slices `new`, the sum is overwritten instead."""
     pieces = [(piece, piece in new) for piece in (*new, *known)]
     add(total, [(cut, grads[cut.offset : cut.offset + cut.numel], is_first) for cut, is_first in pieces])
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
-    """Compute the norm of a total on the device and copy it to the host. `cuts`: the slices that are in the total."""
+    """Write the norm of `total`, the sum of a bucket, to `norm`. `cuts`: its slices. `is_whole`: these are all."""
     parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
     if total.device.type == "cpu":
         norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())

@@ -213,7 +213,7 @@ class ParamOffload:
     def replaced(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Parameters whose memory the user has replaced by `set_`, with their new values.
 
-        They must be searched, because torch has no hook for `set_`.
+        This method searches for them, because torch has no hook for `set_`.
         """
         away = (weights for weights in self._blocks.values() if not weights.is_here)
         return self._replaced(pair for weights in away for buffer in weights.buffers for pair in buffer.views)
@@ -352,7 +352,7 @@ class ParamOffload:
             self._leave(block)
 
     def _keep_writes(self, block: int) -> None:
-        """Copies weights that the block itself has changed while it ran to the host."""
+        """Copies the weights that a block has changed while it ran to the host."""
         for buffer in self._blocks[block].buffers:
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):

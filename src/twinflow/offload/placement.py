@@ -7,9 +7,9 @@ member of the model's outermost ModuleLists and Sequentials, usually a transform
 - `tail` is DeepSpeed's meaning of the ratio: the first part of the parameters has its state on the host, and the tail
   has its state on the device.
 - `front` is the opposite: the first part has its state on the device.
-- `auto` is `front` in the order in which a forward needs the weights. With it most of the update overlaps with the
-  model. The gradients of the first layers come last and their weights are needed first, so the host would have least
-  time for their update. Parameters outside all blocks, including the output head, come first in this order, because the
+- `auto` is `front` in the order in which a forward needs the weights. Most of the update then overlaps with the model.
+  The gradients of the first layers come last and their weights are needed first, so the host would have least time for
+  their update. Parameters outside all blocks, including the output head, come first in this order, because the
   forward waits for them at its start.
 """
 
@@ -31,8 +31,8 @@ def place_by_ratio(
     """The parts of each parameter with their places, so that `ratio` of all elements have their state on the host.
 
     The result is exact to 128 elements. A parameter that cannot be split goes to the place of its larger part. `order`
-    lists the parameters in the order of the model. Each group of parameters with the same `shared` is cut separately,
-    so that all ranks that share these parameters cut them in the same way.
+    lists the parameters in the order of the model. Each group of parameters with the same `ParamSpec.shared` is cut
+    separately, so that all ranks that share these parameters cut them in the same way.
     """
     assert sorted(order) == list(range(len(params))) and placement in PLACEMENTS
     if placement == "auto":
@@ -50,7 +50,7 @@ def place_by_ratio(
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
-    """Changes the place of a share of the host's buckets to STREAMED. The chosen buckets are evenly distributed."""
+    """Changes the place of the fraction `share` of the host's buckets, evenly distributed, to STREAMED."""
     hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]
     chosen = {index for k, index in enumerate(hosted) if int((k + 1) * share) > int(k * share)}
     return [replace(plan, place=STREAMED) if plan.index in chosen else plan for plan in plans]

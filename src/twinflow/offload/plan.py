@@ -77,7 +77,7 @@ class BucketPlan:
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """Key of the memory layout. Buckets of equal layout can exchange stores."""
+        """Dtype, length, and offsets and lengths of the slices. Buckets with equal layout can exchange stores."""
         return self.dtype, self.numel, *((piece.offset, piece.numel) for piece in self.slices)
 
 

@@ -52,7 +52,7 @@ def bytes_of_gradients(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_weight_slots(settings: Settings, num_buckets: int) -> int:
-    """With delayed updates one slot for each bucket, because weights wait for a step. Otherwise `num_slots` at most."""
+    """Number of weight slots: one for each bucket if updates are delayed, otherwise `num_slots` at most."""
     return num_buckets if settings.delayed_update else min(settings.num_slots, num_buckets)
 
 
@@ -63,7 +63,7 @@ def fit_pools(executor: Executor, settings: Settings, buckets: Sequence[Bucket])
     executor.resize(
         num_gradient_slots(settings, num_hosted),
         num_weight_slots(settings, num_hosted),
-        keeps_weight_slots=settings.may_run_ahead,  # updates ahead of the clipping decision use slots above the limit
+        keeps_weight_slots=settings.may_run_ahead,  # updates before the clipping decision use surplus slots
     )
     executor.flats.set_limit(flat_bytes(settings, [bucket.plan for bucket in buckets]))
 
@@ -83,9 +83,8 @@ def flat_bytes(settings: Settings, plans: Sequence[BucketPlan]) -> int:
 
 
 def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
-    """One slot for each bucket if gradients wait on the host or updates are delayed. Otherwise `num_slots` at most.
-
-    Gradients do not wait if no limit needs the norm, or if they are added to a sum on the host at once.
+    """Number of slots: one for each bucket if gradients wait on the host or updates are delayed. Otherwise it is
+    `num_slots` at most. Gradients do not wait if no limit needs the norm, or if they are added to a sum on the host.
     """
     holds_on_host = settings.hold_on_host and settings.limits.any and not settings.sums_on_host
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)

@@ -88,7 +88,8 @@ class Recipe:
         for name in self._options:
             if name not in allowed:
                 rule = getattr(self._rule, "__name__", type(self._rule).__name__)
-                raise invalid_value(f"the name of an option of {rule}", name, allowed or "left out")
+                expected = allowed or f"removed, because {rule} has no options"
+                raise invalid_value(f"The name of an option of {rule}", name, expected)
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:
         """A copy of an optimizer over the parameters in `hosts`.
@@ -184,12 +185,12 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
     if unknown:
         raise ValueError(
             f"The {kind} that is given as rule has {len(unknown)} trainable parameters that are not parameters of the "
-            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build the {kind} over the parameters of that model."
+            f"model (shapes {', '.join(map(str, unknown[:3]))}). Build the {kind} over model.parameters()."
         )
     if any(isinstance(value, Optimizer) for value in vars(source).values()):
         raise ValueError(
-            f"The {kind} that is given as rule wraps another optimizer, but must not wrap another one. Pass a function "
-            f"that builds both: rule=lambda params: {kind}(...)."
+            f"The {kind} that is given as rule wraps another optimizer, but must not wrap one. Pass a function that "
+            f"builds both optimizers: rule=lambda params: {kind}(...)."
         )
     if hasattr(source.step, "_wrapped_by_lr_sched"):
         raise ValueError(
@@ -206,9 +207,8 @@ def _check_instance(source: Optimizer, known: Sequence[Tensor], options: Mapping
 def check_step(
     optimizer: Optimizer, name: str = "rule", dense: str = "torch.optim.Adam", other: str = "another optimizer"
 ) -> None:
-    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: the
-    argument with this optimizer. `dense` and `other`: what errors recommend instead of SparseAdam and instead of an
-    optimizer that needs a closure.
+    """Raises ValueError for optimizers whose step would fail later, in the background. `name`: the argument with this
+    optimizer. Errors recommend `dense` instead of SparseAdam, and `other` instead of an optimizer that needs a closure.
     """
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):

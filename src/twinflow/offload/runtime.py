@@ -137,10 +137,9 @@ class Runtime:
         self._taking = threading.RLock()  # held while gradients of a queue are taken; several backwards may run at once
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
-        self._watched_options: Sequence[Options] | None = None  # in a watched step, the options during backward
-        # Parameters that a forward of this step has used without a gradient. If one of them gets a gradient from
-        # another forward, no hook shows when backward has read the weight for the last time. No update may then run
-        # before `step`.
+        self._watched_options: Sequence[Options] | None = None  # options during backward, if `EarlyPolicy.watches`
+        # Parameters that were frozen in a forward of this step. If one of them gets a gradient from another forward, no
+        # hook shows when backward has read the weight for the last time. No update may then run before `step`.
         self._used_frozen: set[Param] = set()
         # If several backwards are summed, each gradient goes to its sum at once, so that its memory is free again.
         self._all_queues, self._queues, self._wholes = new_queues(params, self.buckets, settings.num_gathered > 1)
@@ -220,7 +219,7 @@ class Runtime:
 
     @property
     def _has_ranks(self) -> bool:
-        """Whether other ranks take part in the decision on a step."""
+        """Whether other ranks take part in the clipping decision."""
         return self.sharing is not None or self._norm_reducer is not None
 
     @property
@@ -324,7 +323,7 @@ class Runtime:
         self.timer.before_model()
 
     def after_model(self) -> None:
-        """Guard the weights after a forward of the whole model was queued."""
+        """Guard the weights (weight_guard.py) after a forward of the whole model was queued."""
         self._finish_recording()
         self.timer.after_model()
         self._cover(self.params)
@@ -436,7 +435,7 @@ class Runtime:
         self.param_offload.store_loans()
 
     def _cover(self, params: Sequence[Param]) -> None:
-        """Guard weights, except those that compiled graphs use without our hooks. `step` waits for the latter."""
+        """Guard weights, except weights that compiled graphs use without our hooks. `step` waits for these weights."""
         self._is_covered = True
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
@@ -518,7 +517,7 @@ class Runtime:
         return True
 
     def _take_queues(self) -> None:
-        """Take gradients that still wait after backward. The block got fewer gradients than in the backward before."""
+        """Take gradients that still wait after backward, because their block got fewer gradients than last time."""
         for queue in self._all_queues:
             if queue.arrived:
                 self.take_queue(queue)
@@ -702,7 +701,7 @@ class Runtime:
             self.param_offload.set_order(order)
 
     def _check_params(self) -> None:
-        """Raise if parameters were unfrozen or moved, and adopt weights that the user has written."""
+        """Raise if parameters were unfrozen or moved. Set the master weights if the user has written parameters."""
         changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self._wait)
         if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
@@ -736,7 +735,7 @@ class Runtime:
         return job
 
     def _find_change(self) -> str:
-        """Return a clause that names a change made after the gradients were taken that affects the update; else ""."""
+        """Return a clause that names what the user has changed since the gradients were taken; "" if nothing."""
         grads = [param.tensor.grad for param in self.params]
         is_all_taken = all(map(_HITS, self.params)) and all(map(is_, grads, map(_TAKEN, self.params)))
         for param, grad in () if is_all_taken else zip(self.params, grads, strict=True):
@@ -760,7 +759,7 @@ class Runtime:
         return f"{(written or moved)[0].name} was written" if written or moved else ""
 
     def _has_watched_change(self) -> bool:
-        """Whether a gradient was replaced or an option was changed after the backward of a watched step."""
+        """Whether a gradient was replaced or an option changed after backward, in a step that `EarlyPolicy.watches`."""
         if self._watched_options is None:
             return False
         for param in self.params:
@@ -896,7 +895,7 @@ class Runtime:
             self.steps.forget_sums()
 
     def before_fork(self) -> None:
-        """Wait for the weights, because no thread would copy them in the child. Native threads then hold no lock."""
+        """Wait for the weights, because the child has no thread that copies them. Native threads then hold no lock."""
         if not self.is_closed and self.executor.error is None:
             self.executor.wait_for_weights([bucket for bucket in self.buckets if not bucket.offloads_params])
             if self.steps.last is not None and self.steps.last.is_released:

@@ -1,7 +1,7 @@
 """Settings of the runtime. Only the limits, the number of backwards and the delayed update change results.
 
-A slot is a page-locked host buffer for the gradients or the new weights of one bucket. A job is one optimizer step, and
-a task is the work for one bucket in a job.
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A slot is a page-
+locked host buffer for the gradients or the new weights of one bucket. A task is the work for one bucket in a step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ class Tuning:
     the config.
     """
 
-    bucket_numel: Buckets = BUCKET_NUMEL  # elements of a bucket, which are copied and updated together
+    bucket_numel: Buckets = BUCKET_NUMEL  # elements of a bucket
     num_slots: Positive = NUM_SLOTS  # number of page-locked slots for gradients, and for weights; one bucket per slot
     flat_bytes: Whole | None = None  # device memory for gradients before their copy; None: at most FLAT_BYTES
     hold: Side = "auto"  # where gradients wait for the clipping decision; "auto": where they fit
     sums: Side = "auto"  # where gradients of several backwards are summed in fp32; "auto": where the sum fits
-    shadow_bytes: Whole | None = (
-        None  # host memory for updates ahead of the clipping decision; None: half of what is free
-    )
+    shadow_bytes: Whole | None = None  # host memory for updates before the clipping decision; None: half of free memory
     update_programs: Positive | None = None  # Triton programs of an update; fewer leave more of the GPU to the model
     streamed: Share = 0.0  # share of the buckets on the host that are updated on the device (`STREAMED`)
 

@@ -41,7 +41,7 @@ class NormReducer(Protocol):
     In this case torch sums the gradients over the ranks.
     """
 
-    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
+    divisor: float  # gradients in tasks are this number times the mean or sum that `Zero.op` asks for
 
     @property
     def threads(self) -> Sequence[PythonThread]:
@@ -59,7 +59,7 @@ class Sharing(Protocol):
     After the update it gathers the new weights of all ranks, which is called publishing.
     """
 
-    divisor: float  # gradients in tasks are this number times the result that was asked for, the mean or the sum
+    divisor: float  # gradients in tasks are this number times the mean or sum that `Zero.op` asks for
 
     @property
     def threads(self) -> Sequence[PythonThread]:
@@ -115,7 +115,7 @@ class Start(Protocol[Work]):
 
 @dataclass(frozen=True)
 class SharedBuckets:
-    """Buckets that ranks share: this rank has the state of a part of each bucket. `wholes`: the plans of all parts."""
+    """Buckets that ranks share: this rank has the state of a part of each bucket. `wholes`: plans of the buckets."""
 
     wholes: Sequence[BucketPlan]
     start: Start[Sharing]

@@ -4,7 +4,7 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 buffers of one bucket's optimizer state.
 
 If the decision keeps the result, the executor swaps the stores: the bucket gets the speculative store, and its old
-store becomes a free speculative store. Buckets of equal layout share the stores. The executor assigns them to buckets.
+store becomes a free speculative store. Buckets with equal `plan.layout` share the free stores.
 
 The thread "twinflow-speculative" allocates missing stores up to the memory limit. If no store is free for a bucket, its
 update waits for the decision in that step, because allocating a store takes longer than an update. After some steps
@@ -52,7 +52,7 @@ class SpeculativeStores:
         self.max_bytes = max_bytes
 
     def nbytes(self, bucket: Bucket) -> int:
-        """Bytes of host memory for an early update of this bucket: a store, and a weight slot if needed."""
+        """Bytes of host memory for a speculative update of this bucket: a store, and a weight slot if needed."""
         needs_slot = bucket.updater.needs_weight_slot(bucket.plan)
         return bucket.nbytes + (self._executor.slot_bytes if needs_slot else 0)
 

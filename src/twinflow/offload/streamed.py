@@ -1,7 +1,7 @@
-"""Streamed updates of twinflow's rules: the state is on the host and is copied to the device for each update and back.
+"""Streamed updates by twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
-buffers of one bucket's optimizer state.
+buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied.
 
 The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
 not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state
@@ -28,11 +28,11 @@ from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 
-_ALIGN = 512  # bytes; every tensor of a state starts at a multiple
+_ALIGN = 512  # every tensor of a state starts at a multiple of this number of bytes
 
 
 class StreamedUpdater:
-    """The `Updater` of streamed buckets with one of twinflow's rules."""
+    """The `Updater` (bucket.py) of streamed buckets: allocates, reads, writes and updates their state."""
 
     is_on_device = True
     is_all_in_store = True
@@ -89,7 +89,7 @@ class StreamedUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The copy of the state to the stage's buffer, the update there, and the copy back."""
+        """Returns the copy of the state to the stage's buffer, the update there, and the copy back."""
         assert stage is not None
         plan, raw = task.bucket.plan, self._raw[task.bucket.plan.index]
         there = stage.buffer(raw.numel(), self._where)
@@ -100,7 +100,7 @@ class StreamedUpdater:
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Nothing, because the parameters are part of the state."""
+        """Returns no weights, because the parameters are part of the state."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:
@@ -129,7 +129,7 @@ class StreamedUpdater:
         bucket.targets[index].copy_(store.master if store.weight is None else slices.rounded(store))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """Sets the master as in device_updater.py. The parameter does not change."""
+        """Sets the master as `DeviceUpdater.write_master` does. The parameter does not change."""
         store = self._slice(bucket, index)
         if bucket.plan.dtype == torch.float16:
             slices.write_master(store, values, keep)

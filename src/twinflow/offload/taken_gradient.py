@@ -7,7 +7,7 @@ use `.grad` is not affected.
 A stand-in is in one of three states:
 
     taken     the runtime has the gradient; using the stand-in makes the runtime put all gradients back
-    held      the stand-in refers to the gradient; using it puts the gradient, or a copy of it, into `.grad`
+    held      the stand-in refers to the gradient; using the stand-in puts the gradient, or a copy, into `.grad`
     used      `step()` has used the gradient and reused its memory; using the stand-in raises an error, unless the
               operation overwrites all values; a gradient that another backward adds to it is lost
 

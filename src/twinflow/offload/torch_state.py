@@ -80,7 +80,7 @@ def wide(value: object) -> object:
 
 
 def beside(param: Tensor, state: StateDict, group: Mapping[str, object], copies: bool = False) -> StateDict:
-    """The state on its parameter's device. Scalar tensors (counters) stay on the host, unless the step is fused."""
+    """The state on its parameter's device. Scalar tensors stay on the host, unless `group` has fused=True."""
     is_fused = bool(group.get("fused"))
 
     def moved(value: Tensor) -> Tensor:
@@ -109,5 +109,5 @@ def own_gradients(state: StateDict, grads: Tensor) -> None:
 
 
 def num_steps(state: Mapping[str, object]) -> int:
-    """The number of updates of a state, from its "step". Without "step" it is 0 for an empty state, and else 1."""
+    """The number of updates of a state, from its "step". Without "step" it is 0 for an empty state, otherwise 1."""
     return int_of(state, "step") if "step" in state else int(bool(state))

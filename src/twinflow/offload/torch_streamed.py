@@ -24,7 +24,7 @@ from twinflow.state_dict import StateDict
 
 
 class StreamedTorchUpdater:
-    """The `Updater` of streamed buckets with a user's optimizer. Each bucket has its own instance of the optimizer.
+    """The `Updater` (bucket.py) of streamed buckets. Each bucket has its own instance of the user's optimizer.
 
     Between steps the parameters and the state of that instance are in host memory.
     """
@@ -39,7 +39,7 @@ class StreamedTorchUpdater:
         self._host = TorchUpdater(recipe, device)
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates a page-locked master. The states belong to the optimizer."""
+        """Allocates page-locked memory for fp32 copies of the parameters. The states belong to the optimizer."""
         return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -51,7 +51,7 @@ class StreamedTorchUpdater:
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The copy to the device, the step there, and the copy back. Memory is allocated on the stage's stream."""
+        """Returns the copy to the device, the step there, and the copy back. The stage's stream allocates memory."""
         bucket, grads = task.bucket, task.grads
         assert grads is not None
         return Passage(
@@ -106,7 +106,7 @@ class StreamedTorchUpdater:
         return self._host.inner(bucket).kept
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Nothing, because the update on the device writes the parameters."""
+        """Returns no weights, because the update on the device writes the parameters."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:

@@ -2,10 +2,10 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
-The copies and the optimizer's state are on the host, or on the device if the bucket is resident.
+The fp32 copies (the master) and the optimizer's state are on the host, or on the device if the bucket is resident.
 
 Each bucket has its own instance of the optimizer. The instance gets whole parameters, which are views of the bucket's
-flat fp32 master. An optimizer is therefore supported if its update of a parameter depends only on that parameter and
+flat master. An optimizer is therefore supported if its update of a parameter depends only on that parameter and
 the options of its group, as in Muon and Adafactor. An optimizer that combines several parameters, for example in a line
 search or in a trust ratio over the model, would combine only the parameters of one bucket.
 """
@@ -51,7 +51,7 @@ class Inner:
     optimizer: Optimizer
     params: list[nn.Parameter]  # one for each slice
     flats: list[Tensor]  # flat views of the same memory: the slices of the master
-    outer: list[int | None]  # for each group of this instance, the index of the user's group; None if it is empty
+    outer: list[int | None]  # for each group of this instance, the index of the user's group; None: an empty group
     seen: dict[int, StateDict]  # by index of the user's group: its options at the last step
     # The states on the host while a streamed update works with copies on the device.
     kept: dict[nn.Parameter, StateDict] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Inner:
 
 
 class TorchUpdater:
-    """The `Updater` of buckets with a user's optimizer, on the host or on the device `where`."""
+    """The `Updater` (bucket.py) of buckets with a user's optimizer, on the device `where` (None: on the host)."""
 
     is_all_in_store = False
     reads_decision = False
@@ -137,7 +137,7 @@ class TorchUpdater:
         return plan.dtype != torch.float32 and not self.is_on_device
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
-        """The update on the device. Afterwards the weights are copied from the master to the parameters."""
+        """Returns the update on the device. Afterwards weights are copied from the master to the parameters."""
         assert decision is None and task.grads is not None
         return Passage(None, partial(self._step, task, task.grads, factor), None, self.publish(task.bucket))
 
@@ -223,7 +223,7 @@ class TorchUpdater:
         master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """The weights in the master."""
+        """Returns the weights, which are in the master."""
         return self._inners[bucket.plan.index].flats
 
     def forget(self, bucket: Bucket) -> None:

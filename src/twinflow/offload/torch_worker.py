@@ -3,8 +3,8 @@
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
 optimizer step, and a task is the work for one bucket in a job.
 
-This thread replaces the native worker. It asks the executor for the next update (`next_update`), which orders updates
-by deadline and hands out a task only when its gradients are on the host. From then until `finish_update` the thread
+This thread replaces the native worker. It asks the executor for the next update (`next_update`). This is the update
+whose weights the next forward needs first, of those whose gradients are on the host. Until `finish_update` the thread
 owns the task, the gradients and the state of its bucket. An exception ends the thread and goes to the next caller of
 the optimizer (`Executor.fail`). The thread ends when the executor is closed.
 """

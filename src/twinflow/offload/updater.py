@@ -2,7 +2,8 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. A slot is a page-locked host buffer for the gradients or the new weights of one
-bucket.
+bucket. The master is the fp32 copy of a parameter to which updates are applied. A split master is stored as two halves
+of 16 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class RuleUpdater:
-    """The `Updater` of buckets on the host with one of twinflow's rules. The executor runs the update."""
+    """The `Updater` (bucket.py) of buckets on the host: allocates, reads and writes their state."""
 
     is_on_device = False
     is_all_in_store = True

@@ -8,7 +8,7 @@ UninitializedParameter. A change of class takes 0.25 us.
 
 Effect of each access:
 
-    shape, dtype, grad, ...     does not wait, because values are not read (metadata.py)
+    shape, dtype, grad, ...     does not wait, because it does not read values (metadata.py)
     p.data                      waits and notes the alias, because writes through `.data` do not change `p._version`
     p.data = x                  waits; the runtime finds the new memory before the next update
     any other operation         waits, then runs; torch counts in-place writes in `p._version`
@@ -56,46 +56,19 @@ plain = torch._C.DisableTorchFunctionSubclass  # a context in which operations o
 
 
 class Owner(Protocol):
-    """The runtime that updates a parameter."""
+    """The methods of `Runtime` that guarded weights call. runtime.py describes them."""
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the runtime is closed and makes no more updates."""
-        ...
-
+    def is_closed(self) -> bool: ...
     @property
-    def is_forgotten(self) -> bool:
-        """Whether the optimizer of this runtime has been freed."""
-        ...
-
+    def is_forgotten(self) -> bool: ...
     def close(self) -> None: ...
-
-    def settle(self, tensor: Tensor) -> None:
-        """Block until the parameter has the values that it would have with torch now."""
-        ...
-
-    def note_alias(self, tensor: Tensor, alias: Tensor) -> None:
-        """Note that `alias` is a `.data` of the parameter, so a write to it changes the weight."""
-        ...
-
-    def lives_on_host(self, tensor: Tensor) -> bool:
-        """Whether the parameter has no memory on the device now."""
-        ...
-
-    def fetch_copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device of a weight that lives on the host."""
-        ...
-
-    def store(self, tensor: Tensor, values: Tensor) -> None:
-        """Set the values of a weight that lives on the host."""
-        ...
-
-    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
-        """Note a copy of a weight that was given to the user. If the user writes to the copy, `store` its values.
-
-        `is_counted`: such a write increments the version of the parameter.
-        """
-        ...
+    def settle(self, tensor: Tensor) -> None: ...
+    def note_alias(self, tensor: Tensor, alias: Tensor) -> None: ...
+    def lives_on_host(self, tensor: Tensor) -> bool: ...
+    def fetch_copy(self, tensor: Tensor) -> Tensor: ...
+    def store(self, tensor: Tensor, values: Tensor) -> None: ...
+    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
 
 
 # A weak reference to the owner of each parameter, for all optimizers of the process. An attribute of the parameter

@@ -49,11 +49,11 @@ _WORSE: Final = 0.01  # a placement is tried if the planner predicts steps that 
 _GAIN: Final = 0.003  # a placement that was tried stays if it has made steps shorter by this share at least
 _MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
 _WATCH_EVERY: Final = 16  # steps between two checks of the device's memory
-# The measured rates are the machine's best, but a step has other work too. The planner uses these shares of the rates
-# of the host and of the link, so that a bucket is not placed on the host if its update would only just be hidden. The
-# second pair is tried if the placement with the first pair was faster than the placement before.
+# The rates of updates on the host, and of copies between host and device, are measured without other work. The planner
+# multiplies them by these pairs, so that a bucket is not placed on the host if its update would only just be hidden.
+# The second pair is tried if the placement with the first pair was faster than the placement before.
 _COMFORTS: Final = ((0.7, 0.85), (0.85, 0.95))
-_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free: allocators fragment, and inputs vary
+_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes), as inputs vary
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
 
@@ -173,7 +173,7 @@ class AutoPlacement:
             careful = _scaled(self._rates, *self._comforts.pop(0))
             with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
                 choice = choose(items, timing, careful, self._states, decision, room, size, ways)
-                LOGGER.debug(f"ratio auto: {choice.why}; it is tried if it differs from the present placement")
+                LOGGER.debug(f"ratio auto: {choice.why}; this placement is tried if it is not the present one")
                 if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
                     places = choice.places
             places = self._agreed(places)
@@ -203,7 +203,7 @@ class AutoPlacement:
         runtime.wait_for_copies()
         moves = []
         for bucket, place in zip(runtime.buckets, places, strict=True):
-            # State cannot move to the device if the user has changed the layout of an aliased parameter.
+            # State cannot move to the device if the user has changed the memory format of a parameter.
             can_alias = not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
             if bucket.plan.place != place and (place == HOST or can_alias):
                 moves.append((bucket, place))
@@ -333,7 +333,7 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """A copy of the rates. The rates of the host are multiplied by `host`, and those of the link by `link`."""
+    """A copy. Rates of updates on the host are multiplied by `host`, and those of copies to and from it by `link`."""
     return replace(
         rates,
         host_params={name: rate * host for name, rate in rates.host_params.items()},

@@ -1,9 +1,9 @@
 """Optimizers for CPU tensors that use the host kernels. They are torch.optim.Optimizers, and support half-precision
-parameters and compact states.
+parameters and compact states (bf16 or int8).
 
 `optimizer.state[param]` has these entries:
 
-- `step`
+- `step`: the number of updates
 - the rule's states in the chosen format, under torch's names (`exp_avg`, `exp_avg_sq`, `sum`, `momentum_buffer`)
 - for int8 also `exp_avg_scale` and `exp_avg_sq_scale`
 - for half-precision parameters `master`, the fp32 master weights. A bf16 parameter with a compact format has

@@ -4,7 +4,7 @@ fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore
 and the gradients are divided by it afterwards. The dynamic scale changes exactly as DeepSpeed's
 `DynamicLossScaler.update_scale`:
 
-- An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, it divides the scale by `factor` instead.
+- An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, the scale is divided by `factor` instead.
 - Steps without overflow are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the
   scale by `factor`.
 - `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every step without overflow.
@@ -55,7 +55,7 @@ class LossScale:
 def static(value: float) -> LossScale:
     """A scale that never changes. Steps that overflow are still skipped."""
     if value == 0:
-        remedy = "Use dynamic() for a dynamic scale, which 0 means in DeepSpeed."
+        remedy = "Use dynamic() for a dynamic scale. In DeepSpeed, the value 0 selects it."
         raise invalid_value("The loss scale", value, "a finite number > 0", remedy)
     return LossScale(value, dynamic=False)
 

@@ -36,7 +36,7 @@ class Outcomes(Optimizer):
     _settings: Settings
     _was_applied = False  # the last step was applied
     _was_skipped = False  # the last step was skipped because a gradient was not finite
-    _unread: Job | None = None  # the last job, if its decision has not been read
+    _unread: Job | None = None  # the last step, if its outcome has not been read
     num_steps = 0
     num_skipped = 0
 
@@ -48,7 +48,7 @@ class Outcomes(Optimizer):
 
     @property
     def can_compress(self) -> bool:
-        """Whether communication will be compressed after the switch. With one rank there is no communication."""
+        """Whether communication will become compressed (switch.py). With one rank there is no communication."""
         compresses = self.zero is not None and self.zero.compression is not None
         return compresses and self.team is not None and self.team.world > 1
 
@@ -60,7 +60,7 @@ class Outcomes(Optimizer):
         self._unread = None
 
     def _read_decision(self) -> None:
-        """Waits for the decision of the last step and updates loss scale and counters."""
+        """Waits until it is known whether the last step was skipped, and updates loss scale and counters."""
         job, self._unread = self._unread, None
         if job is None:
             return

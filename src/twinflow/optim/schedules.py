@@ -81,7 +81,7 @@ class Cycle:
 
     @property
     def size(self) -> float:
-        """Number of steps of both halves."""
+        """Number of steps up and down."""
         return self.first_size + self.second_size
 
 
@@ -103,7 +103,7 @@ def cycle_height(step: int, cycle: Cycle) -> float:
 
 
 def cycle_decay(step: int, cycle: Cycle, rate: float) -> float:
-    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then linearly growing."""
+    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then it grows linearly."""
     if step < cycle.size or cycle.decay_step_size == 0:
         return 1.0
     return 1 + rate * ((step - cycle.size + 1) / cycle.decay_step_size)
@@ -173,7 +173,6 @@ class LRRangeTest(StepSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the present step."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.is_staircase else interval)
         return [lr * factor for lr in self.min_lrs]
@@ -233,7 +232,6 @@ class OneCycle(StepSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the present step."""
         height = cycle_height(self.last_batch_iteration, self.cycle)
         decay = cycle_decay(self.last_batch_iteration, self.cycle, self.decay_lr_rate)
         return [(low + (high - low) * height) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -276,7 +274,6 @@ class WarmupLR(StepSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the present step."""
         factor = self._factor()
         return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -331,7 +328,6 @@ class WarmupCosineLR(StepSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at the present step."""
         return [float(lr) * self.get_lr_ratio() for lr in self.base_lrs]
 
     def get_lr_ratio(self) -> float:
@@ -368,15 +364,15 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
         if key not in allowed:
             near = get_close_matches(key, allowed, 1)
             raise ValueError(
-                f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). All "
+                f"scheduler.params.{key} is not a parameter of {kind.__name__} (its value is {value!r}). Use "
                 f"parameters of {kind.__name__}: {', '.join(allowed)}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
     missing = [name for name, p in allowed.items() if p.default is inspect.Parameter.empty and name not in params]
     if missing:
         raise ValueError(
-            f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. All parameters of "
-            f"{kind.__name__}: {', '.join(allowed)}."
+            f"scheduler.params is {dict(params)!r}, but {kind.__name__} needs {', '.join(missing)}. Add the missing "
+            f"parameters. All parameters of {kind.__name__}: {', '.join(allowed)}."
         )
 
 
@@ -420,5 +416,9 @@ def _check_warmup_type(value: object) -> str:
 def _check_total(total_num_steps: object, warmup_num_steps: object) -> float:
     total = _check_number("total_num_steps", total_num_steps, 1)
     if isinstance(warmup_num_steps, int) and total < warmup_num_steps:
-        warnings.warn(f"total_num_steps ({total:g}) is less than warmup_num_steps ({warmup_num_steps}).", stacklevel=3)
+        warnings.warn(
+            f"total_num_steps ({total:g}) is less than warmup_num_steps ({warmup_num_steps}), so the warm-up is not "
+            "complete at the end of training. Use fewer warm-up steps.",
+            stacklevel=3,
+        )
     return total

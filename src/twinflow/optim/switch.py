@@ -1,13 +1,14 @@
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A replica is one
-copy of the model, which may be divided between pipeline and tensor ranks.
+copy of the model, which may be divided between pipeline and tensor ranks. An exchange is the compressed communication
+of one bucket. Before it, elements are multiplied by powers of two, whose exponents depend on the second moment.
 
 Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
 is made when the sum has become stable (`VarianceWatch`). A read must wait for the last update, so it does not happen
 in every step.
 
-Compression errors are saved by parameter and replica, so that any layout of ranks can load them. The errors of a
+Compression errors are saved by parameter and replica, so that any number of ranks can load them. The errors of a
 parameter belong to a replica, no matter which of its pipeline and tensor ranks have the parameter. With the same
 number of replicas, each replica loads its own errors. Otherwise each loads the mean of all, which keeps the mean of
 what was not yet communicated.
@@ -51,7 +52,7 @@ LOGGER = logging.getLogger("twinflow")
 LOOKS = 10  # reads of the second moment in a window
 KEYS = ("is_exchanged", "second_step")  # entries of the param groups after the switch
 SavedErrors = StateDict  # the errors of one rank, as a tree of plain values and tensors; may be empty
-NameOf = Callable[[str], str]  # from a name on this rank to the name that is the same in all layouts
+NameOf = Callable[[str], str]  # from a name on this rank to the name that is the same for all numbers of ranks
 Read = Callable[[object], Tensor]  # returns the tensor for a placeholder in a saved tree
 
 
@@ -170,7 +171,7 @@ class Switch:
         return torch.where(exponents != 0, whole.float() * two_to(exponents), 0.0) * self._b1
 
     def _floors(self) -> list[float]:
-        """The smallest frozen second moment of each parameter (`floor_of`), from all ranks that own a part of it."""
+        """The lower limit for the frozen second moment of each parameter (`floor_of`), over all ranks with a part."""
         optimizer, team = self._optimizer, self._team
         own = torch.zeros(2, len(optimizer.runtime.params), dtype=torch.float64)  # rows: sums, numbers of elements
         for bucket in optimizer.runtime.buckets:

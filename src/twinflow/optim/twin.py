@@ -71,8 +71,8 @@ class TwinOptimizer(Outcomes):
       parameters only, `step()` waits for the update, because there is no module whose forward could wait. A module on
       the meta device is allocated and initialised.
     - `rule`: the update rule. A name such as "adamw" (docs/rules.md lists all), a torch.optim.Optimizer class, an
-      optimizer instance over the model's parameters (its options and state are continued), or a function from
-      parameters to an optimizer.
+      optimizer instance over the model's parameters (its options and state are continued), or a function that
+      gets parameters and returns an optimizer.
     - `param_groups`: parameters of the model and their options, as for torch.optim. Default: all trainable parameters.
     - `**options`: options of the rule, with torch's names and defaults: `lr`, `betas`, `eps`, `weight_decay`, ...
 
@@ -284,7 +284,7 @@ class TwinOptimizer(Outcomes):
         """The optimizer's update rule and the format of its state. The result also computes the size of the state and
         creates the objects that update it.
         """
-        # With compressed communication, parameters hold the weights that all ranks know. Owners have more exact ones.
+        # With compressed communication, all ranks have the same rounded weights. The state has more exact ones.
         keeps_weights = self._settings.delayed_update or self._switch is not None
         return StateKind(
             self.rule,
@@ -376,7 +376,7 @@ class TwinOptimizer(Outcomes):
         if len(self.param_groups) != self._num_groups:
             raise wrong_state(
                 "step() cannot update these param_groups",
-                f"there are {len(self.param_groups)}, and the optimizer was built with {self._num_groups}",
+                f"there are {len(self.param_groups)} groups, and the optimizer was built with {self._num_groups}",
                 "Build a new TwinOptimizer with all groups.",
             )
         for group in self.param_groups if rule is not None else ():
@@ -386,9 +386,7 @@ class TwinOptimizer(Outcomes):
             if self.is_stateless and rule.keeps_states(group):
                 option = rule.state_option
                 assert option is not None
-                remedy = (
-                    f"The optimizer was built with {option}=0 and has no buffer for {option}. Build a new optimizer."
-                )
+                remedy = f"This optimizer was built without {option} and has no buffer for it. Build a new optimizer."
                 raise invalid_value(option, group[option], [0.0], remedy)
         return [host_options(group) for group in self.param_groups]
 
@@ -401,7 +399,7 @@ class TwinOptimizer(Outcomes):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and the updates of this step that have begun with them.
 
-        Raises RuntimeError if updates of this step have been written during backward (`early` without max_grad_norm and
+        Raises RuntimeError if updates of this step have already changed weights (`early` without max_grad_norm and
         skip_nonfinite).
         """
         self.runtime.forget_gradients()
@@ -511,7 +509,7 @@ class TwinOptimizer(Outcomes):
         twin_state.check(self, self._switch, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:
-        """`state_dict()` without a copy of the state: its head, and an iterator over the entries of parameters."""
+        """`state_dict()` without copies of tensors: the dict without parameters, and an iterator over their entries."""
         self.runtime.wait()
         self._read_decision()
         return twin_state.head(self, self._switch), twin_state.stream(self)
@@ -522,11 +520,11 @@ class TwinOptimizer(Outcomes):
         return self._switch is not None and self._switch.is_made
 
     def exchange_errors(self) -> SavedErrors:
-        """This rank's compression errors, which each rank saves in its part of a checkpoint."""
+        """This rank's rounding errors of compressed communication, for its part of a checkpoint."""
         return self._switch.errors() if self._switch is not None else {}
 
     def load_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
-        """Loads the compression errors of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
+        """Loads `exchange_errors` of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
         if self._switch is not None:
             self._switch.restore_errors(saved, read)
 

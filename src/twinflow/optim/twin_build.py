@@ -198,7 +198,7 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 def fitted(
     settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
 ) -> Settings:
-    """A copy of the settings. Fields that depend on free memory are set for state of these sizes."""
+    """A copy of the settings. Fields that depend on free memory are set for buckets with `sizes` bytes of state."""
     resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
     left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
@@ -231,7 +231,7 @@ def first_choice(
 
 
 def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[ParamSpec], room: Free) -> int:
-    """Host memory for gradients that wait or are summed on the host, if all state is on the host."""
+    """Bytes of gradients that wait or are summed on the host, if all state is on the host."""
     numel, nbytes = sum(spec.numel for spec in specs), sum(spec.numel * spec.dtype.itemsize for spec in specs)
     if settings.early and settings.accumulation_steps > 1 and _keeps_on_host(tuning.sums, 4 * numel, room):
         return 4 * numel
@@ -240,7 +240,7 @@ def _gradients_on_host(settings: Settings, tuning: Tuning, specs: Sequence[Param
 
 
 def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
-    """Whether gradients stay on the host: as the user says, or ("auto") if they need over half of the free memory."""
+    """Whether gradients stay on the host. "auto": they do if they need over half of the free device memory."""
     if asked != "auto":
         return asked == "host"
     return room.device_bytes is not None and nbytes > room.device_bytes // 2

@@ -59,7 +59,7 @@ def check_whole(name: str, value: object, least: int, allowed: str = "") -> None
 
 
 def check_loss(loss: object) -> None:
-    """Raises ValueError for a loss that backward() cannot use, with the cause that is most frequent in user code."""
+    """Raises ValueError for a loss that backward() cannot use. The error names the most frequent cause."""
     if not isinstance(loss, Tensor):
         raise invalid_value("loss", loss, "a tensor that requires a gradient, as a loss function returns it")
     if loss.numel() != 1:
@@ -85,7 +85,7 @@ def check_kinds(loss_scale: object, tuning: object, zero: object) -> None:
 
 
 def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], where: str = "") -> None:
-    """Checks the options of all groups. A user's optimizer (`rule=None`) has checked its own."""
+    """Checks the options of all groups. A user's optimizer (`rule=None`) has checked its own options."""
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
@@ -97,7 +97,7 @@ def check_complete(rule: Rule, group: Mapping[str, object]) -> None:
         if name not in group:
             raise ValueError(
                 f"A param group has no key {name!r}, but must have all options of {rule.name!r}: "
-                f"{', '.join(rule.defaults)}. Set it again, for example to its default, {usual!r}."
+                f"{', '.join(rule.defaults)}. Set {name!r} again, for example to its default, {usual!r}."
             )
 
 
@@ -159,8 +159,8 @@ def groups_of(model: nn.Module | Iterable[ParamEntry], param_groups: Iterable[Pa
         given = list(model.parameters() if param_groups is None else param_groups)
         if not given and param_groups is not None:
             raise ValueError(
-                "The parameters to train (param_groups, or model_parameters of initialize()) are empty. Leave them out "
-                "to train the whole model, or pass a list: an iterator can be read only once."
+                "The parameters to train (param_groups, or model_parameters of initialize()) are empty. Omit this "
+                "argument to train the whole model, or pass a list: an iterator can be read only once."
             )
         groups = _trainable(given, isinstance(model, PipelineModule))
         if param_groups is not None:
@@ -244,7 +244,7 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
 
 
 def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
-    """Checks a user's optimizer as `rule`, and the arguments that must fit it."""
+    """Checks a user's optimizer as `rule`, and the arguments that depend on this optimizer."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         names = ", ".join(map(repr, RULES))
         kinds = "a torch.optim.Optimizer class or instance, or a function that returns an optimizer"
@@ -309,7 +309,7 @@ def check_param_offload(
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
-    """Checks flags and numbers, and options that need the model. Returns the settings with Python's numbers."""
+    """Checks flags and numbers, and options that need the model. Returns the settings with Python numbers."""
     limits = settings.limits
     if not is_flag(settings.early):
         raise invalid_value("early", settings.early, [True, False, "auto"])

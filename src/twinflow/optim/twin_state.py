@@ -77,10 +77,7 @@ class _DictSource:
 
 
 def collect(optimizer: Outcomes, switch: Switch | None) -> StateDict:
-    """The state of an optimizer without running updates.
-
-    Tensors may be views of the state, which the next step changes.
-    """
+    """The state dict of an optimizer whose updates have ended. Tensors may be views, which the next step changes."""
     state = {param.name: _read_param(optimizer, param) for param in optimizer.runtime.params}
     return {**head(optimizer, switch), "state": {name: entry for name, entry in state.items() if entry}}
 
@@ -109,7 +106,7 @@ def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
 
 
 def stream(optimizer: Outcomes) -> Iterator[tuple[str, StateDict]]:
-    """The entries of updated parameters as in `collect`, with an `Entry` instead of each tensor.
+    """The entries of updated parameters as in `collect`. Each tensor is an `Entry`, which reads the values later.
 
     If ranks share a parameter, there is an entry for each part that this rank has.
     """
@@ -279,7 +276,7 @@ def check(optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
         raise ValueError(
             f"state_dict: {rule.state_option} is above 0, but must be 0, because this optimizer was built without "
-            f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option}."
+            f"{rule.state_option} and has no buffer for it. Build the optimizer with {rule.state_option} > 0."
         )
     if saved["has_unsent"] and not optimizer.runtime.settings.delayed_update:
         remedy = "This state was saved in the middle of a delayed update. Build the optimizer with delayed_update=True."
@@ -307,7 +304,7 @@ def _check_kind(saved: object) -> None:
 
 
 def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
-    """Checks the state without its entries and groups."""
+    """Checks a state dict except for the values of `state` and `param_groups`."""
     for key in ("rule", *_COUNTS, "has_unsent", "loss_scale", "param_groups"):
         if key not in saved:
             raise ValueError(f"state_dict: {key} is missing. Pass a state that state_dict() has returned.")
@@ -361,9 +358,9 @@ def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
     }
     said = "; ".join(f"{what}: {_some(names)}" for what, names in differences.items() if names)
     sizes = f"the state has {len(then)} groups and the optimizer has {len(own)}"
-    said = said or (sizes if len(then) != len(own) else "their order")
+    said = said or (sizes if len(then) != len(own) else "the names are in another order")
     raise ValueError(
-        f"state_dict: the parameters of param_groups differ ({said}), but must have the same names in the same groups. "
+        f"state_dict: the parameters of param_groups differ ({said}), but must be the same in each group. "
         "Train the same parameters in the same groups as when the state was saved. To train other parameters, do "
         "not load the optimizer state: use engine.load_checkpoint(..., load_optimizer_states=False), or do not call "
         "load_state_dict()."

@@ -44,11 +44,7 @@ class TiedGradients:
         self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
-        """Copy the parameter of the first rank with a copy to all ranks with a copy.
-
-        This also makes NCCL set up the connections of the replicas. Otherwise that would happen during the reductions
-        of the first step.
-        """
+        """Copy the parameter of the first rank with a copy to all ranks with a copy."""
         with torch.no_grad():
             self._replicas.broadcast(_local(self._param))
             self._group.broadcast(_local(self._param))

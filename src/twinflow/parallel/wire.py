@@ -10,7 +10,7 @@ Threads of a rank:
 - One thread for each sending rank receives its messages in the order of the schedule, which every rank knows, and
   puts them into `_mailbox`. So two ranks never wait for each other to receive. With NCCL each thread has its own stream
   and synchronizes it before a message is put into the mailbox.
-- One thread waits for sends and keeps the sent memory alive until they are done.
+- One thread waits for sends and keeps the sent memory alive until they are done. With NCCL it synchronizes its stream.
 
 The condition `_changed` guards the mailbox, the expected messages and the error. It is notified on every change.
 
@@ -27,16 +27,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from itertools import product
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from twinflow.dist.group import TIMEOUT, backend_for, new_group
+from twinflow.dist.group import TIMEOUT, Sending, backend_for, new_group, own_stream, use_here
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.store import group_store, own_keys, wait_for
 from twinflow.parallel.schedules import Action, Schedule
@@ -55,7 +53,6 @@ _KINDS: Final = ("F", "B")
 _PATIENCE_S: Final = 0.5  # interval of the checks for a timeout
 HANG_UP_S: Final = 5.0  # longer than threads need to return after connections are closed
 _CAUSE_CHARS: Final = 500  # limit of an error's text for other ranks
-_UNUSED_TAG: Final = 1  # messages have tag 0
 
 
 class Key(NamedTuple):
@@ -163,7 +160,7 @@ class Wire:
         self._error: BaseException | None = None  # first error of this rank
         self._cause = ""  # error of the rank that failed first
         self._is_closed = False
-        self._sent: queue.SimpleQueue[tuple[int, Any, Tensor] | None] = queue.SimpleQueue()  # receiver, work and memory
+        self._sent: queue.SimpleQueue[tuple[int, Sending] | None] = queue.SimpleQueue()  # with the receiver
         self._threads = [self._start(self._wait_sent)] if len(ranks) > 1 else []
 
     def expect(self, keys: Mapping[int, Sequence[Key]]) -> None:
@@ -190,8 +187,8 @@ class Wire:
         tensors = [_bytes_of(one) for one in value if one is not None and one.numel()]
         self.sent_bytes += sum(one.numel() for one in tensors)
         try:
-            for work, memory in self._links.send(key.receiver, encode(key, value), tensors):
-                self._sent.put((key.receiver, work, memory))
+            for sending in self._links.send(key.receiver, encode(key, value), tensors):
+                self._sent.put((key.receiver, sending))
         except RuntimeError as error:
             self._give_up(_not_sent(key.receiver, error))
             raise self._failure() from self._error
@@ -315,24 +312,25 @@ class _Links:
     """
 
     def __init__(self, ranks: Sequence[int], index: int, device: torch.device, timeout: timedelta) -> None:
-        self._ranks, self._index, self._device = tuple(ranks), index, device
+        self._index, self._device = index, device
         self._is_direct = len(ranks) > 1 and backend_for(device) == "nccl"
         self._headers = [new_group("gloo", ranks, timeout) for _ in ("down", "up")]
-        self._bodies = [new_group("nccl", ranks, timeout) for _ in ("down", "up")] if self._is_direct else self._headers
+        self._bodies = self._headers
+        if self._is_direct:
+            self._bodies = [new_group("nccl", ranks, timeout, has_collectives=False) for _ in ("down", "up")]
 
-    def send(self, receiver: int, header: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
-        """Start to send the header and the tensors. Yields the work and the memory of each part."""
-        up, rank = receiver > self._index, self._ranks[receiver]
-        yield dist.isend(header, rank, group=self._headers[up].handle), header
+    def send(self, receiver: int, header: Tensor, tensors: Sequence[Tensor]) -> Iterator[Sending]:
+        """Start to send the header and the tensors."""
+        up = receiver > self._index
+        yield self._headers[up].send(header, receiver)
         for tensor in tensors:
-            body = tensor if self._is_direct else tensor.cpu()
-            yield dist.isend(body, rank, group=self._bodies[up].handle), body
+            yield self._bodies[up].send(tensor if self._is_direct else tensor.cpu(), receiver)
 
     def receive(self, sender: int, key: Key) -> Message:
         """Receive the next message of a rank, which must be `key`. Blocks until the message is complete."""
-        up, rank = sender < self._index, self._ranks[sender]
+        up = sender < self._index
         header = torch.empty(HEADER_NUMEL, dtype=torch.int64)
-        dist.recv(header, rank, group=self._headers[up].handle)
+        self._headers[up].receive([header], sender)
         found, specs = decode(header)
         if found != key:
             differ = (
@@ -343,39 +341,23 @@ class _Links:
         message: Message = []
         for spec in specs:
             tensor = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            if tensor is not None and tensor.numel():
-                dist.recv(_bytes_of(tensor), rank, group=self._bodies[up].handle)
             message.append((tensor, spec is not None and spec.requires_grad))
-        if self._is_direct:
-            torch.cuda.current_stream().synchronize()
+        tensors = [_bytes_of(tensor) for tensor, _ in message if tensor is not None and tensor.numel()]
+        self._bodies[up].receive(tensors, sender)
         return message
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, ready for the stream of the computing thread."""
-        there = tensor.to(self._device)
-        if there.is_cuda:
-            # The tensor may have been allocated on the stream of another thread.
-            there.record_stream(torch.cuda.current_stream())
-        return there
+        return use_here(tensor.to(self._device))
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[None]:
         """Give a thread its own stream, so that its waits do not delay the computation."""
-        if not self._is_direct:
-            yield
-            return
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            yield
+        return own_stream(self._device) if self._is_direct else nullcontext()
 
     def hang_up(self) -> None:
-        """Close the connections (see the module's docstring). A connection that is already closed is skipped."""
-        for group, rank in product(self._headers, self._ranks):
-            if rank != self._ranks[self._index]:
-                with suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), rank, group=group.handle, tag=_UNUSED_TAG)
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
+        """Close the connections (see the module's docstring)."""
+        for group in self._headers:
+            group.hang_up()
 
 
 class _FirstCause:

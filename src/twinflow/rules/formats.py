@@ -94,7 +94,7 @@ def rounding_key(step: int, parameter: int) -> Key:
 
 
 def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """16 random bits for each of `numel` elements, as int64. `first_index`, a multiple of 128, is the first element.
+    """16 random bits for each of `numel` elements, as int64. They start at `first_index`, a multiple of 128.
 
     A 32-bit hash of the block is the seed of a 16-bit mix of the position in the block. For a random seed each result
     is uniformly distributed.

@@ -23,7 +23,7 @@ Hyper = tuple[float, ...]
 
 
 class Values(Enum):
-    """The kinds of values that options have. An error message contains this text after "must be"."""
+    """The kinds of values that options have. In errors, the text of a kind follows "must be"."""
 
     AMOUNT = "a finite number >= 0"
     NUMBER = "a finite number"
@@ -141,7 +141,7 @@ class Rule:
         for name in given:
             if name not in self.defaults:
                 raise ValueError(
-                    f"{name!r} is not an option of {self.name!r}. The options are: {', '.join(self.defaults)}."
+                    f"{name!r} is not an option of {self.name!r}. Use only its options: {', '.join(self.defaults)}."
                 )
         return {**self.defaults, **given}
 

@@ -192,18 +192,19 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
         stateless = segment.rule.state_option is not None and state is None and segment.hyper[0] == 0.0
         if name is not None and not stateless:
             if state is None:
-                raise invalid_value(f"{label}{name}", None, "a tensor")
+                raise invalid_value(f"{label}{name}", None, "a tensor", "Make the store with new_store().")
             check_tensor(f"{label}{name}", state, (_STATE_DTYPES[store.format],), numels[i])
         if blocks[i]:
             if scale is None:
-                raise invalid_value(f"{label}scales of {name}", None, "a tensor")
+                raise invalid_value(f"{label}scales of {name}", None, "a tensor", "Make the store with new_store().")
             check_tensor(f"{label}scales of {name}", scale, (torch.float32,), blocks[i])
 
 
 def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
     """Raise ValueError unless store and target have buffers of the same kind and share no memory."""
     if target.format != store.format:
-        raise invalid_value(f"{segment.name}: target format", target.format, [store.format])
+        remedy = "Make the target with store.empty_like()."
+        raise invalid_value(f"{segment.name}: target format", target.format, [store.format], remedy)
     ours, theirs = ([s.master, s.weight, *s.states, *s.scales] for s in (store, target))
     for name, a, b in zip(("master", "weight", *segment.rule.states, "scale", "scale"), ours, theirs, strict=True):
         if (a is None) != (b is None) or (a is not None and b is not None and a.dtype != b.dtype):

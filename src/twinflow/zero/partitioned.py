@@ -142,12 +142,17 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
 class _OnHost:
     """The part of torch's protocol for collectives of `fully_shard` that both classes share."""
 
+    def __init__(self) -> None:
+        self._groups: dict[dist.ProcessGroup, Group] = {}
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a buffer, as `fully_shard` requires."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _group(self, handle: dist.ProcessGroup) -> Group:
-        return Group(handle, dist.get_process_group_ranks(handle), is_on_host=True)
+        if handle not in self._groups:
+            self._groups[handle] = Group(handle, dist.get_process_group_ranks(handle), is_on_host=True)
+        return self._groups[handle]
 
 
 class HostAllGather(_OnHost):

@@ -1,6 +1,6 @@
 """1-bit Adam: Adam until its second moment is stable, then ranks exchange one bit for each element of the momentum.
 
-After the switch the second moment v is frozen. A rank computes its momentum from the shared momentum and its own
+After the switch the second moment v is frozen. A rank computes its momentum from the last mean of all ranks and its own
 gradient. It sends the signs and one scale for each 4096 elements. Each rank owns a part of the elements: it computes
 the mean of what it receives for this part, and sends signs and scales of the mean back. Elements are multiplied by a
 power of two near 1 / (sqrt(v) + eps) before they share a scale, because Adam's steps have similar sizes, but momenta

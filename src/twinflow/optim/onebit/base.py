@@ -1,6 +1,6 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
-A bucket is a set of flat buffers for some parameters of one param group.
+A bucket is a set of flat buffers for some parameters of one param group. Communication is compressed after the switch.
 
 Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
 `step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
@@ -50,7 +50,7 @@ class Shared(TypedDict, total=False):
 
 
 class Freezing(Shared, total=False):
-    """Options of the optimizers that freeze the second moment once. `Compression` describes them."""
+    """Options of the optimizers that freeze the second moment once. `OneBitAdam` describes them."""
 
     freeze_step: int | None
     freeze_threshold: float
@@ -220,7 +220,7 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent, by the definition of the collectives, without overhead of the backend."""
+        """Bytes that this rank has sent, computed from the sizes of messages, without overhead of the backend."""
         groups = {id(one): one for one in (self.group, self._agree)}
         return sum(one.sent_bytes for one in groups.values())
 

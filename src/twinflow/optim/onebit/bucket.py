@@ -85,7 +85,7 @@ class FlatBucket:
                 view.copy_(torch.where(view.to(param.dtype) == param, view, param.float()))
 
     def sum_squares(self) -> float:
-        """The sum of squared gradients; not finite if a gradient is not finite or a row's sum overflows fp32."""
+        """The sum of squared gradients; not finite if a gradient is not finite or a sum of 128 overflows fp32."""
         rows = self.grads.view(-1, BLOCK)  # one fp32 sum over all elements would lose precision
         return float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum())
 

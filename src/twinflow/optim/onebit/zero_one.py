@@ -2,10 +2,10 @@
 
 Until `var_freeze_step` there are two kinds of steps. A refresh updates both moments from uncompressed gradients. Other
 steps exchange one bit for each element of the momentum, and the second moment does not change. The interval between
-refreshes is 1 at first, and doubles after each `var_update_scaler` refreshes.
+refreshes is 1 at first, and doubles after every `var_update_scaler` refreshes.
 
 After `var_freeze_step` ranks make local steps with their own momenta. They exchange the sum of their steps, one bit for
-each element. The interval between exchanges is 1 at first, doubles after each `local_step_scaler` steps, and is at most
+each element. The interval between exchanges is 1 at first, doubles after every `local_step_scaler` steps, up to
 `local_step_clipper`. Between two exchanges the weights of ranks differ. After an exchange they are bitwise equal.
 """
 
@@ -143,7 +143,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 self._moved[i][j] = Moved(rate + hyper[4], kept * hyper[5], hyper[3])
 
     def _take_over(self, i: int, bucket: FlatBucket) -> None:
-        """Exchanges the mean momentum of all ranks and steps, and computes the new shared weights from it."""
+        """Exchanges the mean momentum of local steps, and computes shared weights from its mean over all ranks."""
         added, shared = self._added[i], self._shared[i]
         for where, moved in zip(bucket.ranges(), self._moved[i], strict=True):
             if moved.rate:
