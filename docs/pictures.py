@@ -1,9 +1,9 @@
-"""Writes the pictures of these pages as SVG files. Numbers, schedules and names of files come from the library.
+"""Writes the pictures of the docs as SVG files. Their numbers, schedules and file names come from the library's code.
 
 python docs/pictures.py
 
-A picture is 600 units wide, so that text of 16 units is legible on a page of 400 pixels. It has a panel of its own and
-follows the reader's choice of a light or a dark theme. Fills are dark enough for white text in both.
+A picture is 600 units wide, so that text of 16 units is legible on a page of 400 pixels. It has its own background and
+follows the reader's light or dark theme. White text is legible on all fill colours.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from twinflow.planner.simulate import ClipDecision, Item, Play, Timing, Ways
 
 FOLDER: Final = Path(__file__).parent / "assets" / "pictures"
 WIDTH: Final = 600
-EDGE: Final = 14  # free space at the sides
+EDGE: Final = 14  # margin
 SLATE, TEAL, BLUE, AMBER = "#64748b", "#0f766e", "#2563eb", "#b45309"
 VIOLET, ROSE = "#7c3aed", "#be185d"
 DEPTH: Final = (AMBER, "#c2410c", ROSE, VIOLET, "#4f46e5", BLUE)  # blocks of a model, from input to output
@@ -54,9 +54,9 @@ STYLE: Final = (
 
 
 class Picture:
-    """Shapes and text on a panel. Text that does not fit where it is put is an error.
+    """Collects shapes and text. An assertion fails if a text does not fit.
 
-    The docstring of the function that draws it is its title and its description for readers who do not see it.
+    The first paragraph of the docstring of `draw` is the title, the second is the description for blind readers.
     """
 
     def __init__(self, draw: Callable[[Picture], None]) -> None:
@@ -70,7 +70,7 @@ class Picture:
         self.bottom = max(self.bottom, bottom)
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start", room: float = WIDTH) -> None:
-        """A line of text on the baseline `y`, in at most `room` units."""
+        """A line of text on the baseline `y`. It must not be wider than `room`."""
         width = len(text) * (8 if "digit" in style else 9.6 if "code" in style else 8.7)
         left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
         assert width <= min(room, WIDTH - left) and left >= 0, f"{text!r} does not fit in {self.title!r}"  # noqa: PT018
@@ -81,7 +81,7 @@ class Picture:
     def box(
         self, x: float, y: float, w: float, h: float, fill: str = "", label: str = "", style: str = "", r: float = 3
     ) -> None:
-        """A filled box with lines of white text in its middle, or without `fill` a frame."""
+        """A filled box with centred white text, or a frame if there is no `fill`."""
         look = f'fill="{fill}"' if fill else f'class="{style or "frame"}"'
         place = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
         self.add(f'<rect {place} rx="{number(r)}" {look}/>', y + h)
@@ -106,7 +106,7 @@ class Picture:
         self.add(f'<polygon points="{path}" class="head"/>', max(y1, y2))
 
     def bar(self, x: float, y: float, h: float, scale: float, parts: Iterable[tuple[float, str]]) -> float:
-        """Parts of (amount, fill) side by side; returns where they end. A part says its amount where there is room."""
+        """Draws (amount, fill) as boxes side by side, with amounts where there is room. Returns their right end."""
         for amount, fill in parts:
             label = number(amount) if amount * scale >= 9 * len(number(amount)) + 6 else ""
             if amount > 0:
@@ -115,7 +115,7 @@ class Picture:
         return x
 
     def lane(self, y: float, name: str, spans: Iterable[tuple[float, float, str, str]]) -> None:
-        """A line of a timeline: its name, and below it boxes from start to end with fill and label."""
+        """A row of a timeline: its name, and below the name boxes from (start, end, fill, label)."""
         self.text(EDGE, y + 14, name, "soft")
         self.line(EDGE, y + 35, WIDTH - EDGE, y + 35, "frame")
         for start, end, fill, label in spans:
@@ -124,7 +124,7 @@ class Picture:
             )
 
     def legend(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Fills and what they stand for, below the rest, in as many lines as they need."""
+        """Draws (fill, name) pairs below the picture, in as many lines as needed."""
         x, y = float(EDGE), self.bottom + 10
         for fill, name in entries:
             width = 52 + 9.4 * len(name)
@@ -135,7 +135,7 @@ class Picture:
             x += width
 
     def note(self, text: str) -> None:
-        """Sentences below the rest, in as many lines as they need."""
+        """Draws sentences below the picture, in as many lines as needed."""
         for i, line in enumerate(wrap(text, int((WIDTH - 2 * EDGE) / 8.7))):
             self.text(EDGE, self.bottom + (18 if i else 26), line, "soft")
 
@@ -151,17 +151,17 @@ class Picture:
 
 
 def number(value: float) -> str:
-    """At most two decimals, and none where they are zero."""
+    """The value with at most two decimals, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 class Recorder(Play):
-    """The planner's simulation of a step, which keeps what ran when: (lane, block, start, end)."""
+    """The planner's simulation of steps. It records spans: (lane, block, start, end)."""
 
     def __init__(self, items: Sequence[Item], timing: Timing, rates: Rates) -> None:
         super().__init__(items, timing, rates, "fp32", ClipDecision(clips=False), Ways())
         self.spans: list[tuple[str, int, float, float]] = []
-        self.begun = 0.0  # when this step began
+        self.begun = 0.0  # start of the current step
 
     def _advance(self, limit: float | None) -> float:
         self._start()
@@ -171,7 +171,7 @@ class Recorder(Play):
         start = self.begun + self.now
         taken = super()._advance(limit)
         for lane, block in at_work.items():
-            # a span goes on where the one before it has ended
+            # A span that starts where the previous span of the block ended extends that span.
             before = next((s for s in self.spans if s[:2] == (lane, block) and abs(s[3] - start) < 1e-6), None)
             self.spans = [span for span in self.spans if span != before]
             self.spans.append((lane, block, before[2] if before else start, start + taken))
@@ -220,8 +220,8 @@ def overlap(p: Picture) -> None:
     p.line(step, 32, step, 284, "mark dashed")
     p.text(step + 5, 300, "step() returns", anchor="middle")
     p.note(
-        "Numbers are blocks of the model: 1 is its input side. Of the gradients that have arrived, the host takes the "
-        "one whose weights the next forward needs first."
+        "Numbers are blocks, from 1 at the input side. Of the blocks whose gradients have arrived, the host updates "
+        "the one that the next forward needs first."
     )
 
 
@@ -233,9 +233,9 @@ def as_torch(p: Picture) -> None:
     """
     arrives, end = 330.0, WIDTH - EDGE
     rows = (
-        ("p.shape, p.grad", 0.0, "is answered at once", SLATE),
+        ("p.shape, p.grad", 0.0, "returns at once", SLATE),
         ("p.clone(), state_dict()", arrives, "reads the new weight", TEAL),
-        ("p.mul_(0.5), p.clamp_()", arrives, "writes; master follows", AMBER),
+        ("p.mul_(0.5), p.clamp_()", arrives, "writes weight and master", AMBER),
         ("model(x)", arrives, "runs this block", BLUE),
     )
     p.text(EDGE, 24, "step() returns", "bold")
@@ -248,11 +248,11 @@ def as_torch(p: Picture) -> None:
         p.box(until or EDGE, y + 24, end - until if until else 200, 30, fill, what)
     p.line(EDGE, 30, EDGE, 290, "mark")
     p.line(arrives, 30, arrives, 290, "mark dashed")
-    p.note("Only this weight is waited for. The host goes on with the others.")
+    p.note("Each operation waits only for the weight that it uses, or for the weights of a block.")
 
 
 def twin_flow(p: Picture) -> None:
-    """Where optimizer state lives, by ratio
+    """Where optimizer state is, by ratio
 
     A model of eight blocks from input to output. The ratio is the share of the state on the host. By default the state
     of the input side stays on the GPU; with placement tail the state of the output side stays there.
@@ -275,7 +275,7 @@ def twin_flow(p: Picture) -> None:
 
 
 def offload(p: Picture) -> None:
-    """Where weights, gradients, masters and states live
+    """Where weights, gradients, masters and states are
 
     The GPU has bf16 weights, gradients and activations. The host has 12 bytes a parameter: the fp32 master,
     momentum and variance. Gradients go to the host, new weights come back.
@@ -316,8 +316,8 @@ def weights_on_host(p: Picture) -> None:
             fill = BLUE if block == running else AMBER if block in ahead else ""
             p.box(left + time * cell, y, cell - 3, 32, fill, "run" if block == running else "")
     p.line(left + count * cell - 1.5, 14, left + count * cell - 1.5, 250, "mark dashed")
-    p.legend([(BLUE, "on the GPU and at work"), (AMBER, "copied to the GPU")])
-    p.note("Where a block is in neither, it is on the host alone, as part of the optimizer's state.")
+    p.legend([(BLUE, "on the GPU, running"), (AMBER, "copied to the GPU")])
+    p.note("Frames: the weights of the block are only on the host, as part of the optimizer state.")
 
 
 def zero(p: Picture) -> None:
@@ -342,7 +342,10 @@ def zero(p: Picture) -> None:
             p.box(x, y + 24, part * scale - 3, 32, fill, number(part) if part > 1 else "")
             x += whole * scale
     p.legend([(BLUE, "weights"), (AMBER, "gradients"), (VIOLET, "optimizer state, on host or GPU")])
-    p.note(f"Filled: bytes a parameter of one of {ranks} ranks. Frames: others. Stage 3 has the blocks at work, too.")
+    p.note(
+        f"Numbers are bytes a parameter on one of {ranks} ranks. Frames: parts of other ranks. With stage 3 the GPU "
+        "also has the whole weights of running blocks."
+    )
 
 
 def grid(p: Picture) -> None:
@@ -365,11 +368,9 @@ def grid(p: Picture) -> None:
                 p.arrow(x + 104, y + 16, x + 120, y + 16)
             if not stage:
                 p.text(EDGE, y + 21, f"replica {replica}", "soft")
-    p.note("Pairs: tensor ranks, which share each layer and talk most.")
-    p.note(
-        "Columns: replicas of a stage, which share gradients and optimizer state. Each is on a machine with eight GPUs."
-    )
-    p.note("Arrows: activations go to the next stage, gradients come back.")
+    p.note("Numbers are ranks. The two ranks of a pair share each layer and communicate most.")
+    p.note("A column is one machine. Its four replicas of a stage share gradients and optimizer state.")
+    p.note("Arrows: activations go to the next stage, and gradients come back.")
 
 
 def schedules(p: Picture) -> None:
@@ -393,7 +394,7 @@ def schedules(p: Picture) -> None:
         scale = (WIDTH - 2 * EDGE) / longest
         y = 10 + row * 138
         p.text(EDGE, y + 15, name, "bold")
-        p.text(WIDTH - EDGE, y + 15, f"{played.bubble:.0%} of its time is idle", "soft", "end")
+        p.text(WIDTH - EDGE, y + 15, f"idle {played.bubble:.0%} of the time", "soft", "end")
         for rank in range(ranks):
             top = y + 23 + rank * 25
             p.box(EDGE, top, longest * scale, 22, r=0)
@@ -401,8 +402,8 @@ def schedules(p: Picture) -> None:
                 wide = times[action.stage].seconds(action.kind) * scale - 1
                 label = str(action.micro_batch + 1) if wide > 12 else ""
                 p.box(EDGE + start * scale, top, wide, 22, fills[action.kind], label, r=1)
-    p.legend([(BLUE, "forward"), (TEAL, "backward"), (AMBER, "gradients of weights, ZBV")])
-    p.note("Each line is a rank. Numbers are micro-batches. A frame is idle time.")
+    p.legend([(BLUE, "forward"), (TEAL, "backward"), (AMBER, "gradients of weights (ZBV)")])
+    p.note("Each row is a rank. Numbers are micro-batches. Empty parts are idle time.")
 
 
 def sparse_attention(p: Picture) -> None:
@@ -422,28 +423,30 @@ def sparse_attention(p: Picture) -> None:
         for row, kept in enumerate(layout.to_dense()[0].tolist()):
             for col in (col for col in range(blocks) if kept[col]):
                 p.box(x + col * cell, y + row * cell, cell - 1, cell - 1, BLUE, r=0)
-    p.note("Rows are blocks of queries, columns blocks of keys, with the share that is kept. Local is unidirectional.")
+    p.note(
+        "Rows are blocks of queries, columns are blocks of keys. Percentages: share of the blocks that are computed."
+    )
 
 
 def onebit(p: Picture) -> None:
     """An exchange with error compensation
 
-    Each rank adds the error of the step before to its momentum and sends signs with one scale. The difference between
-    the sum and the sent values is the new error. The owner computes the mean and sends it in the same code.
+    Each rank adds the error of the previous step to its momentum and sends signs with one scale. The difference between
+    this sum and the sent values is the new error. The owner computes the mean and sends it as signs with one scale.
     """
     p.box(EDGE, 12, 168, 48, TEAL, "momentum")
-    p.box(EDGE, 100, 168, 48, AMBER, "error of last step")
+    p.box(EDGE, 100, 168, 48, AMBER, "error")
     p.text(EDGE + 100, 86, "+", "bold", "middle")
     p.box(236, 12, 160, 48, BLUE, "signs, one scale")
     p.box(450, 12, 136, 48, VIOLET, "owner: mean")
     for ends in ((98, 99, 98, 61), (183, 36, 235, 36), (397, 36, 449, 36), (316, 124, 183, 124), (518, 170, 183, 170)):
         p.arrow(*ends)
     p.line(316, 60, 316, 124)
-    p.text(324, 84, "what the code", "soft")
-    p.text(324, 106, "cannot say", "soft")
+    p.text(324, 84, "difference:", "soft")
+    p.text(324, 106, "the next error", "soft")
     p.line(518, 60, 518, 170)
     p.box(EDGE, 156, 168, 48, VIOLET, "mean, on all ranks")
-    p.text(200, 194, "in the same code, the same for all", "soft")
+    p.text(200, 194, "signs and one scale, to all ranks", "soft")
     p.text(EDGE, 238, f"Bytes of a message of {BLOCK:,} numbers", "bold")
     sizes = {"bf16": 2 * BLOCK} | {name: CODES[name].row_bytes(BLOCK) for name in ("int8", "int4", "1bit")}
     for i, (name, size) in enumerate(sizes.items()):
@@ -470,7 +473,7 @@ def formats(p: Picture) -> None:
 
 
 def activations(p: Picture) -> None:
-    """What is in GPU memory when backward runs layer 5 of 8
+    """Contents of GPU memory when backward runs layer 5 of 8
 
     Without checkpointing all activations of layers 1 to 5 are on the GPU. With checkpointing, the GPU has the inputs of
     these layers and the activations of layer 5. With cpu_checkpointing, the GPU has only the inputs of layers 3 to 5
@@ -511,14 +514,14 @@ def checkpoints(p: Picture) -> None:
         others = sorted(path.name for path in tag.iterdir() if path.suffix == ".json")[::-1]
         latest = next(path.name for path in tag.parent.iterdir() if path.is_file())
     steps = (
-        f"{others[0]}, then {others[1]}\nrank 0 writes them when all files are on the disk",
-        f"{tag.name}/\nthe temporary folder gets its name",
-        f"{latest}\nnames {tag.name} from now on",
+        f"rank 0 writes {others[0]}, then {others[1]}\nwhen all files are on the disk",
+        f"rank 0 renames the temporary folder\nto {tag.name}/",
+        f"rank 0 writes {tag.name}\ninto the file {latest}",
     )
     for i, step in enumerate(steps):
         p.arrow(WIDTH / 2, 158 + i * 76, WIDTH / 2, 180 + i * 76)
         p.box(EDGE, 182 + i * 76, WIDTH - 2 * EDGE, 52, TEAL, step)
-    p.note("A crash at any point leaves the checkpoint before as it was.")
+    p.note("A crash at any time leaves the previous checkpoint unchanged.")
 
 
 def choosing(p: Picture) -> None:
@@ -569,10 +572,10 @@ def plan(p: Picture) -> None:
             end = x + room / 1e9 * scale
             p.line(end, y + 20, end, y + 54, "mark")
     p.legend([(BLUE, "weights"), (AMBER, "gradients"), (VIOLET, "state"), (SLATE, "activations, buffers")])
-    p.note("In GB. Red lines: what the card and the host have.")
+    p.note("Numbers are GB. Red lines: memory of the card and of the host.")
 
 
-PAGES: Final[dict[Callable[[Picture], None], str]] = {  # where each picture is shown
+PAGES: Final[dict[Callable[[Picture], None], str]] = {  # the page that shows each picture
     overlap: "how-overlap-works.md",
     as_torch: "as-torch.md",
     twin_flow: "twin-flow.md",

@@ -1,7 +1,6 @@
-"""What the site needs beside its pages: files of the repository that pages link to, and a check of what was built.
+"""Hooks of mkdocs. They add the results and scripts that pages link to as pages of the site, and check each built page.
 
-Pages are written for reading in the repository: links to results and scripts lead out of docs/. Here those files become
-pages too, so that the site is whole without the repository.
+Links of the pages lead to files of the repository outside docs/. The hooks replace them by links inside the site.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RAW = re.compile(r"<p>(?:```|\| |- |#{1,4} )|\n\|[^\n]*\|\n")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add results, the scripts that pages link to, and the texts at the root."""
+    """Add the files in `ADDED`, all results, and the scripts that pages link to."""
     pages = [Path(file.abs_src_path).read_text() for file in files if file.src_uri.endswith(".md")]
     for name in ADDED:
         files.append(File.generated(config, name, content=(ROOT / name).read_text()))
@@ -48,7 +47,7 @@ def results_page(results: list[Path]) -> str:
     lines = [
         "# Measured",
         "",
-        "Every figure in these pages is from one of these runs; each names machine and versions.",
+        "Every figure of the docs is from one of these runs. Each run names its machine and its versions.",
         "",
     ]
     for path in reversed([path for path in results if path.suffix == ".md"]):
@@ -58,36 +57,38 @@ def results_page(results: list[Path]) -> str:
 
 
 def script_page(name: str) -> str:
-    """A script, as a page."""
+    """A page that shows the script."""
     kind = "python" if name.endswith(".py") else "sh"
     return f"# {name}\n\n```{kind}\n{(ROOT / name).read_text()}```\n"
 
 
 def site_path(link: str) -> str:
-    """Where the site has a file of the repository, from its root."""
+    """The path, from the root of the site, of a file of the repository."""
     path = link.removeprefix("../").removeprefix("docs/")
     return f"{path}.md" if path.split("#")[0].endswith((".py", ".sh")) else path
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links that leave docs/, or that come from outside it, to the site's own pages."""
+    """Replace links to files outside docs/ by links to pages of the site."""
     if page.file.src_uri.startswith(RESULTS):
-        page.meta["search"] = {"exclude": True}  # tables of numbers would bury the pages that explain them
+        page.meta["search"] = {"exclude": True}  # a search should find the pages that explain the numbers
         return RECORD.sub("(The numbers as JSON are at the end of this file in the repository.)\n", markdown)
     return LINK.sub(lambda found: found[1] + site_path(found[2]) + found[3], markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Fail where a page would load something from elsewhere, or shows Markdown instead of what it means."""
+    """Fail if a page loads something from another host, or contains Markdown that was not converted to HTML."""
     foreign = [*LOADED.findall(output), *STYLED.findall(output)]
     if foreign:
-        raise PluginError(f"{page.file.src_uri} loads {foreign[0]}: the site must not load anything from other hosts")
+        raise PluginError(
+            f"{page.file.src_uri} loads {foreign[0]}. Remove it: the site must not load from other hosts."
+        )
     raw = RAW.search(re.sub(r"<(pre|code)\b.*?</\1>", "", output, flags=re.S))
     if raw:
-        raise PluginError(f"{page.file.src_uri}: Markdown that was not understood: {raw[0]!r}")
+        raise PluginError(f"{page.file.src_uri} has Markdown that was not converted. Correct its syntax: {raw[0]!r}")
     return CELL.sub(lambda cell: CODE.sub(lambda code: with_breaks(code[0]), cell[0]), output)
 
 
 def with_breaks(name: str) -> str:
-    """A name in a table's cell, which may go on in the next line after a dot, a comma or an underscore."""
+    """Allows line breaks in a name after a dot, a comma, a slash or an underscore."""
     return re.sub(r"(?<=[._,/])(?=\w)", "<wbr>", name)

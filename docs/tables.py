@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that are made from declarations in the code. In its page, a table is between two marks.
+"""Writes the generated tables of the docs, each between the comments `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
 python docs/tables.py
 """
@@ -38,7 +38,7 @@ _NOT_FULLY_SHARD: Final = (
     "refused with stage 3 unless offload_param is on, because fully_shard divides gradients itself"
 )
 
-# Differences from DeepSpeed 0.19.8 for keys that work. The declarations of the keys determine whether a key works.
+# Differences from DeepSpeed 0.19.8 for keys that work.
 DIFFERENCES: Final[Mapping[str, str]] = {
     "optimizer.type": (
         "any class of torch.optim runs on the host too; the last table of this page lists types that are refused"
@@ -66,7 +66,7 @@ DIFFERENCES: Final[Mapping[str, str]] = {
 }
 
 
-# DeepSpeed does not have the other update rules of twinflow.
+# The update rules of twinflow that DeepSpeed has too.
 DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lion", "sgd")
 
 
@@ -74,7 +74,7 @@ DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lion",
 
 
 def key_tables() -> str:
-    """The tables of docs/config.md, one for each kind of rule."""
+    """The tables of docs/config.md, one for each kind of key: honoured, without effect, refused."""
     found = list(keys())
     lines = ["### Honoured", "", "| key | default | values | effect |", "|---|---|---|---|"]
     lines += [
@@ -100,7 +100,7 @@ def key_tables() -> str:
 
 
 def option_tables() -> str:
-    """The table of docs/config.md with `optimizer.params` and `scheduler.params`, except those of update rules."""
+    """The table of docs/config.md with the params of optimizers and schedules. Update rules are in docs/rules.md."""
     lines = ["| type | params (defaults) |", "|---|---|"]
     others = {name: section for name, section in OPTIMIZERS.items() if name not in RULES}
     for name, section in (*others.items(), *SCHEDULES.items()):
@@ -110,9 +110,7 @@ def option_tables() -> str:
 
 
 def rule_table() -> str:
-    """The table of docs/rules.md with each update rule, its options and its defaults in a config and in `twinflow
-    train`.
-    """
+    """The table of docs/rules.md: each update rule with its options and defaults."""
     lines = ["| rule | class for CPU tensors | options (defaults) | in a config | in `twinflow train` | states |"]
     lines.append("|---|---|---|---|---|---|")
     for name, rule in RULES.items():
@@ -176,7 +174,7 @@ def summary() -> str:
 
 
 def migration_tables() -> str:
-    """A table for each section of the config, and one for optimizers and schedules."""
+    """The status of each key: a table for each section of the config, and one for optimizers and schedules."""
     groups: dict[str, list[Key]] = {}
     for key in deepspeed_keys():
         groups.setdefault(key.path[0] if len(key.path) > 1 else "", []).append(key)
@@ -194,7 +192,7 @@ def _table(group: list[Key]) -> Iterator[str]:
 
 
 def _text(key: Key) -> str:
-    """The effect of a key, the reason why it has none, or a remedy, with differences from DeepSpeed."""
+    """The last column: effect of a key, or the reason why it has none, or what to do; differences from DeepSpeed."""
     if status(key) != DIFFERS:
         return key.rule.text
     told = [key.rule.text, DIFFERENCES.get(dotted(key.path), "")]
@@ -269,7 +267,7 @@ def _full(path: str) -> str:
 
 # docs/conflicts.md and docs/memory.md
 
-# How the docs show values that are in braces in the table of conflicts. The others become an ellipsis.
+# How the docs show placeholders such as {stage} in the table of conflicts. All other placeholders become "...".
 SHOWN: Final = {
     "stage": "0, 1 or 2",
     "stage_except_1": "0, 2 or 3",
@@ -299,7 +297,7 @@ SHAPES: Final = {
 RATIOS: Final = (1.0, 0.5, 0.0)
 CARDS: Final = ("rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")
 RAM_GB: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# Enough GPU memory for gradients that wait for the norm, and no spare host memory for speculative stores.
+# GPU and host bytes of a machine: gradients that wait for the norm fit on the GPU, and no speculative stores are made.
 ENOUGH: Final = Memory(10**15, 0)
 
 
@@ -347,7 +345,7 @@ def models() -> dict[str, ModelCost]:
 
 
 def run_of(model: ModelCost, states: str = "fp32", world: int = 1, stage: int = 0) -> Run:
-    """One sequence of 2048 tokens on each GPU, clipping, activation checkpointing, bf16 weights."""
+    """A run with 2048 tokens on each GPU, bf16 weights, clipping and activation checkpointing."""
     return Run(model, batch=1, tokens=2048, states=states, world=world, stage=stage)
 
 
@@ -360,7 +358,7 @@ def gb(count: float) -> str:
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int = 1) -> str:
-    """A table whose columns are right-aligned, except the first ones."""
+    """A table whose columns are right-aligned, except the first `num_texts`."""
     names = list(head)
     rule = "---|" * num_texts + "---:|" * (len(names) - num_texts)
     lines = [f"| {' | '.join(names)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
@@ -394,7 +392,7 @@ def both(found: Bytes) -> str:
 
 
 def kinds_table() -> str:
-    """What the memory of one model consists of."""
+    """GB of weights, gradients, state and so on for one model, by ratio and place."""
     model = models()["Llama-3-8B"]
     rows = []
     for ratio in RATIOS:
@@ -406,7 +404,7 @@ def kinds_table() -> str:
 
 
 def cards_table() -> str:
-    """The least host memory of a machine with one GPU, with the ratio that needs least of it."""
+    """The smallest host memory, in GB, with which each model fits on each GPU."""
     head = ["model", *(GPUS[card].title for card in CARDS)]
     return markdown(head, [[name, *(least_ram(model, card) for card in CARDS)] for name, model in models().items()])
 
@@ -435,7 +433,7 @@ def stages_table() -> str:
 
 
 def support_table() -> str:
-    """Which features work on which axes."""
+    """The features that work with pipeline ranks, with tensor ranks and with both."""
     features: list[tuple[str, Combination]] = [
         *((f"ZeRO stage {stage}", Combination(stage=stage)) for stage in range(4)),
         ("`offload_optimizer`, with any number as `ratio`", Combination(ratio=0.5)),
@@ -460,7 +458,7 @@ def support_table() -> str:
     return "\n".join(rows)
 
 
-TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name of the marks
+TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
     ("config.md", "keys"): key_tables,
     ("config.md", "options"): option_tables,
     ("config.md", "spellings"): spelling_table,
@@ -480,7 +478,7 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and name 
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """A page's text with this table between its marks."""
+    """The text of a page, with the table between the comments of its name."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     assert begin in text, name
     return re.sub(f"(?<={begin}).*?(?={end})", lambda _: table, text, flags=re.DOTALL)

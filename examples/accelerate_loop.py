@@ -1,7 +1,6 @@
-"""A loop of Accelerate with TwinOptimizer: one line differs, the one that makes the optimizer.
+"""A training loop of Accelerate with TwinOptimizer. Only the line that builds the optimizer changes.
 
-`accelerator.accumulate`, `clip_grad_norm_`, the scheduler and `save_state` stay. Needs `pip install accelerate
-transformers`.
+Needs `pip install accelerate transformers`.
 
 python examples/accelerate_loop.py
 """
@@ -23,7 +22,7 @@ def main() -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **SHAPE))
-    # Instead of torch.optim.AdamW(model.parameters(), ...); what the loop clips to is said here.
+    # Instead of torch.optim.AdamW(...). max_grad_norm must equal the limit that the loop passes to clip_grad_norm_.
     optimizer = twin_optimizer(accelerator, model, "adamw", lr=5e-3, weight_decay=0.01, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     data = load_data("stdlib")
@@ -34,16 +33,16 @@ def main() -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)  # updates start here
+            accelerator.backward(loss)  # updates start during backward
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # known after the step
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)  # its value is known after the step
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         losses.append(loss.item())
         if len(losses) % 20 == 0:
             print(f"micro-batch {len(losses):3d}  loss {losses[-1]:.3f}  gradient norm {norm.item():.2f}")
-    optimizer.optimizer.close()  # the TwinOptimizer: the weights are final
+    optimizer.optimizer.close()  # closes the TwinOptimizer after its last update
     assert sum(losses[-4:]) / 4 < losses[0] - 1.0
     print("the loss fell")
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed script with one changed line: config, engine, checkpoint, and going on from it bit for bit.
+"""A DeepSpeed script with one changed line. It trains, saves a checkpoint, and compares a resumed run bit for bit.
 
 python examples/engine.py
 """
@@ -49,8 +49,8 @@ def main() -> None:
         resumed = build()
         _, client_state = resumed.load_checkpoint(folder)
     again = epoch(resumed)
-    print(f"epoch {client_state['epoch']}: loss {first:.4f}; the next: {last:.4f}, and resumed {again:.4f}")
-    one, two = engine.module_state_dict(), resumed.module_state_dict()  # with every update in them
+    print(f"loss {first:.4f} after epoch {client_state['epoch']}, {last:.4f} after the next, {again:.4f} when resumed")
+    one, two = engine.module_state_dict(), resumed.module_state_dict()  # waits for all updates
     same = last == again and all(torch.equal(one[name], two[name]) for name in one)
     print("the resumed run has the same bits" if same else "the resumed run differs")
     engine.destroy()

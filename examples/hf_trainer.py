@@ -1,7 +1,5 @@
-"""Hugging Face's Trainer with TwinOptimizer: two lines differ. A small Llama learns the standard library's source.
-
-Clipping, accumulation, schedule, evaluation and checkpoints are the Trainer's; a resumed run ends with the same bits.
-Needs `pip install transformers accelerate`.
+"""Hugging Face's Trainer with TwinOptimizer, which changes two lines. A small Llama trains on the source code of
+Python's standard library. A resumed run ends with the same bits. Needs `pip install transformers accelerate`.
 
 python examples/hf_trainer.py
 """
@@ -55,7 +53,7 @@ def build(folder: str) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    # All of the optimizer's state is on the host; twin={"ratio": 0.5, "states": "bf16"} would say otherwise.
+    # All optimizer state is fp32 and on the host. twin={"ratio": 0.5, "states": "bf16"} would change this.
     return TwinTrainer(model, arguments, train_dataset=samples("train", 128), eval_dataset=samples("valid", 8))
 
 
@@ -68,7 +66,7 @@ def main() -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, gradient norms {', '.join(f'{norm:.2f}' for norm in norms)}")
-    print(f"the optimizer: {trainer.twin.rule_name}, {trainer.twin.host_share:.0%} of its state on the host")
+    print(f"optimizer {trainer.twin.rule_name}, with {trainer.twin.host_share:.0%} of its state on the host")
     one, two = trainer.model.state_dict(), resumed.model.state_dict()
     same = all(torch.equal(one[name], two[name]) for name in one)
     print("the resumed run has the same bits" if same else "the resumed run differs")

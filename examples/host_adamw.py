@@ -1,4 +1,4 @@
-"""HostAdamW in a plain loop: int8 states, a schedule, clipping inside the kernel; saved half-way and resumed."""
+"""Trains on the CPU with HostAdamW, int8 states, a schedule and clipping. Saves half-way and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def build() -> tuple[nn.Module, HostAdamW, CosineAnnealingLR]:
 
 def train(model: nn.Module, optimizer: HostAdamW, schedule: CosineAnnealingLR, first: int, last: int) -> None:
     for step in range(first, last):
-        x = torch.randn(128, 16, generator=torch.Generator().manual_seed(step))  # a batch depends on its step alone
+        x = torch.randn(128, 16, generator=torch.Generator().manual_seed(step))  # the same batch in a resumed run
         loss = nn.functional.mse_loss(model(x), x[:, :1] * x[:, 1:2])
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(native.sum_squares([p.grad for p in model.parameters()])))
-        if math.isfinite(norm):  # it is not as soon as one gradient is not
-            optimizer.step(factor=min(1.0, CLIP / (norm + 1e-6)))  # applied while the kernel reads the gradient
+        if math.isfinite(norm):  # otherwise a gradient is NaN or infinite, and the step is skipped
+            optimizer.step(factor=min(1.0, CLIP / (norm + 1e-6)))  # the kernel multiplies gradients by the factor
         schedule.step()
         if step % 20 == 0 or step == last - 1:
             print(f"  step {step:3d}  loss {loss.item():.4f}  gradient norm {norm:.2f}")
@@ -41,13 +41,13 @@ def main() -> None:
     run, resumed = build(), build()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
-        print("from start to end, saved half-way:")
+        print("run from start to end, saved half-way:")
         train(*run, 0, STEPS // 2)
         torch.save([part.state_dict() for part in run], path)
         train(*run, STEPS // 2, STEPS)
         for part, saved in zip(resumed, torch.load(path, weights_only=True), strict=True):
             part.load_state_dict(saved)
-    print("from the checkpoint to the end:")
+    print("run from the checkpoint to the end:")
     train(*resumed, STEPS // 2, STEPS)
     pairs = zip(run[0].parameters(), resumed[0].parameters(), strict=True)
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)

@@ -1,7 +1,5 @@
-"""Lightning with TwinStrategy: one argument of the Trainer. A small Llama learns the standard library's source.
-
-The optimizer and schedule of `configure_optimizers`, accumulation, clipping, validation and checkpoints stay. Needs
-`pip install lightning transformers`.
+"""Lightning with TwinStrategy, which changes one argument of the Trainer. A small Llama trains on the source code of
+Python's standard library. Needs `pip install lightning transformers`.
 
 python examples/lightning_strategy.py
 """
@@ -24,8 +22,6 @@ CONFIG = {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu
 
 
 class Llama(pl.LightningModule):
-    """As for any strategy."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -35,13 +31,12 @@ class Llama(pl.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        """A micro-batch."""
         loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> Any:
-        """torch's AdamW: becomes ours, on the host."""
+        """TwinStrategy replaces torch's AdamW by twinflow's AdamW with state on the host."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=5e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,7 +1,7 @@
-"""A fine-tune with 1-bit Adam: a trained model goes on with other text in micro-batches of 3, over a slow network.
+"""Fine-tunes a small trained GPT on other text with 1-bit Adam, which is made for slow networks between ranks.
 
-python examples/onebit_finetune.py                                    one process: plain AdamW, nothing to send
-twinflow launch --num_procs 4 examples/onebit_finetune.py --steps 600    four ranks, momenta in one bit
+python examples/onebit_finetune.py                                       # one process, which uses plain AdamW
+twinflow launch --num_procs 4 examples/onebit_finetune.py --steps 600    # four ranks, which send one bit a momentum
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SHAPE = GPTConfig(vocab_size=256, context=48, num_layers=2, hidden=48, num_heads
 PRETRAIN_STEPS, MICRO_BATCH, NUM_BYTES = 60, 3, 3_000_000
 OPTIMIZER: dict[str, Any] = {
     "type": "OneBitAdam",
-    # Switches by itself once Adam's second moment has settled; `freeze_step` would say when.
+    # The switch to compression comes when Adam's second moment hardly changes. `freeze_step` would set the step.
     "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0},
 }
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """Bytes of Python's own library: some to train on, others to go on with."""
+    """Two parts of the source code of Python's standard library, as bytes: for pretraining and for fine-tuning."""
     tokens = torch.as_tensor(load_data("stdlib").tokens[:NUM_BYTES].astype("int64"))
     return tokens[: NUM_BYTES // 2], tokens[NUM_BYTES // 2 :]
 
@@ -38,7 +38,7 @@ def draw(text: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor,
 
 
 def pretrained(text: Tensor) -> GPT:
-    """The same on all ranks."""
+    """Every rank trains the same model from the same seed."""
     torch.manual_seed(0)
     model, generator = GPT(SHAPE), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -77,9 +77,9 @@ def main() -> None:
             switched = step
     last = validate(engine, other, engine.device)
     if me.rank == 0:
-        how = "in full precision" if switched is None else f"in one bit from step {switched} on"
-        print(f"ranks {me.world_size}, {steps} steps, {how}: validation {first:.3f} to {last:.3f}")
-        print("the fine-tuned model is better" if last < first else "it learned nothing")
+        how = "without compression" if switched is None else f"in one bit from step {switched} on"
+        print(f"ranks {me.world_size}, {steps} steps, {how}: validation loss {first:.3f} to {last:.3f}")
+        print("the fine-tuned model is better" if last < first else "the fine-tuned model is not better")
     engine.destroy()
 
 

@@ -1,4 +1,4 @@
-"""Twin-Flow at any ZeRO stage: a share of the updates on the host, the rest on the GPU, and the same result.
+"""Twin-Flow at any ZeRO stage: compares training with a share of the updates on the host, and with all of them there.
 
 python examples/partial_offload.py --zero 3 --ratio 0.3
 twinflow launch --num_procs 2 examples/partial_offload.py --zero 3
@@ -31,7 +31,7 @@ def config(stage: int, ratio: float, world_size: int) -> dict[str, Any]:
 
 
 def train(stage: int, ratio: float, me: Any) -> list[float]:
-    """Losses of a model that learns which of some numbers is the largest; each rank has batches of its own."""
+    """Trains a model to find the largest of four numbers and returns its losses. Each rank has its own batches."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU()) for _ in range(3)))
     engine, *_ = twinflow.initialize(model=model, config=config(stage, ratio, me.world_size))
@@ -50,8 +50,8 @@ def train(stage: int, ratio: float, me: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--zero", type=int, default=3, help="stage, 0 to 3")
-    parser.add_argument("--ratio", type=float, default=0.3, help="share of the updates that the host makes")
+    parser.add_argument("--zero", type=int, default=3, help="ZeRO stage, 0 to 3")
+    parser.add_argument("--ratio", type=float, default=0.3, help="share of the optimizer state that is on the host")
     args = parser.parse_args()
     me = twinflow.init_distributed()
     losses = train(args.zero, args.ratio, me)
@@ -59,7 +59,7 @@ def main() -> None:
     if me.rank == 0:
         print(f"ranks {me.world_size}, stage {args.zero}, ratio {args.ratio}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
         same = "the same losses" if losses == whole else "other losses"
-        fell = "the loss fell" if losses[-1] < losses[0] / 2 else "it learned little"
+        fell = "the loss fell" if losses[-1] < losses[0] / 2 else "the loss hardly fell"
         print(f"with every update on the host: {same}; {fell}")
 
 

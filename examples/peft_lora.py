@@ -1,6 +1,5 @@
-"""LoRA adapters of a frozen model, trained by Hugging Face's Trainer with TwinOptimizer.
-
-Only the adapters have state, and a checkpoint holds only them. Needs `pip install peft transformers accelerate`.
+"""Trains LoRA adapters of a frozen model with Hugging Face's Trainer and TwinOptimizer. Only the adapters have
+optimizer state and are saved. Needs `pip install peft transformers accelerate`.
 
 python examples/peft_lora.py
 """

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Pretraining over pipeline x tensor x data ranks, ZeRO-1 over the last of them and the optimizer on the host.
+# Pretrains a GPT on pipeline x tensor x data ranks. Data ranks share the optimizer state (ZeRO-1), which is on the host.
 #   examples/pretrain_3d.sh                          8 GPUs of one machine: 2 stages x 2 tensor ranks x 2 replicas
-#   examples/pretrain_3d.sh --hostfile hosts         GPUs of several machines; options before `--` go to the launcher
-#   examples/pretrain_3d.sh small                    2 stages x 2 tensor ranks on this machine's CPU
+#   examples/pretrain_3d.sh --hostfile hosts         all GPUs of the machines in this file
+#   examples/pretrain_3d.sh small --steps 5          a small model, also without GPUs; options go to `twinflow train`
 set -eu
 config="$(dirname "$0")/configs/pretrain_3d.json"
 launch="--num_gpus 8"

@@ -1,7 +1,7 @@
-"""Ray Train: two workers on the CPU (or a GPU each) train one model with twinflow's engine.
+"""Ray Train: two workers train one model with twinflow's engine, on the CPU or with one GPU each.
 
-Ray starts the workers and torch's process group; `twinflow.initialize` joins it. ZeRO stage 1 shares the optimizer's
-state between the workers; each has half of it. Needs `pip install "ray[train]"`.
+Ray starts the workers and torch's process group, which `twinflow.initialize` uses. With ZeRO stage 1 each worker has
+half of the optimizer state. Needs `pip install "ray[train]"`.
 
 python examples/ray_train.py
 """
@@ -30,20 +30,20 @@ CONFIG: dict[str, Any] = {
 
 
 def train_on_worker(given: dict[str, Any]) -> None:
-    """What each worker runs: a script for any launcher, but for the report."""
+    """Each worker runs this function. Only `train.report` is specific to Ray."""
     from ray import train
 
-    torch.manual_seed(0)  # the same model everywhere
+    torch.manual_seed(0)  # all workers build the same model
     engine, *_ = twinflow.initialize(model=GPT(SHAPE), config=CONFIG)
     data, first = load_data("stdlib"), 0.0
     for step in range(given["steps"]):
-        # Each worker has a batch of its own.
+        # Each worker has its own batch.
         tokens, targets = data.batch("train", step * engine.world_size + engine.global_rank, BATCH_SIZE, SHAPE.context)
         loss = engine(tokens.to(engine.device), targets.to(engine.device)).loss
         engine.backward(loss)
         engine.step()
         first = first or loss.item()
-    engine.save_checkpoint(given["folder"])  # workers write their parts of it: into a folder that all of them see
+    engine.save_checkpoint(given["folder"])  # each worker writes its part; all workers must see this folder
     saved = train.Checkpoint.from_directory(given["folder"]) if engine.global_rank == 0 else None
     found = {"first": first, "last": loss.item(), "workers": engine.world_size, "steps": engine.global_steps}
     train.report(found, checkpoint=saved)
@@ -55,7 +55,7 @@ def main() -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    # Workers import twinflow from where this process has it.
+    # Workers import the same installation of twinflow as this process.
     path = os.pathsep.join([str(Path(twinflow.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(
         num_cpus=WORKERS,
@@ -78,7 +78,7 @@ def main() -> None:
             saved = (Path(where) / "latest").read_text().strip()
     ray.shutdown()
     workers, first, last = (found[name] for name in ("workers", "first", "last"))
-    print(f"{workers} workers, {found['steps']} steps: loss {first:.3f} to {last:.3f}; Ray has {saved}")
+    print(f"{workers} workers, {found['steps']} steps: loss {first:.3f} to {last:.3f}; Ray has the checkpoint {saved}")
     assert last < first - 1.0
     print("the loss fell")
 

@@ -1,4 +1,4 @@
-"""What a token of a sparse GPT sees, and the same GPT trained with the pattern named in the config.
+"""Counts the tokens that the last token of a sparse GPT sees, and trains a sparse GPT with a pattern from the config.
 
 python examples/sparse_attention.py
 """
@@ -17,8 +17,8 @@ from twinflow.models.gpt import GPT, GPTConfig
 HEADS, STEPS, BATCH_SIZE = 4, 25, 4
 CONFIG = GPTConfig(vocab_size=256, context=128, num_layers=1, hidden=64, num_heads=HEADS)
 PATTERNS: dict[str, SparsityConfig] = {
-    "a window alone": LocalSlidingWindowSparsityConfig(HEADS, 16),
-    "a window, the first block and a random one": BigBirdSparsityConfig(HEADS, 16, attention="unidirectional"),
+    "window": LocalSlidingWindowSparsityConfig(HEADS, 16),
+    "window, first block and a random block": BigBirdSparsityConfig(HEADS, 16, attention="unidirectional"),
 }
 ENGINE: dict[str, Any] = {
     "train_batch_size": BATCH_SIZE,
@@ -29,7 +29,7 @@ ENGINE: dict[str, Any] = {
 
 
 def seen_by_the_last_token(pattern: SparsityConfig) -> int:
-    """How many tokens have a gradient from the last one's logits."""
+    """The number of tokens that influence the logits of the last token, which is shown by their gradients."""
     torch.manual_seed(0)
     model = sparsify(GPT(CONFIG), pattern)
     embedded: list[torch.Tensor] = []
@@ -40,7 +40,7 @@ def seen_by_the_last_token(pattern: SparsityConfig) -> int:
 
 
 def train() -> list[float]:
-    """Bytes of Python's own library, with the optimizer on the host."""
+    """Trains on the source code of Python's standard library and returns the losses."""
     data = load_data("stdlib")
     torch.manual_seed(0)
     engine, *_ = twinflow.initialize(model=GPT(CONFIG), config=ENGINE)
@@ -58,7 +58,8 @@ def train() -> list[float]:
 def main() -> None:
     for name, pattern in PATTERNS.items():
         kept = pattern.layout(CONFIG.context).density
-        print(f"{name}: {kept:.0%} of the square; the last token sees {seen_by_the_last_token(pattern)}")
+        seen = seen_by_the_last_token(pattern)
+        print(f"{name}: {kept:.0%} of the scores are computed, and the last token sees {seen} tokens")
     losses = train()
     print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {STEPS} steps")
     assert losses[-1] < losses[0] - 1.0

@@ -1,7 +1,7 @@
-"""Masked language modelling with a BERT of Hugging Face's whose attention is sparse: one line makes it so.
+"""Masked language modelling with Hugging Face's BERT. One call (`sparsify`) makes its attention sparse.
 
-python examples/sparse_bert.py                             small, on any machine
-python examples/sparse_bert.py --size base --tokens 16384  BERT-base on sequences 32 times as long, on a GPU
+python examples/sparse_bert.py                             # a small model, on any machine
+python examples/sparse_bert.py --size base --tokens 16384  # BERT-base, on a GPU
 python examples/sparse_bert.py --size large --tokens 8192
 """
 
@@ -18,7 +18,7 @@ import twinflow
 from twinflow.attention import BigBirdSparsityConfig, sparsify
 from twinflow.data import load_data
 
-MASK = 256  # the symbol after the 256 bytes
+MASK = 256  # the token for hidden bytes; tokens 0 to 255 are bytes
 SIZES: dict[str, dict[str, int]] = {
     "small": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
     "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -28,17 +28,17 @@ SIZES: dict[str, dict[str, int]] = {
 
 def build(size: str, tokens: int, block: int) -> BertForMaskedLM:
     torch.manual_seed(0)
-    # Without dropout of probabilities, as most long models are trained; it would work, too.
+    # Most models for long sequences are trained without dropout of attention probabilities. It would work too.
     shape = BertConfig(
         vocab_size=MASK + 1, max_position_embeddings=tokens, attention_probs_dropout_prob=0.0, **SIZES[size]
     )
     pattern = BigBirdSparsityConfig(shape.num_attention_heads, block)
-    print(f"{pattern.layout(tokens).density:.1%} of the square of {tokens:,} tokens")
+    print(f"{pattern.layout(tokens).density:.1%} of the scores of {tokens:,} tokens are computed")
     return sparsify(BertForMaskedLM(shape), pattern)
 
 
 def masked(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A seventh of the symbols is hidden, and is what the model has to say."""
+    """Replaces 15% of the tokens by MASK. The labels are -100, which the loss ignores, for all other tokens."""
     is_hidden = torch.rand(tokens.shape, generator=generator) < 0.15
     return tokens.masked_fill(is_hidden, MASK), tokens.masked_fill(~is_hidden, -100)
 
@@ -46,7 +46,7 @@ def masked(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
+    parser.add_argument("--tokens", type=int, default=256, help="length of a sequence")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=2)
     args = parser.parse_args()
@@ -73,7 +73,7 @@ def main() -> None:
         losses.append(loss.item())
         if (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}")
-    print("the loss fell" if losses[-1] < losses[0] - 0.5 else "it learned little")
+    print("the loss fell" if losses[-1] < losses[0] - 0.5 else "the loss hardly fell")
     engine.destroy()
 
 

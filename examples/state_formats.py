@@ -1,6 +1,6 @@
-"""One small GPT with bf16 weights, trained on the same bytes in each state format: what is kept, where the loss ends.
+"""Trains a small GPT with bf16 weights in each state format, and compares memory and loss.
 
-The products are computed in fp32, since few CPUs are fast in bf16; weights and gradients are bf16 all the same.
+Weights and gradients are bf16. Matrix products are computed in fp32, because few CPUs are fast in bf16.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def bytes_per_param(model: GPT, optimizer: HostAdamW) -> tuple[float, float, float]:
-    """Of the weights, of what the optimizer keeps to make fp32 masters of them, and of its states with their scales."""
+    """Bytes a parameter of the weights, of the optimizer's part of the fp32 masters, and of its states with scales."""
     params = list(model.parameters())
     numel = sum(param.numel() for param in params)
     kept = [(name, value) for param in params for name, value in optimizer.state[param].items() if name != "step"]

@@ -1,7 +1,7 @@
 #!/bin/sh
-# GPT-350M with Twin-Flow: 30% of the optimizer's state on the host, 70% on the GPU, updated at the same time.
-#   examples/twin_flow_350m.sh                       the real thing; further options go to `twinflow train`
-#   examples/twin_flow_350m.sh small                 the same flags at a size for a laptop, GPU or not
+# Trains GPT-350M with Twin-Flow: 30% of the optimizer state is on the host, 70% on the GPU.
+#   examples/twin_flow_350m.sh                       GPT-350M; further options go to `twinflow train`
+#   examples/twin_flow_350m.sh small                 a small model with the same flags, with or without a GPU
 set -eu
 config="$(dirname "$0")/configs/twin_flow.json"
 size="--preset gpt-350m"

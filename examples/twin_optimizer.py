@@ -1,7 +1,7 @@
-"""A plain loop with TwinOptimizer: a small GPT learns the standard library's source; losses, figures and a timeline.
+"""Trains a small GPT with TwinOptimizer in a plain loop. Prints losses and metrics, and writes a timeline.
 
-On a GPU the model is in bf16 and its fp32 master weights and Adam states are in host memory; without one everything
-runs on the CPU in fp32, by the same code.
+With a GPU the model is in bf16, and its fp32 master weights and Adam states are in host memory. Without a GPU the same
+code trains on the CPU in fp32.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ def main() -> None:
             optimizer.trace.start()
         tokens, targets = (part.to(device) for part in data.batch("train", step, BATCH_SIZE, CONFIG.context))
         loss = model(tokens, targets).loss  # each block waits for its own new weights
-        loss.backward()  # updates start as gradients come
-        optimizer.step()  # does not wait
+        loss.backward()  # each update starts as soon as its gradient is complete
+        optimizer.step()  # does not wait for the updates
         optimizer.zero_grad()
         schedule.step()
         losses.append(loss.item())
         if step % 20 == 0 or step == STEPS - 1:
             print(f"step {step:3d}  loss {losses[-1]:.3f}  gradient norm {optimizer.grad_norm:.2f}")
-    print("figures of the last step:", {name: round(value, 3) for name, value in optimizer.metrics().items()})
-    with tempfile.TemporaryDirectory() as folder:  # keep the file, and open it with ui.perfetto.dev
+    print("metrics:", {name: round(value, 3) for name, value in optimizer.metrics().items()})
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # to look at the timeline, keep the file and open it in ui.perfetto.dev
         path = Path(folder) / "trace.json"
         optimizer.export_trace(path)
         events = json.loads(path.read_text())["traceEvents"]
     tracks = sorted(event["args"]["name"] for event in events if event["name"] == "thread_name")
     print(f"timeline of {TRACED} steps: {len(events)} events on the tracks {', '.join(tracks)}")
-    optimizer.close()  # the weights are final; the model is a plain model again
+    optimizer.close()  # finishes all updates and removes the hooks from the model
     assert sum(losses[-10:]) / 10 < losses[0] - 1.5
     print("the loss fell")
 

@@ -1,7 +1,7 @@
 #!/bin/sh
-# A GPT-2 of 10 billion parameters on one 32 GB card, its optimizer on the host. Needs about 125 GB of host memory.
-#   examples/zero_offload_10b.sh                     the real thing; further options go to `twinflow train`
-#   examples/zero_offload_10b.sh small               the same flags at a size for a laptop, GPU or not
+# Trains a GPT-2 of 10 billion parameters on one 32 GB card, with the optimizer state on the host.
+#   examples/zero_offload_10b.sh                     needs about 125 GB of host memory; options go to `twinflow train`
+#   examples/zero_offload_10b.sh small               a small model with the same flags, with or without a GPU
 set -eu
 config="$(dirname "$0")/configs/zero_offload.json"
 size="--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --batch-size 10 --gpu-memory 32GB"

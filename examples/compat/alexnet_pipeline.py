@@ -1,4 +1,4 @@
-"""AlexNet as a PipelineModule over fake images: DeepSpeed's pipeline tutorial, small enough for a CPU.
+"""Trains AlexNet as a PipelineModule on generated images, as in DeepSpeed's pipeline tutorial but on a CPU.
 
 With twinflow:  twinflow launch --compat --num_procs 2 examples/compat/alexnet_pipeline.py -p 2
 With DeepSpeed: deepspeed --num_gpus 2 examples/compat/alexnet_pipeline.py -p 2
@@ -16,14 +16,14 @@ from torch import nn
 CONFIG = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 8,
-    "gradient_clipping": 0.0,  # DeepSpeed would clip by the norm of the first stage's gradients alone
+    "gradient_clipping": 0.0,  # off, because DeepSpeed would clip by the norm of the first stage alone
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}},
     "steps_per_print": 1000,
 }
 
 
 class AlexNet(nn.Module):
-    """For images of 32 x 32."""
+    """AlexNet for images of 32 x 32 pixels."""
 
     def __init__(self, num_classes=10, width=16):
         super().__init__()
@@ -54,7 +54,7 @@ def join_layers(model):
 
 
 def fake_images(count, seed=7):
-    """Classes that can be told apart: each has a pattern of its own under the noise."""
+    """Images of ten classes: each image is the pattern of its class plus noise."""
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=draw)
     patterns = torch.randn(10, 3, 32, 32, generator=draw)

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam by itself, as a torch optimizer for a model on the CPU.
+"""Trains a model on the CPU with DeepSpeedCPUAdam in a plain torch loop.
 
 With twinflow:  python -m twinflow.compat examples/compat/cpu_adam.py
 With DeepSpeed: python examples/compat/cpu_adam.py

@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face's, trained by its Trainer with a DeepSpeed JSON, whose "auto" it fills in.
+"""Trains a small Llama with Hugging Face's Trainer and a DeepSpeed config, whose "auto" values the Trainer sets.
 
 With twinflow:  twinflow launch --compat --num_procs 1 examples/compat/hf_causal_lm.py
 With DeepSpeed: deepspeed --num_gpus 1 examples/compat/hf_causal_lm.py
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Characters(torch.utils.data.Dataset):
-    """A text, character by character."""
+    """Sequences of `length` characters of text.txt, as numbers."""
 
     def __init__(self, length=64):
         text = (HERE / "text.txt").read_text()

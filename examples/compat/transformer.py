@@ -1,4 +1,4 @@
-"""A small transformer trained in DeepSpeed's idiom: argparse, `args.deepspeed_config`, forward, backward, step.
+"""Trains a small transformer with the usual calls of a DeepSpeed script.
 
 In this folder, with twinflow:  python -m twinflow.compat transformer.py --deepspeed_config transformer.json
 and with DeepSpeed:             deepspeed transformer.py --deepspeed_config transformer.json
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Attention to what came before, and an MLP."""
+    """Causal attention and an MLP."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -23,7 +23,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
-        """One more of the same shape."""
         length = x.shape[1]
         mask = torch.triu(torch.full((length, length), float("-inf"), device=x.device), diagonal=1)
         h = self.first(x)
@@ -32,7 +31,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From tokens to the loss of predicting each."""
+    """A language model whose forward returns the mean loss of predicting each next token."""
 
     def __init__(self, vocabulary=64, width=48, heads=4, layers=3, length=32):
         super().__init__()
@@ -41,7 +40,6 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, tokens):
-        """The mean over all of them."""
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -50,7 +48,7 @@ class Transformer(nn.Module):
 
 
 def batches(seed, size, length=32, vocabulary=64):
-    """Sequences with something to learn: each token follows from the one before, but for some noise."""
+    """Batches of sequences in which each token depends on the token before it and on some noise."""
     draw = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(vocabulary, (size, 1), generator=draw)

@@ -58,9 +58,7 @@ _NO_MOE = "Leave expert parallelism out: experts train like other layers"
 _NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with scaled_dot_product_attention"
 _NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
 _LOCAL = "Use the function with `full` in its name: the partition of the state is internal to twinflow"
-_NO_SET_GRAD = (
-    "Change gradients with param.register_hook() before initialize(): backward adds each gradient to the norm"
-)
+_NO_SET_GRAD = "Call param.register_hook() before initialize(): updates then use the gradient that the hook returns"
 _PROFILE = "Set flops_profiler in the config"
 _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 _UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"

@@ -192,15 +192,15 @@ class OffloadOptimizer(Section):
     states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
     placement: Literal["auto", "front", "tail"] = ours(
         "auto",
-        "with a ratio below 1: whether the state of the first or of the last layers stays on the GPU",
+        "layers whose state stays on the GPU; front: the first, tail: the last, auto: those that a forward needs first",
         for_host=True,
     )
     delayed_update: bool = ours(False, "apply each update one step later; this changes results")
     delayed_update_start: Whole = ours(0, "number of steps at the start whose updates are not delayed")
     early: bool | Literal["auto"] = ours(
         "auto",
-        "true: updates start during backward; false: updates start in step(); auto: like true, but if clipping and the "
-        "overflow check are off, the first steps are like false",
+        "true: updates start during backward; false: updates start in step(); auto: true, but if neither clipping nor "
+        "the overflow check is on, the updates of the first steps start in step()",
     )
     host_threads: Threads | None = ours(None, "threads of the update; null: from the number of cores", for_host=True)
     hold: Side = ours(
@@ -210,8 +210,8 @@ class OffloadOptimizer(Section):
     )
     sums: Side = ours(
         "auto",
-        "where gradients of several micro-batches are summed; auto with stage 2 on several ranks: gradients are "
-        "reduced after each micro-batch, and each rank sums its part",
+        "where gradients of several micro-batches are summed; auto: the device, if the sums take up to half of its "
+        "free memory; auto with stage 2: ranks reduce the gradients of each micro-batch, and each rank sums its part",
     )
     bucket_numel: Buckets | None = ours(
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
@@ -505,17 +505,17 @@ class Config(Section):
     compile: CompileSection = section(CompileSection, "DeepCompile, which must be off")
 
     prescale_gradients: bool = honoured(False, "divide gradients by the number of ranks before the sum, not after it")
-    gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of the gradients over ranks")
+    gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of gradients over ranks: mean or sum")
     communication_data_type: Dtype | None = honoured(
         None, "dtype in which gradients are reduced; null: their own dtype"
     )
     seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
-    comms_logger: Free | None = unused(None, "sent_bytes of each group in engine.optimizer.team.groups counts bytes")
-    dump_state: bool = unused(False, "a Config object can be printed")
+    comms_logger: Free | None = unused(None, "the groups in engine.optimizer.team.groups count sent bytes")
+    dump_state: bool = unused(False, "load_config() returns an object that can be printed")
     memory_breakdown: bool = unused(False, "torch.cuda.memory_summary() shows the use of memory")
     log_level: str | None = unused(None, "log levels are set with Python's logging")
-    timers: Free | None = unused(None, "wall_clock_breakdown turns timing on")
+    timers: Free | None = unused(None, "wall_clock_breakdown prints the times of the parts of a step")
     disable_python_gc: bool = unused(False, "Python's garbage collector always stays on")
     zero_allow_untested_optimizer: bool = unused(False, "any torch.optim.Optimizer is allowed")
     zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer can run on the host")
@@ -527,7 +527,7 @@ class Config(Section):
         "without prescale_gradients: divide gradients by this factor before the sum, and by (ranks / factor) after it",
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
-    data_parallel_size: Positive | None = honoured(None, "expected number of replicas; another number is an error")
+    data_parallel_size: Positive | None = honoured(None, "expected number of model copies; another number is an error")
     sequence_parallel_size: Positive | None = refused(
         None, "leave it at 1, and use tensor_parallel.sequence instead", off=(1,)
     )

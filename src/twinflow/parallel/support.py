@@ -71,7 +71,7 @@ LIMITS: Final = (
         "zero_optimization.offload_optimizer.ratio='auto'",
         _PIPE,
         lambda c: c.ratio == "auto",
-        "the ratio is chosen from the times of one forward and one backward",
+        "the ratio is chosen from the times of one forward and one backward, and a pipeline runs several of each",
         "Set ratio to a number.",
     ),
     Limit(
@@ -85,7 +85,7 @@ LIMITS: Final = (
         "activation_checkpointing.cpu_checkpointing=True",
         _PIPE,
         lambda c: c.cpu_checkpointing,
-        "inputs are fetched from the host in the order of one backward",
+        "inputs are fetched from the host in the order of one backward, and a pipeline runs several backwards",
         "Set cpu_checkpointing to false. Activation checkpointing without it works.",
     ),
     Limit(
