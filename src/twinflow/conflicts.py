@@ -66,6 +66,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "a streamed update writes the weights immediately, without the delay",
             _NO_STREAMED,
         ),
+        "delayed_update_start": Conflict(
+            "delayed_update_start={start}",
+            "delayed_update=False",
+            "it is the number of steps before the first delayed update, and no update is delayed",
+            "Set delayed_update to True, or leave delayed_update_start out.",
+        ),
         "groups of an instance": Conflict(
             "param_groups",
             "an optimizer instance as rule",

@@ -392,6 +392,9 @@ def check_settings(settings: TrainSettings) -> None:
         check_whole(option_name(name), getattr(settings, name))
     for name in ("warmup", "seed", "valid_every", "save_every"):
         check_whole(option_name(name), getattr(settings, name), least=0)
+    if settings.warmup > settings.steps:
+        remedy = "Use a shorter --warmup, or more --steps."
+        raise invalid_value("--warmup", settings.warmup, f"at most {settings.steps}, the value of --steps", remedy)
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
