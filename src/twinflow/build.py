@@ -69,14 +69,14 @@ def initialize(
 
     `model` may also be a function that creates a model, or a model on the meta device. The model is then created layer
     by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
-    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. All arguments have the names of
-    deepspeed.initialize().
+    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other arguments are those of
+    deepspeed.initialize(). `mpu` and `mesh_param` must be None.
     """
     _log_to_stdout()
     if model is None:
-        raise invalid_value("model", None, "an nn.Module, or a function that creates one")
+        raise invalid_value("model", None, "an nn.Module, or a function that creates one", "Pass model=...")
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
-        if value is not None:  # initialize() creates its own process groups
+        if value is not None:
             raise ValueError(
                 f"{name} is of type {type(value).__name__}, but must be None, because initialize() creates the process "
                 "groups. Set tensor_parallel.autotp_size and pipeline.stages in the config instead."
@@ -102,7 +102,7 @@ def initialize(
         check_trained(module, grid)
         settle(module, grid)
         is_sharded = found.num_data > 1 and parsed.zero_optimization.stage == 3 and not offloads_params(parsed)
-        if is_sharded and not isinstance(optimizer, TwinOptimizer):  # whose model is partitioned already
+        if is_sharded and not isinstance(optimizer, TwinOptimizer):  # a TwinOptimizer's model is partitioned
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid, parsed)
@@ -166,7 +166,7 @@ def add_config_arguments(parser: Any) -> Any:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
-    """The config from the only argument that has one. ValueError if there is none, or more than one."""
+    """The config, from one of the three arguments. Raises ValueError unless exactly one of them has a config."""
     given = {
         "config": config,
         "config_params": config_params,

@@ -169,14 +169,14 @@ class Device:
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def release(self, tensor: Tensor) -> None:
-        """Unlock page-locked memory that no copy uses any more. Other memory is left alone."""
+        """Unlock page-locked memory that no copy uses any more. Other memory does not change."""
 
     def free_bytes(self) -> int | None:
         """Return the free memory of the device; None if the device is the host."""
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Return the device memory that this process has or could have; None if the device is the host."""
+        """Return the device memory that this process has allocated or could allocate; None if the device is the host."""
         return None
 
     def peak_bytes(self) -> int:

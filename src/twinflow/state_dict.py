@@ -115,7 +115,7 @@ def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Describes flat values as the elements from `start` on of a flattened tensor of `shape`."""
+    """The place of flat values in a whole tensor of `shape`: its flattened elements from index `start` on."""
 
     shape: tuple[int, ...]
     start: int

@@ -1,4 +1,4 @@
-"""Compares the bits of the native kernels with the references on this machine, before any speed is reported."""
+"""Compares the results of the native kernels with those of the references, bit for bit, on this machine."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class RefusedError(ValueError):
 
 @dataclass
 class Record:
-    """The attributes of an object of a known class."""
+    """The attributes of an object of a class in `RECORDS`."""
 
     state: dict[Any, Any] = field(default_factory=dict)
 

@@ -100,7 +100,7 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
             continue
         if option not in names:
             remedy = f"Use only {' and '.join(names)} with this pattern." if names else f"Leave {option} out."
-            reason = "this pattern does not have the blocks that the option counts"
+            reason = f"this pattern has no {option[2:]} blocks"
             raise incompatible(f"{option} {count}", f"--pattern {pattern}", reason, remedy)
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}
@@ -196,10 +196,10 @@ def table(layout: Layout, cost: Cost) -> Table:
     fewer = f"{1 / cost.flops_share:,.1f} times fewer"
     rows = {
         "kept blocks": f"{cost.num_kept:,} of the {cost.num_blocks:,} of {kind} attention",
-        "density": f"{cost.density:.2%} of the square",
+        "density": f"{cost.density:.2%} of the square of all blocks",
         "FLOPs": f"{cost.flops / 1e9:,.2f} G forward, {cost.flops_share:.2%} of {kind}: {fewer}",
         "memory traffic": f"{cost.io_bytes / 2**20:,.1f} MiB, {cost.bytes_share:.2%} of {kind}",
-        "index": f"{cost.index_bytes / 2**10:,.1f} KiB for {patterns} pattern{'s' * (patterns > 1)}",
+        "index of blocks": f"{cost.index_bytes / 2**10:,.1f} KiB for {patterns} pattern{'s' * (patterns > 1)}",
     }
     if heads > 1:
         rows["heads"] = f"{heads}, " + ("all keep the same blocks" if patterns == 1 else f"{patterns} patterns")

@@ -68,7 +68,7 @@ class MemoryPlan:
     states: str
     used: Bytes
     available: Available
-    why: str
+    why: str  # reason for the format
     tight: str = ""  # warning if memory is tight
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
@@ -163,9 +163,9 @@ def _rule(config: Config) -> tuple[tuple[str, ...], int]:
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """Choose the state format of a run.
 
-    `states`: a format, or "auto". "auto" selects the widest format that fits in the same places (GPU and host) as the
-    narrowest format. Raises a MemoryError if the weights, the state and the waiting gradients do not fit in any of the
-    formats.
+    `states`: a format, or "auto". "auto" selects the widest format with which the run fits on the GPU and on the
+    host, or at least wherever it fits with the narrowest format. Raises a MemoryError if weights, state and waiting
+    gradients do not fit in any format.
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]

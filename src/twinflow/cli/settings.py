@@ -37,7 +37,7 @@ MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine schedule, as
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
 RANKS_STAGE: Final = 2  # default ZeRO stage of several ranks
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-GPT2: Final = "gpt2-1.5b"  # default vocabulary and context of a shape given by options
+GPT2: Final = "gpt2-1.5b"  # the preset whose vocabulary and context are used if options give the other sizes
 # Settings that must not change when a run is resumed, besides the model and the config file. The checkpoint's lr and
 # weight_decay would override new values.
 KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "seed", "precision")
@@ -45,7 +45,7 @@ SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
 _DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
-# Options that need no default.
+# Options that become settings without change.
 _AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")
 
 
@@ -326,7 +326,7 @@ def num_replicas(config: Mapping[str, Any], world: int) -> int:
 
 
 def describe_layout(config: Mapping[str, Any], world: int) -> str:
-    """The layout as text. Empty if every rank has the whole model."""
+    """The numbers of pipeline, tensor and data ranks as text. Empty if every rank has the whole model."""
     axes, (schedule, _) = axes_of(config), _schedule(config)
     named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
     parts = [text for text, size in named if size > 1]
@@ -334,7 +334,9 @@ def describe_layout(config: Mapping[str, Any], world: int) -> str:
 
 
 def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
-    """Return the number of replicas. Raises a ValueError if ranks, heads or layers are not divisible by the layout."""
+    """Return the number of replicas. Raises a ValueError if pipeline and tensor ranks cannot divide ranks, heads or
+    layers.
+    """
     axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
     parts = axes.pipe * axes.model
     if parts > 1 and world % parts:
@@ -561,12 +563,12 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:
-            remedy = "--resume continues a run with the same settings. Start a new run in another --out."
+            remedy = "--resume needs the settings of the run. Use this value, or start a new run in another --out."
             raise invalid_value(name, value, [old.get(name)], remedy)
 
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
-    """The settings that must not change, by their options."""
+    """The settings that a resumed run must keep, by option. `with_batch`: the batch sizes too."""
     shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in (values.get("model") or {}).items()}
     names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
     rest = {option_name(name): values.get(name) for name in names}

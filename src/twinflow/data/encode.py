@@ -337,7 +337,7 @@ def cached_tokens(
     except OSError as error:
         raise ValueError(
             f"twinflow cannot write the tokens to {folder} ({error.strerror}). "
-            "Give a writable cache folder with free space."
+            "Choose a writable folder with free space: cache=FOLDER, or the environment variable XDG_CACHE_HOME."
         ) from error
     if file.stat().st_size == 0:
         return np.empty(0, tokenizer.dtype)

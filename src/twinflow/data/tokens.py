@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from twinflow.data.encode import (
+    MAX_STDLIB_BYTES,
     BytesTokenizer,
     Tokenizer,
     cached_tokens,
@@ -109,7 +110,7 @@ class TokenData:
     def describe(self) -> str:
         """One line with name, size and fingerprint."""
         files = "1 file" if self.num_files == 1 else f"{self.num_files:,} files"
-        cut = ", cut at the limit" if self.truncated else ""
+        cut = f", only the first {MAX_STDLIB_BYTES >> 20} MiB" if self.truncated else ""
         return (
             f"{self.name}: {_amount(self.num_tokens)} tokens in {files}{cut}, tokenizer {self.tokenizer}, "
             f"vocabulary {self.vocab_size:,}, fingerprint {self.fingerprint}"

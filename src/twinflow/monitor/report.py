@@ -91,7 +91,7 @@ def time_plot(steps: Sequence[StepRecord]) -> str:
     ]
     if any(r.host_update_s for r in steps):
         mean = f"{1000.0 * sum(r.host_update_s for r in steps) / len(steps):,.1f} ms"
-        curves.append(Series("host update, beside", _points(steps, "host_update_s", 1000.0), 4, "line", mean))
+        curves.append(Series("host update, overlapped", _points(steps, "host_update_s", 1000.0), 4, "line", mean))
     return figure("Step time (ms)", curves, from_zero=True, cut_spikes=True)
 
 
@@ -143,9 +143,9 @@ COLUMNS: Final = (
     Column("ratio", lambda r: f"{r.host_share:.2f}", lambda r: r.host_share < 1.0),
     Column("loss scale", lambda r: f"{r.loss_scale:g}", lambda r: r.loss_scale != 1.0),
     Column("skipped", lambda r: "yes" if r.skipped else "", lambda r: r.skipped),
-    Column("updates ahead", lambda r: str(r.num_ahead)),
-    Column("dropped", lambda r: str(r.num_dropped)),
-    Column("held", lambda r: str(r.num_held)),
+    Column("updates before the norm", lambda r: str(r.num_ahead)),
+    Column("dropped updates", lambda r: str(r.num_dropped)),
+    Column("updates after the norm", lambda r: str(r.num_held)),
 )
 
 
