@@ -204,9 +204,7 @@ def checkpoint_activations(
         return None
     shares = options.partition_activations and grid is not None and grid.num_model > 1
     if options.partition_activations and not shares:
-        LOGGER.info(
-            "config: activation_checkpointing.partition_activations: no effect, because there is one tensor rank"
-        )
+        LOGGER.info("config: activation_checkpointing.partition_activations: no effect with one tensor rank")
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
@@ -215,9 +213,7 @@ def checkpoint_activations(
     if not layers:
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
-        remedy = (
-            "Name the classes of the layers. By default the members of a ModuleList are used, and this model has none."
-        )
+        remedy = "Name the classes of the layers, because this model has no ModuleList, whose members are the default."
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None

@@ -185,9 +185,7 @@ def _as_given(
 ) -> TwinOptimizer:
     """Returns a given TwinOptimizer. ValueError if the config contradicts the arguments with which it was built."""
     if given.model is not module:
-        raise ValueError(
-            "optimizer is a TwinOptimizer of another model. Build it with the model that you pass to initialize()."
-        )
+        raise ValueError("optimizer belongs to another model. Build it with the model that you pass to initialize().")
     max_norm = given.max_grad_norm or 0.0
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
         remedy = f"The TwinOptimizer was built with max_grad_norm={given.max_grad_norm}. Use the same value."

@@ -42,7 +42,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of a model over ranks. `grid` has the process groups; None if one process has the whole model."""
+    """The distribution of a model over ranks. `grid` (process groups) is None if one process has the whole model."""
 
     axes: Axes  # numbers of pipeline ranks and of tensor ranks
     num_data: int  # number of replicas
@@ -139,8 +139,8 @@ def _note_without_axes(config: Config) -> None:
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
-    """For each pattern of module names, how tensor ranks divide the module (parallel/plans.py). Raises ValueError on all
-    ranks for a pattern that matches no module of any rank.
+    """How tensor ranks divide modules, by patterns of module names (parallel/plans.py). Raises ValueError on all ranks
+    for a pattern that matches no module of any rank.
     """
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given

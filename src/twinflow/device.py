@@ -176,7 +176,7 @@ class Device:
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Return the device memory that this process has allocated or could allocate; None if the device is the host."""
+        """Return the device memory that this process uses or could allocate; None if the device is the host."""
         return None
 
     def peak_bytes(self) -> int:

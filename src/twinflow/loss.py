@@ -35,9 +35,7 @@ class Targets(NamedTuple):
 class Softmax(Protocol):
     """The softmax over all symbols. The weight may contain only a part of the symbols."""
 
-    def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """The targets as rows of the weight."""
-        ...
+    def find(self, targets: Tensor, num_rows: int) -> Targets: ...
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """The loss of each token, 0 for ignored ones, and the probabilities, which overwrite the logits."""

@@ -70,9 +70,7 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     groups = list_of(state_dict, "param_groups")
     found = [group for group in groups if isinstance(group, Mapping)]
     if len(found) != len(groups):
-        raise TypeError(
-            "state_dict: an item of param_groups is not a dict. Pass a dict that state_dict() has returned."
-        )
+        raise TypeError("state_dict: A param group is not a dict. Pass a dict that state_dict() has returned.")
     return found
 
 

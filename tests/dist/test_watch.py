@@ -378,7 +378,8 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
         assert "version: rank 2 has 'a value', and rank 0 has 'no value'" in told[rank][3]
     for rank in range(2):
         expected = (
-            "TimeoutError: Rank 2 has not compared its config with that of rank 0 within 1 s. See the output of that rank for the reason."
+            "TimeoutError: Rank 2 has not compared its config with that of rank 0 within 1 s. "
+            "See the output of that rank for the reason."
         )
         assert told[rank][4] == expected
 

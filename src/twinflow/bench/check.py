@@ -26,8 +26,6 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of update to compare."""
-
     rule: Rule
     format: str
     grad_dtype: torch.dtype

@@ -89,8 +89,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run."""
-
     settings: Settings
     isa: str
     deepspeed: str

@@ -1,8 +1,9 @@
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
-Padding at the end makes the length divisible by the number of ranks. Some files include the padding and others do not, so the tensors of fp32
-masters and of optimizer states may differ in length. Newer versions may also pad after each parameter.
+Padding at the end makes the length divisible by the number of ranks. Some files include the padding and others do not,
+so the tensors of fp32 masters and of optimizer states may differ in length. Newer versions may also pad after each
+parameter.
 
 Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
 rank.
@@ -194,9 +195,7 @@ def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
     """The ZeRO stage. ValueError if the files of a rank are missing."""
     if not states:
         if len(files.model) > 1:  # Only stage 3 has several model files.
-            raise ValueError(
-                f"{files.folder}: The files *_optim_states.pt, which have the weights, are missing. Copy them."
-            )
+            raise ValueError(f"{files.folder}: The files *_optim_states.pt with the weights are missing. Copy them.")
         return 0
     stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
     if stage not in (1, 2, 3):
@@ -402,7 +401,6 @@ def _weights(
 
 
 def _of_tensor(tensor: Tensor) -> Values:
-    """The values of one saved tensor."""
     return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
 
 

@@ -130,9 +130,7 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = (
-            f"The files have the states {names}. Give the rule with --rule, or import only weights: --weights-only."
-        )
+        remedy = f"The files have the states {names}. Give the rule with --rule, or use --weights-only."
         raise invalid_value("The update rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:

@@ -220,7 +220,6 @@ class Checksum:
         self._pool.shutdown()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Adds `chunk` to the checksum."""
         self._settle()
         if len(chunk) < THREAD_BYTES:
             self._crc32 = zlib.crc32(chunk, self._crc32)
@@ -274,7 +273,6 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
     view: memoryview = flat.view(torch.uint8).numpy().data
     for start in range(0, len(view), CHUNK_BYTES):

@@ -141,16 +141,13 @@ def write_png(path: Path, layout: Layout) -> None:
 
 
 def print_layout(console: Console, config: SparsityConfig, layout: Layout, seq: int, cost: Cost) -> None:
-    """Print a drawing of each pattern and a table of costs."""
     console.print(Text(f"{type(config).__name__}, {seq} tokens in blocks of {layout.block}", style="bold"))
     cells = min(MAX_CELLS, console.width - 4)
     for pattern in range(min(layout.num_patterns, MAX_DRAWN)):
         grid = shades(layout, pattern, cells)
         if layout.num_patterns > 1:
             heads = [str(head) for head, its in enumerate(layout.head_to_pattern) if its == pattern]
-            console.print(
-                Text(f"head {', '.join(heads)}" if len(heads) == 1 else f"heads {', '.join(heads)}", style="dim")
-            )
+            console.print(Text(f"head{'s' * (len(heads) > 1)} {', '.join(heads)}", style="dim"))
         console.print(framed(grid, console.color_system is not None))
     if layout.num_patterns > MAX_DRAWN:
         console.print(Text(f"and {layout.num_patterns - MAX_DRAWN} more patterns", style="dim"))

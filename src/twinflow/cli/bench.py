@@ -96,7 +96,7 @@ def refuse_if_wrong(disagreements: Sequence[str], json_file: Path | None = None)
     """Exit with code 1 if a kernel disagrees with its reference: the speed of a wrong kernel means nothing."""
     if not disagreements:
         return
-    typer.echo("error: No speed is reported (see `twinflow doctor`), because these kernels compute wrong results:", err=True)
+    typer.echo("error: No speed is reported, because kernels compute wrong results (see `twinflow doctor`):", err=True)
     for line in disagreements:
         typer.echo(f"  {line}", err=True)
     if json_file is not None:
@@ -155,7 +155,6 @@ def figure_row(figure: Figure) -> Row:
 
 
 def print_page(console: Console, page: Page) -> None:
-    """Print the tables on a terminal or into a pipe."""
     if not console.is_terminal:
         console = Console(file=console.file, width=140)  # wide enough that no row of the table wraps in a pipe
     for line in page.lines:

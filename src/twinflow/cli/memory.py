@@ -75,7 +75,6 @@ class MemoryPlan:
 
     @property
     def host_line(self) -> str:
-        """Line on host memory for the header."""
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
@@ -86,7 +85,6 @@ class MemoryPlan:
 
     @property
     def gpu_line(self) -> str:
-        """Line on GPU memory for the header."""
         if self.available.gpu_bytes is None:
             return "no GPU"
         parts = [f"{_gb(self.used.gpu['weights'])} of weights"]
@@ -257,7 +255,6 @@ def _sure(case: Case, available: Available) -> Bytes:
 
 
 def _would_need(case: Case, available: Available) -> str:
-    """The reason why a state format was not chosen."""
     used = bytes_at(case, available)
     if _rooms(case, available)[1]:
         return f"{case.run.states} would need {_gb(used.gpu_total)} of the GPU"

@@ -126,11 +126,8 @@ def _named_model(model: str) -> ModelCost:
             raise invalid_value("--model", model, "a file with a JSON object, like the config.json of transformers")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
-        raise invalid_value(
-            "--model",
-            model,
-            "an existing config.json, a folder with a config.json, or a Python function as module:function",
-        )
+        expected = "an existing config.json, a folder with a config.json, or a Python function as module:function"
+        raise invalid_value("--model", model, expected)
     return _built_model(model)
 
 

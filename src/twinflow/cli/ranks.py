@@ -71,7 +71,6 @@ class Ranks:
         return own[None] if self.group is None else self.group.gather_rows(own)
 
     def least(self, number: int) -> int:
-        """The smallest number of all ranks."""
         return int(min(self.gather(number)))
 
     @contextmanager

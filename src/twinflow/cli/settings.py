@@ -51,8 +51,6 @@ _AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resum
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line options of `twinflow train`."""
-
     preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
     num_layers: int | None = option(None, "Number of transformer blocks.")
     hidden: int | None = option(None, "Width of the model.", "--hidden-size")
@@ -181,7 +179,6 @@ class TrainSettings:
 
     @cached_property
     def replicas(self) -> int:
-        """Copies of the model. Each takes a part of every batch."""
         return num_replicas(self.file_config, self.world)
 
     @property
@@ -257,9 +254,8 @@ def _batch(
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         check_whole(name, value)
         if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(
-                name, value, [named[key]], f"The config file sets {key!r} to {named[key]}. Leave {name} out."
-            )
+            remedy = f"The config file sets {key!r} to {named[key]}. Leave {name} out."
+            raise invalid_value(name, value, [named[key]], remedy)
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
@@ -283,12 +279,8 @@ def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
 def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
     if value is not None and key in file_config:
-        raise incompatible(
-            f"{name} {value}",
-            f"{key!r} in the config file",
-            "both set the same value",
-            f"Remove {name} or the key in the config file.",
-        )
+        remedy = f"Remove {name} or the key in the config file."
+        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "both set the same value", remedy)
     return value
 
 
@@ -382,7 +374,6 @@ def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def option_name(name: str) -> str:
-    """The command line option of a setting."""
     return "--" + name.replace("_", "-")
 
 

@@ -183,9 +183,7 @@ class Tokenizer(Protocol):
     dtype: np.dtype[Any]  # the narrowest for all tokens
     fingerprint: str  # Tokenizers with equal fingerprints give the same tokens.
 
-    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
-        """The tokens of each text."""
-        ...
+    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]: ...
 
     def end(self, text: bytes) -> Array:
         """The tokens between a document that ends with `text` and the next document."""

@@ -55,7 +55,6 @@ class PendingNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply the operation to the value of the norm."""
         return func(*map(_value, args), **{key: _value(arg) for key, arg in (kwargs or {}).items()})
 
 

@@ -23,8 +23,6 @@ from twinflow.native.cgroup import parse_meminfo, read_text
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Metrics of one training step."""
-
     step: int  # from 1
     loss: float
     lr: float

@@ -102,7 +102,7 @@ class Outcomes(Optimizer):
         return self.scale_rule.scale
 
     def read_scale(self) -> float:
-        """`loss_scale` for the runtime. It does not count as a use by the training loop."""
+        """`loss_scale` for the runtime, which does not count as a use by the training loop."""
         self._read_decision()
         return self.scale_rule.scale
 

@@ -97,14 +97,10 @@ def warn_of_misspelt(groups: Iterable[ParamEntry], names: Iterable[str]) -> None
     """Warns of keys of param groups that resemble an option in `names`. As with torch, other keys are the user's."""
     known = [*names, "params", "param_names"]
     for i, group in enumerate(groups):
-        for key in group if isinstance(group, dict) else ():
-            near = get_close_matches(key, known, n=1, cutoff=0.8)
-            if near and key not in known:
-                warnings.warn(
-                    f"param_groups[{i}] has the key {key!r}, which is no option and has no effect. Did you mean "
-                    f"{near[0]!r}?",
-                    stacklevel=3,
-                )
+        for key in group.keys() - known if isinstance(group, dict) else ():
+            for near in get_close_matches(key, known, n=1, cutoff=0.8):
+                text = f"param_groups[{i}] has the key {key!r}, which is no option and has no effect."
+                warnings.warn(f"{text} Did you mean {near!r}?", stacklevel=3)
 
 
 def check_complete(rule: Rule, group: Mapping[str, object]) -> None:
