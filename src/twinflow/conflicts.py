@@ -69,7 +69,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "delayed_update_start": Conflict(
             "delayed_update_start={start}",
             "delayed_update=False",
-            "it is the number of steps before the first delayed update, and no update is delayed",
+            "delayed_update_start is the number of steps before the first delayed update, and no update is delayed",
             "Set delayed_update to True, or leave delayed_update_start out.",
         ),
         "groups of an instance": Conflict(

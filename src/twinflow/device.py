@@ -129,7 +129,7 @@ class Device:
         return self.stream("compute")
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager. Work that the calling thread queues inside runs concurrently with the model."""
+        """Return a context in which a GPU runs queued work on the stream `name`, and not on the model's stream."""
         return nullcontext()
 
     def join_streams(self, streams: Iterable[int]) -> None:
@@ -214,7 +214,7 @@ class Stream:
         self._thread.start()
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queue work. `span`: the name under which the trace records it; "" for no record."""
+        """Queue work. `span`: the name under which the trace records the work, with `args`; "" for no record."""
 
         def traced() -> None:
             time.sleep(self._device.delay_of(self.name))

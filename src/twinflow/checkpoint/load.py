@@ -49,7 +49,7 @@ from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
 from twinflow.state_dict import Entry
 
-Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that were read so far
+Sums = dict[tuple[Path, str], int]  # by file and name of a piece: the checksum of its values that were read so far
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Piece:
         return self.info.stop - self.info.start
 
     def fill(self, start: int, into: Tensor, sums: Sums | None) -> None:
-        """Fills `into` with elements of this piece. Checks the checksum if all values of the piece have been read."""
+        """Fills `into` with elements of the whole tensor from `start` on, all of which are in this piece. Compares the
+        checksum when the end of the piece is reached. `sums`: see `Stored.fill`.
+        """
         key = self.path, self.info.name
         stop = start + into.numel()
         before = 0 if start == self.start else (sums or {}).get(key)

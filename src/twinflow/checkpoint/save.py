@@ -68,7 +68,7 @@ Progress = Callable[[int, int], None]
 class Part:
     """One file to be written: its tensors, and its header as bytes and as a `Header`."""
 
-    file: str
+    file: str  # key in the argument `files` of `save`
     name: str
     entries: tuple[Entry, ...]
     raw_header: bytes

@@ -50,7 +50,7 @@ NUM_ROUNDS: Final = 8
 
 
 def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
-    """The keys of the permutation of one epoch, one for each Feistel round.
+    """The keys of the permutation of one epoch, one for each Feistel round. `stream`: 0 for training, 1 for validation.
 
     The keys are raw words of Philox, because numpy guarantees stable results across versions only for bit generators
     and not for `Generator`. After an upgrade of numpy, an index must give the same text.

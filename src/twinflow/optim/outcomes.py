@@ -110,8 +110,8 @@ class Outcomes(Optimizer):
         """Warns once if a step ran although nothing has read the loss scale: the gradients cannot be scaled."""
         if self.scales_loss and not self._is_scale_used and self.scale_rule.scale != 1.0:
             warnings.warn(
-                f"The optimizer divides gradients by loss_scale={self.scale_rule.scale:g}, but the loss was not "
-                "multiplied by this scale. Call optimizer.backward(loss) instead of loss.backward().",
+                f"Gradients are divided by loss_scale={self.scale_rule.scale:g}, but nothing has read the scale, so "
+                "the loss was not multiplied by it. Call optimizer.backward(loss) instead of loss.backward().",
                 stacklevel=5,
             )
         self._is_scale_used = True

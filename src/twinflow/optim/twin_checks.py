@@ -95,7 +95,7 @@ def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], wher
 
 def warn_of_misspelt(groups: Iterable[ParamEntry], names: Iterable[str]) -> None:
     """Warns of keys of param groups that resemble an option in `names`. As with torch, other keys are the user's."""
-    known = [*names, "params", "param_names"]
+    known = [*names, "params", "param_names", "max_momentum"]  # the last one is a key of OneCycleLR
     for i, group in enumerate(groups):
         for key in group.keys() - known if isinstance(group, dict) else ():
             for near in get_close_matches(key, known, n=1, cutoff=0.8):
