@@ -51,7 +51,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "DistributedDataParallel": Conflict(
             "A model in DistributedDataParallel",
             "TwinOptimizer",
-            "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
+            "TwinOptimizer reads gradients before DistributedDataParallel has reduced them",
             "Pass model.module, the module in the wrapper, and zero=Zero(stage=0), which sums gradients over ranks.",
         ),
         "placement": Conflict(

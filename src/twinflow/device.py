@@ -458,10 +458,10 @@ class _CurrentStream(CudaStream):
 def hide_from_children(tensor: Tensor) -> Tensor:
     """Exclude a large buffer from processes that are forked from this one, and return the buffer.
 
-    A DataLoader forks its workers. Each worker would copy every page-locked page at the fork. Of other pages of the
-    optimizer state it would keep an old copy when this process writes to them. The copies would take several times the
-    memory of the state, and workers never read them. Small buffers are left alone, because they may share pages with
-    other data.
+    A DataLoader forks its workers. Each worker would copy every page-locked page at the fork, and would keep the old
+    content of every other page that this process writes to later. The copies would take several times the memory of the
+    state, and workers never read the state. Small buffers are not excluded, because they may share pages with other
+    data.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:

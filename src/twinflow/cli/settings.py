@@ -545,7 +545,7 @@ def as_json(settings: TrainSettings) -> dict[str, Any]:
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     """Raise a ValueError that names the first setting that differs from the run to resume.
 
-    The number of ranks and the layout may change if the number of sequences in a step stays the same.
+    The numbers of pipeline, tensor and data ranks may change if the number of sequences in a step does not.
     """
     world, file = saved.get("world", 1), saved.get("file_config") or {}
     is_same = world == settings.world and axes_of(file) == axes_of(settings.file_config)

@@ -90,7 +90,9 @@ class Clipping:
         return norm
 
     def covers(self, params: Iterable[Tensor]) -> bool:
-        """Whether the trainable parameters are those of the optimizer. Raises ValueError if only some of them are."""
+        """True if the trainable tensors in `params` are exactly the parameters of the optimizer, False if none of them
+        is one. Raises ValueError in all other cases.
+        """
         optimizer = self._optimizer()
         if optimizer is None:
             return False

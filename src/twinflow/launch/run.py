@@ -1,7 +1,7 @@
 """Starts the nodes, copies their output, and ends all of them when the first one fails.
 
-Two threads for each node copy its stdout and stderr and collect the failures in them. The main thread waits for the
-nodes, and reads the failures after it has joined these threads.
+Two threads for each node copy its stdout and stderr and collect failures from this output. The main thread waits for
+the nodes, and reads the failures after it has joined these threads.
 """
 
 from __future__ import annotations
