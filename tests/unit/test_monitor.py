@@ -402,7 +402,7 @@ def test_the_page_shows_all_that_was_measured() -> None:
         "mean 10.2",
         "Speed (TFLOPS)",
         "1,000 tokens/s",
-        "host update, beside",
+        "host update, overlapped",
         "80.0 ms",
         "Loss scale (power of two)",
         "2 steps skipped",
