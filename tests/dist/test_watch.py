@@ -368,8 +368,8 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
         "Start every rank with the same script, config and versions."
     )
     shape = (
-        "ValueError: The value of parameters on rank 2 is 'line 3: 1.weight (5, 3) torch.float32', "
-        "but must be 'line 3: 1.weight (4, 3) torch."
+        "ValueError: The ranks differ in parameters: rank 2 has 'line 3: 1.weight (5, 3) torch.float32', "
+        "and rank 0 has 'line 3: 1.weight (4, 3) torch."
     )
     for rank in range(3):
         assert told[rank][0] == "same"
@@ -388,7 +388,7 @@ def test_a_refused_rank_0_stays_until_the_others_know(ranks: Ranks) -> None:
     ends = ranks.run("check_same(join(), rank, world_size, {'config': str(rank == 1)}, 30)")
     for rank, end in enumerate(ends):
         assert end.code == 1
-        assert "config on rank 1 is 'line 1: True'" in end.text, rank
+        assert "config: rank 1 has 'line 1: True'" in end.text, rank
 
 
 TRAINING = """
@@ -503,8 +503,8 @@ def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatc
     ("here", "there", "wanted"),
     [
         ("a\nb", "a\nc", ("line 2: b", "line 2: c")),
-        ("a", "a\nc", ("1 lines", "line 2: c")),
-        ("a\n\n", "a", ("line 2: ", "1 lines")),
+        ("a", "a\nc", ("no line 2", "line 2: c")),
+        ("a\n\n", "a", ("line 2: ", "no line 2")),
         ("x" * 500 + "1", "x" * 500 + "2", ("line 1: ..." + "x" * 60 + "1", "line 1: ..." + "x" * 60 + "2")),
         ("y" * 500, "z" * 500, ("line 1: " + "y" * 160 + "...", "line 1: " + "z" * 160 + "...")),
         ("a\n", "a", ("different line ends", "different line ends")),

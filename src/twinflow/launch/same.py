@@ -92,7 +92,7 @@ def first_difference(here: str, there: str) -> tuple[str, str]:
 
 def _line(number: int, text: str | None, cut: int) -> str:
     if text is None:
-        return f"only {number - 1} lines"
+        return f"no line {number}"
     end = cut + LINE_CHARS
     return f"line {number}: {'...' if cut else ''}{text[cut:end]}{'...' if end < len(text) else ''}"
 
