@@ -69,14 +69,14 @@ def initialize(
 
     `model` may also be a function that creates a model, or a model on the meta device. The model is then created layer
     by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
-    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. All arguments have the names of
-    deepspeed.initialize().
+    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other arguments are those of
+    deepspeed.initialize(). `mpu` and `mesh_param` must be None.
     """
     _log_to_stdout()
     if model is None:
-        raise invalid_value("model", None, "an nn.Module, or a function that creates one")
+        raise invalid_value("model", None, "an nn.Module, or a function that creates one", "Pass model=...")
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
-        if value is not None:  # initialize() creates its own process groups
+        if value is not None:
             raise ValueError(
                 f"{name} is of type {type(value).__name__}, but must be None, because initialize() creates the process "
                 "groups. Set tensor_parallel.autotp_size and pipeline.stages in the config instead."
@@ -102,7 +102,7 @@ def initialize(
         check_trained(module, grid)
         settle(module, grid)
         is_sharded = found.num_data > 1 and parsed.zero_optimization.stage == 3 and not offloads_params(parsed)
-        if is_sharded and not isinstance(optimizer, TwinOptimizer):  # whose model is partitioned already
+        if is_sharded and not isinstance(optimizer, TwinOptimizer):  # a TwinOptimizer's model is partitioned
             replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
             given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid, parsed)
@@ -166,7 +166,7 @@ def add_config_arguments(parser: Any) -> Any:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
-    """The config from the only argument that has one. ValueError if there is none, or more than one."""
+    """The config, from one of the three arguments. Raises ValueError unless exactly one of them has a config."""
     given = {
         "config": config,
         "config_params": config_params,
@@ -204,9 +204,7 @@ def checkpoint_activations(
         return None
     shares = options.partition_activations and grid is not None and grid.num_model > 1
     if options.partition_activations and not shares:
-        LOGGER.info(
-            "config: activation_checkpointing.partition_activations: no effect, because there is one tensor rank"
-        )
+        LOGGER.info("config: activation_checkpointing.partition_activations: no effect with one tensor rank")
     layers: Any = options.layers
     if layers is None:
         layers = [block.module for block in find_blocks(module)]
@@ -215,9 +213,7 @@ def checkpoint_activations(
     if not layers:
         if isinstance(module, PipelineModule):
             return None  # The layers are on other stages.
-        remedy = (
-            "Name the classes of the layers. By default the members of a ModuleList are used, and this model has none."
-        )
+        remedy = "Name the classes of the layers, because this model has no ModuleList, whose members are the default."
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None

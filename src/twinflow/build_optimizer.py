@@ -102,9 +102,7 @@ def make_optimizer(
 
 @contextmanager
 def original_step(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which `step` is the method of the optimizer's class, which TwinOptimizer needs. A scheduler replaces
-    it on the instance.
-    """
+    """A context without the `step` that a scheduler has set on the instance: TwinOptimizer needs that of the class."""
     wrapped = vars(optimizer).pop("step", None)
     try:
         yield
@@ -187,20 +185,18 @@ def _as_given(
 ) -> TwinOptimizer:
     """Returns a given TwinOptimizer. ValueError if the config contradicts the arguments with which it was built."""
     if given.model is not module:
-        raise ValueError(
-            "optimizer is a TwinOptimizer of another model. Build it with the model that you pass to initialize()."
-        )
+        raise ValueError("optimizer belongs to another model. Build it with the model that you pass to initialize().")
     max_norm = given.max_grad_norm or 0.0
     if "gradient_clipping" in config.model_fields_set and config.gradient_clipping != max_norm:
-        remedy = f"The TwinOptimizer was built with max_grad_norm={given.max_grad_norm}. Use one value in both places."
+        remedy = f"The TwinOptimizer was built with max_grad_norm={given.max_grad_norm}. Use the same value."
         raise invalid_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
     if offloads_params(config) != given.offloads_params:
-        remedy = f"The TwinOptimizer was built with offload_params={given.offloads_params}. Change one of the two."
+        remedy = f"The TwinOptimizer was built with offload_params={given.offloads_params}. Use the same setting."
         value, expected = ("cpu", "none") if offloads_params(config) else ("none", "cpu")
         raise invalid_value("zero_optimization.offload_param.device", value, [expected], remedy)
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
-        remedy = f"The TwinOptimizer was built with stage {own}. Use one stage in both places."
+        remedy = f"The TwinOptimizer was built with stage {own}. Use the same stage."
         raise invalid_value("zero_optimization.stage", stage, [own], remedy)
     offload = config.zero_optimization.offload_optimizer
     said = sorted(offload.model_fields_set.intersection(offload.own_keys())) if offload is not None else []
@@ -212,8 +208,8 @@ def _as_given(
 
 
 def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
-    """Runs one step of a separate optimizer with these options. torch checks most options only in the first step. Here
-    an error is raised at once, and not later in the thread that runs the steps.
+    """Runs one step of a separate optimizer with these options, because torch checks most options only in the first
+    step. The error is then raised here, and not in the thread that runs the steps.
     """
     param = nn.Parameter(torch.zeros(2, 2, device="cpu"))
     param.grad = torch.zeros_like(param)

@@ -42,9 +42,9 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of a model. `grid` is None if one process has the whole model."""
+    """The distribution of a model over ranks. `grid` (process groups) is None if one process has the whole model."""
 
-    axes: Axes
+    axes: Axes  # numbers of pipeline ranks and of tensor ranks
     num_data: int  # number of replicas
     grid: Grid | None = None
     # Maps the parameters of the given model to those of this rank. None for a parameter that this rank does not have.
@@ -52,7 +52,7 @@ class Spread:
 
 
 def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any) -> Spread:
-    """The sizes of all axes. Raises ValueError for combinations that are not supported."""
+    """The numbers of pipeline, tensor and data ranks. Raises ValueError for options that cannot be combined."""
     own = model.num_ranks if isinstance(model, PipelineModule) else None
     axes = resolve_axes(config, own)
     num_data, left = divmod(ranks.world_size, axes.pipe * axes.model)
@@ -86,10 +86,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
 
 
 def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: torch.device) -> tuple[Model, Spread]:
-    """This rank's part of the model, and the grid. The model is unchanged if it is not distributed.
-
-    All checks run before the model changes.
-    """
+    """Returns this rank's part of the model, and `found` with the grid. All checks run before the model changes."""
     axes = found.axes
     if axes.pipe * axes.model == 1 and not isinstance(model, PipelineModule):
         _note_without_axes(config)
@@ -142,7 +139,9 @@ def _note_without_axes(config: Config) -> None:
 
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
-    """The plan for tensor ranks. Raises ValueError on all ranks for a pattern that matches no module of any rank."""
+    """How tensor ranks divide modules, by patterns of module names (parallel/plans.py). Raises ValueError on all ranks
+    for a pattern that matches no module of any rank.
+    """
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given
     match(dict(module.named_modules()), plan, is_part=True)
@@ -227,7 +226,9 @@ def check_trained(module: nn.Module, grid: Grid | None) -> None:
 
 
 def settle(module: nn.Module, grid: Grid | None) -> None:
-    """Marks copies of a parameter, so that only one rank counts it. Gives tensor ranks the same random numbers."""
+    """Marks copies of a parameter, so that norms and checkpoints contain the parameter once. Gives tensor ranks the
+    same random numbers.
+    """
     if grid is None:
         return
     if grid.num_model > 1:
@@ -263,8 +264,8 @@ def sums_replicas(config: Config) -> bool:
 
 
 def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
-    """Connects the tied parameters of a pipeline. Their modules must not change afterwards. The optimizer is built
-    later and gets the summed gradients.
+    """Sums the gradients of tied parameters, which several stages of a pipeline share. Call it after the last change of
+    the modules, and before the optimizer is built, which gets the summed gradients.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []

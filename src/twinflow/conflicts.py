@@ -51,7 +51,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "DistributedDataParallel": Conflict(
             "A model in DistributedDataParallel",
             "TwinOptimizer",
-            "TwinOptimizer takes gradients before DistributedDataParallel has reduced them",
+            "TwinOptimizer reads gradients before DistributedDataParallel has reduced them",
             "Pass model.module, the module in the wrapper, and zero=Zero(stage=0), which sums gradients over ranks.",
         ),
         "placement": Conflict(
@@ -65,6 +65,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "delayed_update=True",
             "a streamed update writes the weights immediately, without the delay",
             _NO_STREAMED,
+        ),
+        "delayed_update_start": Conflict(
+            "delayed_update_start={start}",
+            "delayed_update=False",
+            "delayed_update_start is the number of steps before the first delayed update, and no update is delayed",
+            "Set delayed_update to True, or leave delayed_update_start out.",
         ),
         "groups of an instance": Conflict(
             "param_groups",
@@ -330,13 +336,13 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "scheduler": Conflict(
             "scheduler in the config of TwinStrategy",
             "a scheduler of configure_optimizers()",
-            "the optimizer has one schedule",
+            "an optimizer can have only one scheduler",
             "Remove one of them.",
         ),
         "optimizer": Conflict(
             "optimizer in the config of TwinStrategy",
             "an optimizer of configure_optimizers()",
-            "the engine has one optimizer",
+            "an engine can have only one optimizer",
             "Let configure_optimizers() return None, or remove the optimizer from the config.",
         ),
     },
@@ -349,7 +355,7 @@ def conflict(group: str, name: str, /, **values: object) -> ValueError:
 
 
 def refuse(group: str, found: Mapping[str, object], /, **values: object) -> None:
-    """Raises ValueError for the first conflict in `found` (name: whether it occurs) that occurs."""
+    """Raises ValueError for the first conflict that occurs. `found`: for each name, whether the conflict occurs."""
     assert found.keys() <= CONFLICTS[group].keys(), "the table does not have all of these conflicts"
     for name, is_found in found.items():
         if is_found:

@@ -129,7 +129,7 @@ class Device:
         return self.stream("compute")
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager. Work that the calling thread queues inside runs concurrently with the model."""
+        """Return a context in which a GPU runs queued work on the stream `name`, and not on the model's stream."""
         return nullcontext()
 
     def join_streams(self, streams: Iterable[int]) -> None:
@@ -169,14 +169,14 @@ class Device:
         return hide_from_children(torch.empty(numel, dtype=dtype))
 
     def release(self, tensor: Tensor) -> None:
-        """Unlock page-locked memory that no copy uses any more. Other memory is left alone."""
+        """Unlock page-locked memory that no copy uses any more. Other memory does not change."""
 
     def free_bytes(self) -> int | None:
         """Return the free memory of the device; None if the device is the host."""
         return None
 
     def capacity_bytes(self) -> int | None:
-        """Return the device memory that this process has or could have; None if the device is the host."""
+        """Return the device memory that this process uses or could allocate; None if the device is the host."""
         return None
 
     def peak_bytes(self) -> int:
@@ -214,7 +214,7 @@ class Stream:
         self._thread.start()
 
     def run(self, work: Work, span: str = "", **args: int) -> None:
-        """Queue work. `span`: the name under which the trace records it; "" for no record."""
+        """Queue work. `span`: the name under which the trace records the work, with `args`; "" for no record."""
 
         def traced() -> None:
             time.sleep(self._device.delay_of(self.name))
@@ -458,10 +458,10 @@ class _CurrentStream(CudaStream):
 def hide_from_children(tensor: Tensor) -> Tensor:
     """Exclude a large buffer from processes that are forked from this one, and return the buffer.
 
-    A DataLoader forks its workers. Each worker would copy every page-locked page at the fork. Of other pages of the
-    optimizer state it would keep an old copy when this process writes to them. The copies would take several times the
-    memory of the state, and workers never read them. Small buffers are left alone, because they may share pages with
-    other data.
+    A DataLoader forks its workers. Each worker would copy every page-locked page at the fork, and would keep the old
+    content of every other page that this process writes to later. The copies would take several times the memory of the
+    state, and workers never read the state. Small buffers are not excluded, because they may share pages with other
+    data.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if sys.platform == "linux" and nbytes >= _LARGE_BYTES:

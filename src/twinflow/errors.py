@@ -1,12 +1,12 @@
 """Errors that a user can act on. There is one function for each kind of mistake, so that all messages of a kind read
 alike: what happened, what was expected, what to do.
 
-    kind                     function               exception
-    a wrong value            invalid_value          ValueError
-    too little memory        not_enough             MemoryError
-    options that conflict    incompatible           ValueError
-    a call at a wrong time   wrong_state            RuntimeError
-    a path that is no use    unusable_path          that of the system: PermissionError, FileNotFoundError, ...
+    kind                         function               exception
+    a wrong value                invalid_value          ValueError
+    too little memory            not_enough             MemoryError
+    options that conflict        incompatible           ValueError
+    a call at a wrong time       wrong_state            RuntimeError
+    a path that cannot be used   unusable_path          that of the system: PermissionError, FileNotFoundError, ...
 """
 
 from __future__ import annotations

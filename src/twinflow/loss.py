@@ -1,6 +1,6 @@
 """Cross entropy for a large vocabulary without storing all logits.
 
-The logits of 10,000 tokens and 50,000 symbols need 2 GB in fp32, and their gradient needs the same again. This is more
+The logits of 10,000 tokens and 50,000 symbols need 2 GB in fp32, and their gradient needs another 2 GB. This is more
 than any layer needs. Here the forward processes one chunk of tokens at a time. It computes the logits and the loss of
 the chunk, and the gradients of `hidden` and `weight`, and then frees the logits. The backward only scales the
 gradients. Only first-order gradients are available.
@@ -35,9 +35,7 @@ class Targets(NamedTuple):
 class Softmax(Protocol):
     """The softmax over all symbols. The weight may contain only a part of the symbols."""
 
-    def find(self, targets: Tensor, num_rows: int) -> Targets:
-        """The targets as rows of the weight."""
-        ...
+    def find(self, targets: Tensor, num_rows: int) -> Targets: ...
 
     def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """The loss of each token, 0 for ignored ones, and the probabilities, which overwrite the logits."""
@@ -63,11 +61,11 @@ class WholeSoftmax:
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = LOSS_CHUNK, softmax: Softmax | None = None
 ) -> Tensor:
-    """Mean of `F.cross_entropy(hidden @ weight.T, targets)` in fp32 or wider, with at most `chunk` rows of logits.
+    """`F.cross_entropy(hidden @ weight.T, targets)` in fp32 or wider, with at most `chunk` rows of logits at a time.
 
     `hidden` is [tokens, hidden], `weight` is [vocab, hidden], `targets` is [tokens]. Tokens with the target -100 are
     ignored. The gradient of `weight` is summed over the chunks in fp32, or in its own dtype if that is wider.
-    `softmax`: the softmax for a weight that has only a part of the symbols.
+    `softmax`: the softmax for a weight that has rows for only a part of the symbols.
     """
     softmax = softmax or WholeSoftmax()
     if chunk < 1:

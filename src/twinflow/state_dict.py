@@ -70,9 +70,7 @@ def saved_groups(state_dict: Mapping[str, object]) -> list[Mapping[str, object]]
     groups = list_of(state_dict, "param_groups")
     found = [group for group in groups if isinstance(group, Mapping)]
     if len(found) != len(groups):
-        raise TypeError(
-            "state_dict: an item of param_groups is not a dict. Pass a dict that state_dict() has returned."
-        )
+        raise TypeError("state_dict: A param group is not a dict. Pass a dict that state_dict() has returned.")
     return found
 
 
@@ -115,7 +113,7 @@ def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Describes flat values as the elements from `start` on of a flattened tensor of `shape`."""
+    """The place of flat values in a whole tensor of `shape`: its flattened elements from index `start` on."""
 
     shape: tuple[int, ...]
     start: int

@@ -325,7 +325,7 @@ if attempt == 2:  # a second watch does not take the end of the first for its ow
 @pytest.mark.parametrize(
     ("how", "words", "code"),
     [
-        ("sys.exit(3)", "the process ended before the others, without Watch.close()", 3),
+        ("sys.exit(3)", "the process ended before the others, without engine.destroy()", 3),
         ("try:\n            raise KeyError(7)\n        finally:\n            watch.close()", "KeyError: 7", 1),
         ("threading.Thread(target=lambda: 1 / 0).start(); time.sleep(600)", "ZeroDivisionError: division by zero", 1),
         ("with watch.guard():\n            raise OSError('disk')", "OSError: disk", 1),
@@ -364,21 +364,22 @@ def test_ranks_that_differ_are_refused(ranks: Ranks) -> None:
     assert [end.code for end in ends] == [0, 0, 0]
     told = [[json.loads(line) for line in end.text.splitlines() if line.startswith('"')] for end in ends]
     config = (
-        "ValueError: The value of config on rank 1 is 'line 2: clip: 2', but must be 'line 2: clip: 1', as on rank 0. "
+        "ValueError: The ranks differ in config: rank 1 has 'line 2: clip: 2', and rank 0 has 'line 2: clip: 1'. "
         "Start every rank with the same script, config and versions."
     )
     shape = (
-        "ValueError: The value of parameters on rank 2 is 'line 3: 1.weight (5, 3) torch.float32', "
-        "but must be 'line 3: 1.weight (4, 3) torch."
+        "ValueError: The ranks differ in parameters: rank 2 has 'line 3: 1.weight (5, 3) torch.float32', "
+        "and rank 0 has 'line 3: 1.weight (4, 3) torch."
     )
     for rank in range(3):
         assert told[rank][0] == "same"
         assert told[rank][1] == config
         assert told[rank][2].startswith(shape)
-        assert "version on rank 2 is 'given', but must be 'not given', as on rank 0" in told[rank][3]
+        assert "version: rank 2 has 'a value', and rank 0 has 'no value'" in told[rank][3]
     for rank in range(2):
         expected = (
-            "TimeoutError: Rank 2 did not call check_same within 1 s. See the output of that rank for the reason."
+            "TimeoutError: Rank 2 has not compared its config with that of rank 0 within 1 s. "
+            "See the output of that rank for the reason."
         )
         assert told[rank][4] == expected
 
@@ -387,7 +388,7 @@ def test_a_refused_rank_0_stays_until_the_others_know(ranks: Ranks) -> None:
     ends = ranks.run("check_same(join(), rank, world_size, {'config': str(rank == 1)}, 30)")
     for rank, end in enumerate(ends):
         assert end.code == 1
-        assert "config on rank 1 is 'line 1: True'" in end.text, rank
+        assert "config: rank 1 has 'line 1: True'" in end.text, rank
 
 
 TRAINING = """
@@ -502,8 +503,8 @@ def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatc
     ("here", "there", "wanted"),
     [
         ("a\nb", "a\nc", ("line 2: b", "line 2: c")),
-        ("a", "a\nc", ("1 lines", "line 2: c")),
-        ("a\n\n", "a", ("line 2: ", "1 lines")),
+        ("a", "a\nc", ("no line 2", "line 2: c")),
+        ("a\n\n", "a", ("line 2: ", "no line 2")),
         ("x" * 500 + "1", "x" * 500 + "2", ("line 1: ..." + "x" * 60 + "1", "line 1: ..." + "x" * 60 + "2")),
         ("y" * 500, "z" * 500, ("line 1: " + "y" * 160 + "...", "line 1: " + "z" * 160 + "...")),
         ("a\n", "a", ("different line ends", "different line ends")),

@@ -99,7 +99,7 @@ def test_mistakes_are_named() -> None:
         "ddp": "A model in DistributedDataParallel cannot be used with TwinOptimizer",
         "another stage": "zero_optimization.stage is 2, but must be 1",
         "world": "data_parallel_size is 3, but must be 2",
-        "frozen": "frozen parameters on rank 1",
+        "frozen": "The ranks differ in frozen parameters: rank 1 has",
     }
     for said in run_ranks(2, mistakes):
         assert said.keys() == expected.keys()

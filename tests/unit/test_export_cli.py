@@ -159,7 +159,7 @@ def test_mistakes_are_named(saved: Any, tmp_path: Path) -> None:
         ((tmp_path / "nowhere", tmp_path / "out"), "nowhere"),
         (
             (tmp_path / "nowhere", tmp_path / "out"),
-            "does not exist. Check the path. twinflow train writes checkpoints to RUN/checkpoints.",
+            "does not exist. Check the path. twinflow train writes to the folder checkpoints in its --out.",
         ),
         ((tmp_path / "empty", tmp_path / "out"), "contains no checkpoint"),
         ((root, tmp_path / "out", "--tag", "other"), "global_step2"),

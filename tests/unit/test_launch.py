@@ -219,7 +219,7 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
-    assert "error: stopped by SIGINT; all ranks ended" in errors
+    assert "error: SIGINT has stopped the launch. All ranks have ended." in errors
     for file in files:
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.read_text()), 0)

@@ -383,7 +383,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside() -> None:
         "forward",
         "backward",
         "waiting for the update",
-        "updates ahead",
+        "updates before the norm",
     ):
         assert words in found.text, words
     for title in ("Loss", "Step time (ms)", "Host memory (MiB)", "Gradient norm", "Learning rate"):
@@ -402,7 +402,7 @@ def test_the_page_shows_all_that_was_measured() -> None:
         "mean 10.2",
         "Speed (TFLOPS)",
         "1,000 tokens/s",
-        "host update, beside",
+        "host update, overlapped",
         "80.0 ms",
         "Loss scale (power of two)",
         "2 steps skipped",

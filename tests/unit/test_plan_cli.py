@@ -161,7 +161,7 @@ def test_a_module_is_counted_by_block() -> None:
     assert cost.numel == count_params(shape)
     assert (len(cost.blocks), cost.hidden, cost.vocab_size) == (3, 32, 96)
     assert cost.embedding_numel == (96 + 32) * 32
-    with pytest.raises(ValueError, match="a list of layers that have parameters"):
+    with pytest.raises(ValueError, match=r"whose layers are in an nn.ModuleList.*Put the layers"):
         count_module(nn.Linear(4, 4), "flat")
 
 

@@ -222,7 +222,7 @@ def test_a_ratio_reaches_the_optimizer_and_every_report(
     assert f"ratio {options[1]}, lr" in result.output
     assert f"ratio {options[1]}, lr" in page
     if asked == "auto":  # without a GPU nothing is gained by calling memory its own: it stays on the host
-        assert "with ratio auto at 1.00." in result.output
+        assert "--ratio auto has chosen 1.00." in result.output
         assert "auto, 1.00 after the last step" in page
     else:
         assert f"ratio {share:.2f}  left" in result.output
@@ -237,7 +237,7 @@ def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: p
     assert result.exit_code == 0, result.output
     assert [r.host_share for r in steps_of(tmp_path / "run")] == [1.0, 1.0, 0.25, 0.25]
     assert result.output.count("From this step on the ratio is 0.25") == 1
-    assert "with ratio auto at 0.25." in result.output
+    assert "--ratio auto has chosen 0.25." in result.output
     page = (tmp_path / "run" / "report.html").read_text()
     assert "auto, 0.25 after the last step" in page
     assert '<th scope="col">ratio</th>' in page

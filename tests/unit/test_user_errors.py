@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from twinflow.attention import FixedSparsityConfig, sparse_attention, sparsify
 from twinflow.cli.main import app
 from twinflow.integrations.accelerate import connect, twin_optimizer
 from twinflow.integrations.given import take_over
+from twinflow.optim.loss_scale import static
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel import PipelineModule
 
@@ -152,6 +154,57 @@ def test_param_groups_that_were_changed_by_hand(change: Callable[[Any], Any], wo
             optimizer.step()
 
 
+@pytest.mark.parametrize("options", [{}, {"early": True}, {"early": True, "accumulation_steps": 2}])
+@pytest.mark.parametrize("num_rows", [8, 32])
+def test_a_parameter_whose_shape_is_changed(options: dict[str, Any], num_rows: int) -> None:
+    model = mlp()
+    with closing(TwinOptimizer(model, **options)) as optimizer:
+        for param in (model[0].weight, model[0].bias):
+            param.data = param.data[:num_rows] if num_rows < len(param) else torch.cat([param.data, param.data])
+        model[2].weight.data = torch.ones(1, num_rows)
+        words = r"weight cannot be.* to \(.*\) after .* was built. Build a new optimizer"
+        with pytest.raises(RuntimeError, match=words):  # noqa: PT012 (early updates raise in backward)
+            optimizer.backward(model(inputs()).mean())
+            optimizer.step()
+
+
+def test_a_misspelt_option_of_a_group() -> None:
+    params = list(mlp().parameters())
+    with pytest.warns(UserWarning, match=r"param_groups\[0\] has the key 'weigth_decay'.*mean 'weight_decay'?"):
+        TwinOptimizer([{"params": params, "weigth_decay": 0.1, "my_label": 1}]).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TwinOptimizer([{"params": params, "my_label": 1, "initial_lr": 0.1}]).close()
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_loss_scale_that_the_loop_does_not_use(is_scaled: bool) -> None:
+    model = mlp()
+    with (
+        closing(TwinOptimizer(model, loss_scale=static(8))) as optimizer,
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = model(inputs()).mean()
+            (loss * optimizer.loss_scale if is_scaled else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    texts = [str(one.message) for one in found if "loss_scale=8" in str(one.message)]
+    assert len(texts) == (not is_scaled)
+    assert is_scaled or "Call optimizer.backward(loss) instead of loss.backward()." in texts[0]
+    assert is_scaled or found[0].filename == __file__
+
+
+def test_a_start_of_delayed_updates_without_delayed_updates() -> None:
+    words = "delayed_update_start=5 cannot be used with delayed_update=False.*leave delayed_update_start out"
+    with pytest.raises(ValueError, match=words):
+        TwinOptimizer(mlp(), delayed_update_start=5)
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu", "delayed_update_start": 5}}
+    with pytest.raises(ValueError, match=words):
+        twinflow.initialize(model=mlp(), config={**CONFIG, "zero_optimization": offload})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -252,6 +305,10 @@ def test_files_that_the_commands_cannot_write(tmp_path: Path) -> None:
 def test_the_shape_is_refused_by_the_names_of_the_options() -> None:
     found = told("train", "--hidden-size", 128, "--num-attention-heads", 3)
     assert "--hidden-size is 128, but must be a multiple of --num-attention-heads, which is 3. Use" in found
+    found = told("train", "--warmup", 9, "--steps", 5)
+    assert (
+        "--warmup is 9, but must be at most 5, the value of --steps. Use a shorter --warmup, or more --steps." in found
+    )
     assert "--num-layers is 0, but must be a whole number >= 1" in told("train", "--num-layers", 0)
 
 

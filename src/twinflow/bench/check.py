@@ -1,4 +1,4 @@
-"""Compares the bits of the native kernels with the references on this machine, before any speed is reported."""
+"""Compares the results of the native kernels with those of the references, bit for bit, on this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of update to compare."""
-
     rule: Rule
     format: str
     grad_dtype: torch.dtype

@@ -89,8 +89,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run."""
-
     settings: Settings
     isa: str
     deepspeed: str
@@ -112,8 +110,7 @@ def choose_settings(
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES
     if not SMALLEST_NUMEL <= numel <= most:
-        remedy = f"Choose another number. The benchmark needs {jobs.PEAK_BYTES} bytes of available memory for each "
-        "parameter."
+        remedy = f"Choose another number. Each parameter needs {jobs.PEAK_BYTES} bytes of available memory."
         raise invalid_value("--numel", numel, f"a whole number from {SMALLEST_NUMEL} to {most}", remedy)
     default_repeats = QUICK_REPEATS if quick else REPEATS
     return Settings(numel, threads or native.get_threads(), default_repeats if repeats is None else repeats)
@@ -173,7 +170,7 @@ def take_turns(
     """Time each contender `repeats` times, with one call of each in every round, so that changes of the machine's speed
     affect all of them alike. Returns timings by name.
 
-    After the last work the threads of OpenMP keep a core busy for some time. The pause lets them stop.
+    After a call the threads of OpenMP keep a core busy for some time. The pause lets them stop.
     """
     timings = {contender.name: Timing() for contender in contenders}
     for round_index in range(warmup + repeats):
@@ -239,7 +236,7 @@ def figures(results: Sequence[Result], architecture: str) -> list[Figure]:
 
     main, loop = jobs.ADAMW_FP32_STATE, jobs.TORCH_ADAM["loop"]
     subnormal = Figure("half subnormal / all normal", 0.9, ratio(jobs.ADAMW_SUBNORMAL, jobs.ADAMW_NORMAL), "x")
-    # Two Arm cores are limited by arithmetic, so the kernels are compared with torch and not with the memory rate.
+    # On two Arm cores arithmetic was the limit. So on Arm the kernels are compared with torch, not with the memory.
     if architecture in ("aarch64", "arm64"):
         return [
             Figure(f"{main} / {jobs.TORCH_MIXED}", 1.3, ratio(main, jobs.TORCH_MIXED), "x"),

@@ -1,5 +1,6 @@
 """The jobs of the benchmark. Each job builds contenders (functions that are timed) on its own large buffers. A
-contender is a kernel of twinflow, or a rival: an optimizer of torch or DeepSpeed that does the same work.
+contender is a kernel of twinflow, or a rival: an optimizer of torch or DeepSpeed that does the same work. A store has
+the buffers of an optimizer state.
 """
 
 from __future__ import annotations

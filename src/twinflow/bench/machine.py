@@ -127,7 +127,6 @@ def read_versions() -> dict[str, str | None]:
 
 
 def describe(machine: Machine) -> str:
-    """The machine in one line."""
     quota = f", quota {machine.cgroup_cores}" if machine.cgroup_cores is not None else ""
     nodes = "1 NUMA node" if machine.numa_nodes == 1 else f"{machine.numa_nodes} NUMA nodes"
     return (

@@ -1,8 +1,9 @@
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
-Padding at the end makes the length divisible. Some files include the padding and others do not, so the tensors of fp32
-masters and of optimizer states may differ in length. Newer versions may also pad after each parameter.
+Padding at the end makes the length divisible by the number of ranks. Some files include the padding and others do not,
+so the tensors of fp32 masters and of optimizer states may differ in length. Newer versions may also pad after each
+parameter.
 
 Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
 rank.
@@ -28,7 +29,7 @@ from twinflow.errors import invalid_value
 
 MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-FOREIGN: Final = {
+FOREIGN: Final = {  # names of files in checkpoints that cannot be imported
     r"layer_\d+.*model_states\.pt": "pipeline parallelism",
     r".*expert_\d+.*": "a mixture of experts",
     r"expp_rank_.*": "a mixture of experts",
@@ -133,12 +134,12 @@ def _find_folder(root: Path, tag: str | None) -> Path:
 
 
 def _foreign(path: Path, what: str) -> ValueError:
-    supported = "Only checkpoints with ZeRO stage 0 to 3 and without other parallelism can be imported."
-    return ValueError(f"{path} was saved with {what}. {supported}")
+    remedy = "Save the checkpoint with ZeRO stage 0 to 3 and without other parallelism."
+    return ValueError(f"{path} was saved with {what}, which cannot be imported. {remedy}")
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
-    """The files of a kind, in the order of ranks. ValueError if a rank is missing."""
+    """The files whose names match `pattern`, in the order of ranks. ValueError if the file of a rank is missing."""
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -160,10 +161,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
 
 
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
-    """Reads the contents of the files. Tensors are not read: they are references to places in the files.
-
-    A ValueError that does not name the folder concerns the contents of several files.
-    """
+    """Reads the contents of the files. Tensors are not read: they are references to places in the files."""
     models = [_dict(load_torch_file(path), path, "module") for path in files.model]
     key = "optimizer_state_dict"
     states = [_dict(_dict(load_torch_file(path), path, key)[key], path) for path in files.optim]
@@ -197,9 +195,7 @@ def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
     """The ZeRO stage. ValueError if the files of a rank are missing."""
     if not states:
         if len(files.model) > 1:  # Only stage 3 has several model files.
-            raise ValueError(
-                f"{files.folder}: The files *_optim_states.pt, which have the weights, are missing. Copy them."
-            )
+            raise ValueError(f"{files.folder}: The files *_optim_states.pt with the weights are missing. Copy them.")
         return 0
     stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
     if stage not in (1, 2, 3):
@@ -237,7 +233,7 @@ def _states(entries: Sequence[Mapping[str, Any]], step: Any, place: Place) -> di
     """The states of each parameter, from flat tensors. `entries`: the saved states of each rank and group."""
     names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
-        raise ValueError(f"All ranks must have the states of rank 0, which are {names[0]}. {_MISMATCH}")
+        raise ValueError(f"Some ranks have other optimizer states than rank 0, which has {names[0]}. {_MISMATCH}")
     found: dict[str, dict[str, Any]] = {}
     for state in names[0]:
         for name, values in place([entry[state] for entry in entries], state).items():
@@ -251,7 +247,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
     shapes = _shapes(head, files.model[0])
     paddings = states[0].get("param_alignment_paddings") or [[]] * len(shapes)
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
-        raise ValueError(f"param_shapes has {len(shapes)} parameter groups, but ranks have another number. {_MISMATCH}")
+        raise ValueError(f"param_shapes has {len(shapes)} groups, but the files of some rank have not. {_MISMATCH}")
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
     zero = (head.get("ds_config") or {}).get("zero_optimization") or {}
@@ -356,7 +352,7 @@ def _match(shapes: Sequence[tuple[int, ...] | None], candidates: Shapes, num_gro
 def _read_fused(base: Mapping[str, Any], flats: Sequence[Tensor], shapes: Shapes) -> Read:
     """Reads a checkpoint of half-precision training without a ZeRO stage, in which each group is one flat tensor."""
     if len(flats) != 1 or flats[0].numel() != sum(map(math.prod, shapes.values())):
-        raise _unmatched("which parameters are in a group, and the only group must contain all of them")
+        raise _unmatched("which parameters are in a group, so there must be one group with all parameters")
     group = base["param_groups"][0]
     entry = base["state"].get(group["params"][0], {})
     place = partial(_in_row, shapes, ())
@@ -405,12 +401,11 @@ def _weights(
 
 
 def _of_tensor(tensor: Tensor) -> Values:
-    """The values of one saved tensor."""
     return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
 
 
 def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. Without `paddings` none is padded."""
+    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. Empty `paddings`: no padding."""
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):

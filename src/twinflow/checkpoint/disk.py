@@ -53,7 +53,6 @@ class DurableFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends `data` without copying it."""
         rest = memoryview(data)
         with _naming(self.path):
             while len(rest):

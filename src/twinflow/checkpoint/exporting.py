@@ -157,7 +157,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
     found = open_checkpoint(source, tag)
     if found is None:
         state = "This folder contains no checkpoint." if source.is_dir() else "This folder does not exist."
-        remedy = f"{state} Check the path. twinflow train writes checkpoints to RUN/checkpoints."
+        remedy = f"{state} Check the path. twinflow train writes to the folder checkpoints in its --out."
         raise invalid_value("The checkpoint", str(source), "a folder that save_checkpoint wrote to", remedy)
     if "model" not in found.files():
         files = ", ".join(found.files())

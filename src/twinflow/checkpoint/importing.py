@@ -130,9 +130,7 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = (
-            f"The files have the states {names}. Give the rule with --rule, or import only weights: --weights-only."
-        )
+        remedy = f"The files have the states {names}. Give the rule with --rule, or use --weights-only."
         raise invalid_value("The update rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
@@ -214,7 +212,7 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
         for key, values in tensors.items():
             if values.shape != saved.weights[name].shape:
                 shapes = f"the shape {values.shape}, but the weight has {saved.weights[name].shape}"
-                raise ValueError(f"{key} of {name} has {shapes}. The files do not belong to one checkpoint.")
+                raise ValueError(f"{key} of {name} has {shapes}. Copy all files of the checkpoint again.")
         wide = {key: Values(v.shape, torch.float32, v.parts) for key, v in tensors.items()}
         streams = {key: Entry(f"{name}/{key}", v.dtype, v.shape, v.read) for key, v in wide.items()}
         found[name], made = take_apart({"step": _step(entry["step"], name, saved), **streams}, name)

@@ -49,7 +49,7 @@ from twinflow.errors import invalid_value
 from twinflow.parallel.shard import TensorShard
 from twinflow.state_dict import Entry
 
-Sums = dict[tuple[Path, str], int]  # checksums of the values of each piece that were read so far
+Sums = dict[tuple[Path, str], int]  # by file and name of a piece: the checksum of its values that were read so far
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Piece:
         return self.info.stop - self.info.start
 
     def fill(self, start: int, into: Tensor, sums: Sums | None) -> None:
-        """Fills `into` with elements of this piece. Checks the checksum if all values of the piece have been read."""
+        """Fills `into` with elements of the whole tensor from `start` on, all of which are in this piece. Compares the
+        checksum when the end of the piece is reached. `sums`: see `Stored.fill`.
+        """
         key = self.path, self.info.name
         stop = start + into.numel()
         before = 0 if start == self.start else (sums or {}).get(key)
@@ -269,7 +271,7 @@ def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
     Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. No file is
     changed: a checkpoint that a crash left under a temporary name is read under that name. If the file `latest` is
     missing, the newest checkpoint that was saved with `save_latest=True` is opened. If `latest` names a folder that
-    does not exist, that checkpoint is opened too, with a warning.
+    does not exist, the newest one is opened too, with a warning.
     """
     root = Path(root)
     if root.exists() and not root.is_dir():
@@ -337,7 +339,7 @@ def _refuse_foreign(root: Path) -> None:
         raise ValueError(f"{root} is a checkpoint itself. Open {root.parent} with the tag {root.name!r}.")
     weights = any(name.endswith(".safetensors") for name in names)
     if ("config.json" in names and weights) or any(name.endswith(PICKLED) for name in names):
-        raise ValueError(f"{root} contains no twinflow checkpoint. Found {describe(root)}")
+        raise ValueError(f"{root} contains no twinflow checkpoint. It is {describe(root)}")
 
 
 def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[str, Stored]:

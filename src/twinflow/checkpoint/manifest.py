@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         if (folder / META).is_file():
             raise damaged(f"{folder} is an incomplete twinflow checkpoint: its {MANIFEST} is missing")
-        raise ValueError(f"{folder} is not a twinflow checkpoint: it has no {MANIFEST}. Found {describe(folder)}")
+        raise ValueError(f"{folder} is not a twinflow checkpoint: it has no {MANIFEST}. It is {describe(folder)}")
     body = parse_json(path.read_bytes(), path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(f"{path} was not written by twinflow, or is damaged: its key 'format' must be {FORMAT!r}")
@@ -164,7 +164,7 @@ def describe(path: Path) -> str:
             return f"a pickled file. {NEVER}. Load its weights with torch.load() and model.load_state_dict()."
         return "a regular file. Give the folder that save_checkpoint() wrote to."
     if not path.is_dir():
-        return "neither a file nor a folder."
+        return "neither a file nor a folder. Give the folder of a checkpoint."
     names = sorted(entry.name for entry in path.iterdir())
     pickled = next((name for name in names if name.endswith(PICKLED)), None)
     if pickled and "mp_rank" in pickled:
@@ -174,7 +174,7 @@ def describe(path: Path) -> str:
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
         return "a Hugging Face model folder. Load it with transformers, not as a checkpoint."
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"a folder with {shown}. {NEVER}." if shown else f"an empty folder. {NEVER}."
+    return f"{f'a folder with {shown}' if shown else 'an empty folder'}. Give the folder of a checkpoint."
 
 
 def may_replace(folder: Path) -> bool:

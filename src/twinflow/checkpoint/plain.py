@@ -33,7 +33,7 @@ MAX_INT_BITS: Final = 4096  # Python does not parse integers of more than about 
 
 
 def take_apart(value: Any, path: str) -> tuple[Any, list[Entry]]:
-    """`value` as JSON, and the tensors in it. An `Entry` in `value` counts as a tensor."""
+    """`value` as JSON, and the tensors in it, named by `path` and their keys. An `Entry` counts as a tensor."""
     leaves: list[Entry] = []
     return _strip(value, path, leaves), leaves
 
@@ -86,7 +86,7 @@ def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def tensor_names(value: Any) -> dict[str, str]:
-    """The names of the tensors among the direct values of a converted dict, by key."""
+    """The names of the tensors among the direct values of a dict that `take_apart` converted, by key."""
     return {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}
 
 

@@ -34,7 +34,6 @@ from twinflow.checkpoint.manifest import (
     Manifest,
     PartRecord,
     check_files,
-    describe,
     encode_manifest,
     find_all,
     find_asides,
@@ -69,7 +68,7 @@ Progress = Callable[[int, int], None]
 class Part:
     """One file to be written: its tensors, and its header as bytes and as a `Header`."""
 
-    file: str
+    file: str  # key in the argument `files` of `save`
     name: str
     entries: tuple[Entry, ...]
     raw_header: bytes
@@ -162,7 +161,7 @@ def _check_place(root: Path, tag: str) -> None:
         raise invalid_value("save_dir", str(root), f"a folder, and not a file{where}", "Choose another save_dir.")
     if not may_replace(root / tag):
         text = f"{root / tag} exists and is not a twinflow checkpoint, so it is not replaced"
-        raise ValueError(f"{text}. Choose another tag or folder. Found {describe(root / tag)}")
+        raise ValueError(f"{text}. Choose another tag or folder.")
 
 
 def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int | None = None) -> list[Part]:
@@ -183,7 +182,7 @@ def plan_parts(files: Mapping[str, Sequence[Entry]], part_bytes: int, rank: int 
         for name, run in zip(part_names(stem, len(runs)), runs, strict=True):
             parts.append(Part(file, name, tuple(run), *encode_header(run)))
     if len({part.name for part in parts}) < len(parts):
-        raise ValueError(f"Two of the keys {', '.join(files)} need files of the same name. Rename one of them.")
+        raise ValueError(f"Two of the keys of files ({', '.join(files)}) need equal file names. Rename one key.")
     return parts
 
 

@@ -2,9 +2,8 @@
 
 A part is not a contiguous range of the flattened whole tensor. It contains some indices of one dim. In a view [outer,
 dim, inner] of the whole tensor, with all dims before and after this dim flattened, every outer row contains elements of
-each part. Each tensor rank stores its part as one
-tensor. A reader selects indices of the dim: all indices for the whole tensor, or the indices of its own part if it has
-another layout of ranks.
+each part. Each tensor rank stores its part as one tensor. A reader selects indices of the dim: all indices for the
+whole tensor, or the indices of its own part, which may differ from the stored parts.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def _size(ranges: Ranges) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """A range of `size` indices of the dim. It starts at `start` in a row of source number `source`, and at `target` in
-    the row of the result.
+    """A range of `size` indices of the dim. It starts at `start` in a row of the source (stored part) number `source`,
+    and at `target` in the row of the result.
     """
 
     source: int

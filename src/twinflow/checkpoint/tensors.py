@@ -151,8 +151,8 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(prefix, "little")
         # The length is checked before it is used: in a damaged file it may be any number.
         if len(prefix) < 8 or length > min(status.st_size - 8, MAX_HEADER_BYTES):
-            sizes = f"it has {status.st_size} bytes, and its header would have {length}"
-            raise damaged(f"{path} is cut off or damaged: {sizes}, but may have at most {MAX_HEADER_BYTES}")
+            sizes = f"it has {status.st_size} bytes, but gives the length of its header as {length} bytes"
+            raise damaged(f"{path} is cut off or damaged: {sizes}")
         text = file.read(length)
     infos = _parse_infos(text, status.st_size - 8 - length, path)
     return Header(infos, 8 + length, status.st_size, zlib.crc32(text, zlib.crc32(prefix)))
@@ -220,7 +220,6 @@ class Checksum:
         self._pool.shutdown()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        """Adds `chunk` to the checksum."""
         self._settle()
         if len(chunk) < THREAD_BYTES:
             self._crc32 = zlib.crc32(chunk, self._crc32)
@@ -274,7 +273,6 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
     view: memoryview = flat.view(torch.uint8).numpy().data
     for start in range(0, len(view), CHUNK_BYTES):

@@ -66,7 +66,7 @@ class RefusedError(ValueError):
 
 @dataclass
 class Record:
-    """The attributes of an object of a known class."""
+    """The attributes of an object of a class in `RECORDS`."""
 
     state: dict[Any, Any] = field(default_factory=dict)
 
@@ -87,17 +87,11 @@ def load_torch_file(path: Path) -> Any:
     try:
         return _Unpickler(archive).load()
     except RefusedError as error:
-        allowed = (
-            "Only tensors, numbers, strings and containers of them are allowed. Save the file without other objects."
-        )
+        allowed = "Save the file again with only tensors, numbers, strings and containers of them."
         raise RefusedError(f"{path} is refused: its pickle {error}. No code of the file was run. {allowed}") from error
     except Exception as error:  # A damaged pickle can cause any error.
-        message = (
-            str(error)
-            if str(path) in str(error)
-            else f"{path} is damaged: its pickle cannot be read ({error}). Copy it again."
-        )
-        raise ValueError(message) from error
+        text = f"{path} is damaged: its pickle cannot be read ({error}). Copy it again."
+        raise ValueError(str(error) if str(path) in str(error) else text) from error
 
 
 class _Archive:
@@ -115,10 +109,7 @@ class _Archive:
             raise ValueError(f"{path} is not a file of torch.save, or is cut off ({error}). {remedy}") from error
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(
-                f"{path} is not a file of torch.save: it has {len(pickles)} pickles, but must have one. Use another "
-                "file."
-            )
+            raise ValueError(f"{path} has {len(pickles)} pickles, but a file of torch.save has one. Use another file.")
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self.read("byteorder") if f"{self._prefix}byteorder" in self._entries else b"little"
         if order != b"little":

@@ -100,7 +100,7 @@ def section(pattern: str, block: int, heads: int, counts: dict[str, int | None],
             continue
         if option not in names:
             remedy = f"Use only {' and '.join(names)} with this pattern." if names else f"Leave {option} out."
-            reason = "this pattern does not have the blocks that the option counts"
+            reason = f"this pattern has no {option[2:]} blocks"
             raise incompatible(f"{option} {count}", f"--pattern {pattern}", reason, remedy)
         name = names[option]
         lists = {"local_window_blocks": [count], "global_block_indices": list(range(count))}
@@ -141,16 +141,13 @@ def write_png(path: Path, layout: Layout) -> None:
 
 
 def print_layout(console: Console, config: SparsityConfig, layout: Layout, seq: int, cost: Cost) -> None:
-    """Print a drawing of each pattern and a table of costs."""
     console.print(Text(f"{type(config).__name__}, {seq} tokens in blocks of {layout.block}", style="bold"))
     cells = min(MAX_CELLS, console.width - 4)
     for pattern in range(min(layout.num_patterns, MAX_DRAWN)):
         grid = shades(layout, pattern, cells)
         if layout.num_patterns > 1:
             heads = [str(head) for head, its in enumerate(layout.head_to_pattern) if its == pattern]
-            console.print(
-                Text(f"head {', '.join(heads)}" if len(heads) == 1 else f"heads {', '.join(heads)}", style="dim")
-            )
+            console.print(Text(f"head{'s' * (len(heads) > 1)} {', '.join(heads)}", style="dim"))
         console.print(framed(grid, console.color_system is not None))
     if layout.num_patterns > MAX_DRAWN:
         console.print(Text(f"and {layout.num_patterns - MAX_DRAWN} more patterns", style="dim"))
@@ -196,10 +193,10 @@ def table(layout: Layout, cost: Cost) -> Table:
     fewer = f"{1 / cost.flops_share:,.1f} times fewer"
     rows = {
         "kept blocks": f"{cost.num_kept:,} of the {cost.num_blocks:,} of {kind} attention",
-        "density": f"{cost.density:.2%} of the square",
+        "density": f"{cost.density:.2%} of the square of all blocks",
         "FLOPs": f"{cost.flops / 1e9:,.2f} G forward, {cost.flops_share:.2%} of {kind}: {fewer}",
         "memory traffic": f"{cost.io_bytes / 2**20:,.1f} MiB, {cost.bytes_share:.2%} of {kind}",
-        "index": f"{cost.index_bytes / 2**10:,.1f} KiB for {patterns} pattern{'s' * (patterns > 1)}",
+        "index of blocks": f"{cost.index_bytes / 2**10:,.1f} KiB for {patterns} pattern{'s' * (patterns > 1)}",
     }
     if heads > 1:
         rows["heads"] = f"{heads}, " + ("all keep the same blocks" if patterns == 1 else f"{patterns} patterns")

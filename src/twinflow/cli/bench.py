@@ -96,7 +96,7 @@ def refuse_if_wrong(disagreements: Sequence[str], json_file: Path | None = None)
     """Exit with code 1 if a kernel disagrees with its reference: the speed of a wrong kernel means nothing."""
     if not disagreements:
         return
-    typer.echo("error: These kernels compute other results than their references, so no speed is reported:", err=True)
+    typer.echo("error: No speed is reported, because kernels compute wrong results (see `twinflow doctor`):", err=True)
     for line in disagreements:
         typer.echo(f"  {line}", err=True)
     if json_file is not None:
@@ -112,7 +112,7 @@ def make_page(machine: Machine, report: Report) -> Page:
     lines = [
         describe(machine),
         ", ".join(f"{name} {version or 'not installed'}" for name, version in named.items()),
-        f"{settings.numel:,} parameters, {settings.threads} threads for every contender, kernels {report.isa}, "
+        f"{settings.numel:,} parameters, {settings.threads} threads for every implementation, kernels {report.isa}, "
         f"median of {settings.repeats} calls; the results of the kernels equal their references bit for bit",
     ]
     if STATE_BYTES * settings.numel < 4 * machine.cache_bytes:
@@ -155,7 +155,6 @@ def figure_row(figure: Figure) -> Row:
 
 
 def print_page(console: Console, page: Page) -> None:
-    """Print the tables on a terminal or into a pipe."""
     if not console.is_terminal:
         console = Console(file=console.file, width=140)  # wide enough that no row of the table wraps in a pipe
     for line in page.lines:

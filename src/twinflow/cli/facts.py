@@ -93,8 +93,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts about a machine."""
-
     machine: Machine
     versions: Mapping[str, str | None]
     kernels: Kernels

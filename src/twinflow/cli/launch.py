@@ -96,7 +96,7 @@ def launch(
         hosts = choose_hosts(pool, include, exclude, num_nodes, num_gpus)
         meeting = make_meeting(hosts, master_addr, master_port, max_restarts)
         own_name = socket.gethostname()
-        names = {*LOOPBACK, own_name, own_name.split(".")[0]}  # hosts that mean this machine and need no ssh
+        names = {*LOOPBACK, own_name, own_name.split(".")[0]}  # names of this machine, for which ssh is not needed
 
         def commands_of(attempt: int) -> list[NodeCommand]:
             return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)

@@ -68,14 +68,13 @@ class MemoryPlan:
     states: str
     used: Bytes
     available: Available
-    why: str
+    why: str  # reason for the format
     tight: str = ""  # warning if memory is tight
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
 
     @property
     def host_line(self) -> str:
-        """Line on host memory for the header."""
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
@@ -86,7 +85,6 @@ class MemoryPlan:
 
     @property
     def gpu_line(self) -> str:
-        """Line on GPU memory for the header."""
         if self.available.gpu_bytes is None:
             return "no GPU"
         parts = [f"{_gb(self.used.gpu['weights'])} of weights"]
@@ -163,9 +161,9 @@ def _rule(config: Config) -> tuple[tuple[str, ...], int]:
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """Choose the state format of a run.
 
-    `states`: a format, or "auto". "auto" selects the widest format that fits in the same places (GPU and host) as the
-    narrowest format. Raises a MemoryError if the weights, the state and the waiting gradients do not fit in any of the
-    formats.
+    `states`: a format, or "auto". "auto" selects the widest format with which the run fits on the GPU and on the
+    host, or at least wherever it fits with the narrowest format. Raises a MemoryError if weights, state and waiting
+    gradients do not fit in any format.
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
@@ -257,7 +255,6 @@ def _sure(case: Case, available: Available) -> Bytes:
 
 
 def _would_need(case: Case, available: Available) -> str:
-    """The reason why a state format was not chosen."""
     used = bytes_at(case, available)
     if _rooms(case, available)[1]:
         return f"{case.run.states} would need {_gb(used.gpu_total)} of the GPU"

@@ -35,7 +35,7 @@ _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Place:
-    """The machine and a line that describes it."""
+    """The machine, a line that describes it, and the default dtype of the weights there."""
 
     setting: Setting
     text: str
@@ -126,11 +126,8 @@ def _named_model(model: str) -> ModelCost:
             raise invalid_value("--model", model, "a file with a JSON object, like the config.json of transformers")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
-        raise invalid_value(
-            "--model",
-            model,
-            "an existing config.json, a folder with a config.json, or a Python function as module:function",
-        )
+        expected = "an existing config.json, a folder with a config.json, or a Python function as module:function"
+        raise invalid_value("--model", model, expected)
     return _built_model(model)
 
 
@@ -169,8 +166,8 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     embedding = sum(p.numel() for p in {id(m.weight): m.weight for m in tables}.values() if any(p is q for q in root))
     head = sum(p.numel() for p in root) - embedding
     if not any(numel):
-        remedy = "Put the layers of the model into an nn.ModuleList or nn.Sequential."
-        raise invalid_value("--model", name, "a model with a list of layers that have parameters", remedy)
+        expected = "the name of a model whose layers are in an nn.ModuleList or nn.Sequential"
+        raise invalid_value("--model", name, expected, "Put the layers of the model into such a list.")
     return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
 
 

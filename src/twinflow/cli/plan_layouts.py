@@ -30,7 +30,7 @@ from twinflow.parallel.search import MICRO_BATCHES, Found, LayoutAsk, reasons, s
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.planner.machines import gpu_named
 
-SHOWN: Final = 5
+SHOWN: Final = 5  # default of --layouts
 LEAST_BATCH: Final = 512  # default number of sequences in a step, without --total-batch
 SEQUENCE: Final = 2048
 _DRAM_RATE: Final = 300e9  # bytes/s of a machine with two sockets

@@ -39,10 +39,8 @@ def show_scaling(options: PlanOptions, run: Run) -> int:
     cluster = choose_cluster(options, choose_host(options), options.gpus, why)
     unused = options.given("html", "write_config", "tokens", "layouts", "per_node")
     if unused:
-        reason, remedy = (
-            "--scaling prints one table for all numbers of GPUs",
-            "Leave these options out. To save the table, use --json.",
-        )
+        reason = "--scaling prints one table for all numbers of GPUs"
+        remedy = f"Leave {' and '.join(unused)} out. To save the table, use --json."
         raise incompatible(f"--scaling {options.scaling}", " and ".join(unused), reason, remedy)
     check_whole("--total-batch", options.total_batch)
     total_batch = options.total_batch or TOTAL_BATCH

@@ -86,7 +86,6 @@ def case_cells(case: Case, empty: str) -> list[str]:
 
 
 def lacks(case: Case) -> str:
-    """The memory that a case lacks on GPU and host."""
     missing = [("GPU", case.missing.gpu_bytes / 1e9), ("host", case.missing.host_bytes / 1e9)]
     return ", ".join(f"{where} +{amount:.{amount < 10:d}f}" for where, amount in missing if amount) + " GB"
 

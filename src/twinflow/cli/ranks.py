@@ -71,7 +71,6 @@ class Ranks:
         return own[None] if self.group is None else self.group.gather_rows(own)
 
     def least(self, number: int) -> int:
-        """The smallest number of all ranks."""
         return int(min(self.gather(number)))
 
     @contextmanager
@@ -119,9 +118,8 @@ class Ranks:
         return f"error: rank {self.rank}: {error}"
 
     def leave(self, is_failure: bool) -> None:
-        """Leave the run together.
-
-        A launcher ends all ranks as soon as one has failed, and the first rank still has to write the report.
+        """Wait until all ranks arrive here, so that the first rank has written the report. A launcher ends all ranks as
+        soon as one of them fails.
         """
         if self.group is None:
             return

@@ -193,7 +193,7 @@ def _saved(settings: TrainSettings) -> dict[str, Any]:
     try:
         saved: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise invalid_value(str(path), f"damaged: {error}", "the JSON that `twinflow train` wrote", remedy) from None
+        raise ValueError(f"{path} is damaged and contains no valid JSON ({error}). {remedy}") from None
     if not isinstance(saved, dict):
         raise invalid_value(str(path), saved, "the JSON object that `twinflow train` wrote", remedy)
     return saved
@@ -387,7 +387,7 @@ def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
     """Yield a list that gets an entry when Ctrl-C or SIGTERM arrives.
 
     The first signal ends the run after the current step, when weights and state agree. A second signal ends it at once.
-    Signals within `one_s` seconds count as one, because a launcher and the terminal may both deliver it.
+    Signals within `one_s` seconds count as one, because a launcher and the terminal may both deliver the same signal.
     """
     seen: list[float] = []
 
@@ -427,5 +427,5 @@ def describe(outcome: Outcome, run: Run) -> str:
         return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
     here = f", {done - run.first_step} of them after the resume," if run.first_step else ""
     share = outcome.steps[-1].host_share if outcome.steps else math.nan
-    chosen = f", with ratio auto at {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""
+    chosen = f". --ratio auto has chosen {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""
     return f"Finished {done} steps{here} in {duration(outcome.wall_s)}{chosen}."

@@ -37,7 +37,7 @@ MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine schedule, as
 PRECISIONS: Final = ("bf16", "fp16", "fp32")
 RANKS_STAGE: Final = 2  # default ZeRO stage of several ranks
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-GPT2: Final = "gpt2-1.5b"  # default vocabulary and context of a shape given by options
+GPT2: Final = "gpt2-1.5b"  # the preset whose vocabulary and context are used if options give the other sizes
 # Settings that must not change when a run is resumed, besides the model and the config file. The checkpoint's lr and
 # weight_decay would override new values.
 KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "seed", "precision")
@@ -45,14 +45,12 @@ SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
 _DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
-# Options that need no default.
+# Options that become settings without change.
 _AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line options of `twinflow train`."""
-
     preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
     num_layers: int | None = option(None, "Number of transformer blocks.")
     hidden: int | None = option(None, "Width of the model.", "--hidden-size")
@@ -181,7 +179,6 @@ class TrainSettings:
 
     @cached_property
     def replicas(self) -> int:
-        """Copies of the model. Each takes a part of every batch."""
         return num_replicas(self.file_config, self.world)
 
     @property
@@ -257,9 +254,8 @@ def _batch(
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
         check_whole(name, value)
         if value is not None and named.setdefault(key, value) != value:
-            raise invalid_value(
-                name, value, [named[key]], f"The config file sets {key!r} to {named[key]}. Leave {name} out."
-            )
+            remedy = f"The config file sets {key!r} to {named[key]}. Leave {name} out."
+            raise invalid_value(name, value, [named[key]], remedy)
     if keys[0] not in named:
         named.setdefault(keys[1], default)
         named.setdefault(keys[2], 1)
@@ -283,12 +279,8 @@ def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
 def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
     if value is not None and key in file_config:
-        raise incompatible(
-            f"{name} {value}",
-            f"{key!r} in the config file",
-            "both set the same value",
-            f"Remove {name} or the key in the config file.",
-        )
+        remedy = f"Remove {name} or the key in the config file."
+        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "both set the same value", remedy)
     return value
 
 
@@ -326,7 +318,7 @@ def num_replicas(config: Mapping[str, Any], world: int) -> int:
 
 
 def describe_layout(config: Mapping[str, Any], world: int) -> str:
-    """The layout as text. Empty if every rank has the whole model."""
+    """The numbers of pipeline, tensor and data ranks as text. Empty if every rank has the whole model."""
     axes, (schedule, _) = axes_of(config), _schedule(config)
     named = [(f"pipeline {axes.pipe} ({schedule})", axes.pipe), (f"tensor {axes.model}", axes.model)]
     parts = [text for text, size in named if size > 1]
@@ -334,7 +326,9 @@ def describe_layout(config: Mapping[str, Any], world: int) -> str:
 
 
 def check_layout(config: Mapping[str, Any], shape: GPTConfig, world: int) -> int:
-    """Return the number of replicas. Raises a ValueError if ranks, heads or layers are not divisible by the layout."""
+    """Return the number of replicas. Raises a ValueError if pipeline and tensor ranks cannot divide ranks, heads or
+    layers.
+    """
     axes, (schedule, num_chunks) = axes_of(config), _schedule(config)
     parts = axes.pipe * axes.model
     if parts > 1 and world % parts:
@@ -380,7 +374,6 @@ def _schedule(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def option_name(name: str) -> str:
-    """The command line option of a setting."""
     return "--" + name.replace("_", "-")
 
 
@@ -392,6 +385,9 @@ def check_settings(settings: TrainSettings) -> None:
         check_whole(option_name(name), getattr(settings, name))
     for name in ("warmup", "seed", "valid_every", "save_every"):
         check_whole(option_name(name), getattr(settings, name), least=0)
+    if settings.warmup > settings.steps:
+        remedy = "Use a shorter --warmup, or more --steps."
+        raise invalid_value("--warmup", settings.warmup, f"at most {settings.steps}, the value of --steps", remedy)
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(settings, name)
         if not 0.0 <= value < math.inf:
@@ -549,7 +545,7 @@ def as_json(settings: TrainSettings) -> dict[str, Any]:
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     """Raise a ValueError that names the first setting that differs from the run to resume.
 
-    The number of ranks and the layout may change if the number of sequences in a step stays the same.
+    The numbers of pipeline, tensor and data ranks may change if the number of sequences in a step does not.
     """
     world, file = saved.get("world", 1), saved.get("file_config") or {}
     is_same = world == settings.world and axes_of(file) == axes_of(settings.file_config)
@@ -558,12 +554,12 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:
-            remedy = "--resume continues a run with the same settings. Start a new run in another --out."
+            remedy = "--resume needs the settings of the run. Use this value, or start a new run in another --out."
             raise invalid_value(name, value, [old.get(name)], remedy)
 
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
-    """The settings that must not change, by their options."""
+    """The settings that a resumed run must keep, by option. `with_batch`: the batch sizes too."""
     shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in (values.get("model") or {}).items()}
     names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
     rest = {option_name(name): values.get(name) for name in names}

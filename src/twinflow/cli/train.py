@@ -88,7 +88,6 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def make_report(run: Run, outcome: Outcome) -> Report:
-    """The content of the report page."""
     values = as_json(run.settings)
     if values["ratio"] == "auto" and outcome.steps and math.isfinite(outcome.steps[-1].host_share):
         values["ratio"] = f"auto, {outcome.steps[-1].host_share:.2f} after the last step"
@@ -190,12 +189,10 @@ def next_command(run: Run) -> str:
 
 
 def where() -> str:
-    """Name of the model's device."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
 def machine_rows(threads: int) -> list[tuple[str, str]]:
-    """Rows on the machine and the software versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         ("system", f"{platform.system()} {platform.machine()}"),

@@ -1,7 +1,7 @@
 """The training loop of `twinflow train`: steps, validations and their records, on one rank or on several.
 
 After each step the ranks exchange one row of numbers: the loss, the load, and whether a signal has arrived. A launcher
-signals its processes at slightly different times. All ranks stop after the step in which the first rank has reported a
+signals its processes at slightly different times. All ranks stop after the first step in which any rank has reported a
 signal.
 """
 
@@ -111,7 +111,8 @@ def measure(engine: Engine, batches: Sequence[Batch]) -> list[float]:
 
 @torch.no_grad()
 def sample_text(engine: Engine, data: TokenData, context: int) -> tuple[str, str] | None:
-    """The start of the validation text, and how the model continues it. None if this is not possible.
+    """The start of the validation text, and how the model continues it. None on several ranks, without a tokenizer, or
+    without validation text.
 
     The text ends after `SAMPLE_S` seconds, because a large model needs a long time for each token.
     """

@@ -183,9 +183,7 @@ class Tokenizer(Protocol):
     dtype: np.dtype[Any]  # the narrowest for all tokens
     fingerprint: str  # Tokenizers with equal fingerprints give the same tokens.
 
-    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]:
-        """The tokens of each text."""
-        ...
+    def encode(self, texts: Sequence[bytes]) -> Sequence[Array]: ...
 
     def end(self, text: bytes) -> Array:
         """The tokens between a document that ends with `text` and the next document."""
@@ -337,7 +335,7 @@ def cached_tokens(
     except OSError as error:
         raise ValueError(
             f"twinflow cannot write the tokens to {folder} ({error.strerror}). "
-            "Give a writable cache folder with free space."
+            "Choose a writable folder with free space: cache=FOLDER, or the environment variable XDG_CACHE_HOME."
         ) from error
     if file.stat().st_size == 0:
         return np.empty(0, tokenizer.dtype)

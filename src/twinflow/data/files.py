@@ -18,8 +18,7 @@ from twinflow.errors import invalid_value
 
 TOKEN_SUFFIXES: Final = (".bin", ".npy")
 SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
-# Header of Megatron's index: magic, version, dtype code, number of sequences, number of documents. Their sizes and
-# positions follow.
+# Header of Megatron's index: magic, version, dtype code, number of sequences, number of documents.
 INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
 INDEX_MAGIC: Final = b"MMIDIDX\0\0"
 INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -88,7 +87,7 @@ def _index_dtype(index: Path) -> str | None:
     if version != 1:
         raise invalid_value(f"The format version of {index}", version, [1], "Write the file again with Megatron-LM.")
     if code not in INDEX_DTYPES:
-        raise invalid_value(f"The dtype code in {index}", code, INDEX_DTYPES)
+        raise invalid_value(f"The dtype code in {index}", code, INDEX_DTYPES, "Write the file again with Megatron-LM.")
     return INDEX_DTYPES[code]
 
 

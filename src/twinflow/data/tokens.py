@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from twinflow.data.encode import (
+    MAX_STDLIB_BYTES,
     BytesTokenizer,
     Tokenizer,
     cached_tokens,
@@ -49,7 +50,7 @@ NUM_ROUNDS: Final = 8
 
 
 def epoch_keys(seed: int, stream: int, epoch: int) -> _Words:
-    """The keys of the permutation of one epoch, one for each Feistel round.
+    """The keys of the permutation of one epoch, one for each Feistel round. `stream`: 0 for training, 1 for validation.
 
     The keys are raw words of Philox, because numpy guarantees stable results across versions only for bit generators
     and not for `Generator`. After an upgrade of numpy, an index must give the same text.
@@ -109,7 +110,7 @@ class TokenData:
     def describe(self) -> str:
         """One line with name, size and fingerprint."""
         files = "1 file" if self.num_files == 1 else f"{self.num_files:,} files"
-        cut = ", cut at the limit" if self.truncated else ""
+        cut = f", only the first {MAX_STDLIB_BYTES >> 20} MiB" if self.truncated else ""
         return (
             f"{self.name}: {_amount(self.num_tokens)} tokens in {files}{cut}, tokenizer {self.tokenizer}, "
             f"vocabulary {self.vocab_size:,}, fingerprint {self.fingerprint}"

@@ -50,10 +50,10 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
     gradients. It is replaced on this object and for the parameters of this optimizer only. Other parameters are clipped
     as before.
     """
-    # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
-    # optimizer that was prepared before.
     if not hasattr(accelerator, "prepare"):
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
+    # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
+    # optimizer that was prepared before.
     prepared = accelerator.prepare(twin, device_placement=[False])
     if not twin.runtime.settings.early:
         return prepared

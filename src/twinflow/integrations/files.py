@@ -15,7 +15,6 @@ from typing import Any, Final
 from twinflow.checkpoint import open_checkpoint, save
 from twinflow.checkpoint.plain import put_together, take_apart
 from twinflow.engine.restore import FileSource
-from twinflow.errors import invalid_value
 from twinflow.optim.twin import TwinOptimizer
 
 KIND: Final = "twinflow.StreamedState"
@@ -54,7 +53,8 @@ class StreamedState:
             return
         found = open_checkpoint(self._folder, TAG)
         if found is None or not {"optimizer", "optimizer_state"} <= set(found.meta):
-            raise invalid_value("checkpoint", str(self._folder / TAG), "a folder with the state of a TwinOptimizer")
+            text = f"{self._folder / TAG} does not contain the state of a TwinOptimizer"
+            raise ValueError(f"{text}. Resume from a checkpoint that was saved with a TwinOptimizer.")
         found.verify()
         head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
         self._optimizer.load_state_dict(head, FileSource(found, found.meta["optimizer_state"], {}))

@@ -75,7 +75,6 @@ class TwinMixin:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the optimizer state from the folder of the checkpoint."""
         trainer: Any = self
         with _streaming(trainer, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]

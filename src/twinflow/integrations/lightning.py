@@ -163,7 +163,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         self._take_clipping(twin)
 
     def _initialize(self, **kwargs: Any) -> Any:
-        """Build an engine for the ranks of Lightning, which sets only some of the environment variables for them."""
+        """Build an engine. Lightning sets only some of the environment variables that describe the ranks."""
         ranks = {"RANK": self.global_rank, "LOCAL_RANK": self.local_rank, "WORLD_SIZE": self.world_size}
         ranks |= {"LOCAL_WORLD_SIZE": self.num_processes}
         missing = {key: str(value) for key, value in ranks.items() if key not in os.environ}

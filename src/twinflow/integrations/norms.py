@@ -55,7 +55,6 @@ class PendingNorm(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply the operation to the value of the norm."""
         return func(*map(_value, args), **{key: _value(arg) for key, arg in (kwargs or {}).items()})
 
 
@@ -91,7 +90,9 @@ class Clipping:
         return norm
 
     def covers(self, params: Iterable[Tensor]) -> bool:
-        """Whether the trainable parameters are those of the optimizer. Raises ValueError if only some of them are."""
+        """True if the trainable tensors in `params` are exactly the parameters of the optimizer, False if none of them
+        is one. Raises ValueError in all other cases.
+        """
         optimizer = self._optimizer()
         if optimizer is None:
             return False

@@ -82,9 +82,8 @@ def choose_hosts(
     options = {"--include": include, "--exclude": exclude, "--num_nodes": num_nodes, "--num_gpus": num_gpus}
     given = [option for option, value in options.items() if value not in (None, "")]
     if (include or exclude) and len(given) > 1:
-        raise incompatible(
-            given[1], given[0], "each of these options selects hosts and slots", "Give only one of them."
-        )
+        reason = "each of these options selects hosts and slots"
+        raise incompatible(given[1], given[0], reason, "Give only one of them.")
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         expected = f"a number from 1 to {len(pool)}, the number of hosts"
         raise invalid_value("--num_nodes", num_nodes, expected, "List more hosts in a --hostfile.")
@@ -107,8 +106,6 @@ def choose_hosts(
 
 @dataclass(frozen=True)
 class Program:
-    """The program that every rank runs."""
-
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
@@ -141,7 +138,6 @@ class NodeCommand:
     is_remote: bool = False  # started over ssh
 
     def shell_line(self) -> str:
-        """The command as one line for a shell."""
         return shlex.join(self.argv)
 
 

@@ -1,7 +1,7 @@
 """Starts the nodes, copies their output, and ends all of them when the first one fails.
 
-Two threads for each node copy its stdout and stderr and collect the failures in them. The main thread waits for the
-nodes, and reads the failures after it has joined these threads.
+Two threads for each node copy its stdout and stderr and collect failures from this output. The main thread waits for
+the nodes, and reads the failures after it has joined these threads.
 """
 
 from __future__ import annotations
@@ -119,13 +119,14 @@ def run_nodes(commands: Sequence[NodeCommand]) -> Outcome:
             return _stopped(stopped)
         except OSError as error:
             _end(nodes)
-            return Outcome(1, f"cannot start {commands[len(nodes)].argv[0]}: {error}")
+            return Outcome(1, f"{commands[len(nodes)].argv[0]} cannot be started: {error}. Install it or correct PATH.")
     settle_s = SETTLE_S if any(node.command.is_remote for node in lost) else 0.0
     return replace(_failure(failed, nodes), is_final=False, settle_s=settle_s) if failed is not None else Outcome(0)
 
 
 def _stopped(stopped: Stopped) -> Outcome:
-    return Outcome(128 + stopped.number, f"stopped by {signal.Signals(stopped.number).name}; all ranks ended")
+    name = signal.Signals(stopped.number).name
+    return Outcome(128 + stopped.number, f"{name} has stopped the launch. All ranks have ended.")
 
 
 def _start(command: NodeCommand) -> subprocess.Popen[bytes]:

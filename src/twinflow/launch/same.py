@@ -10,7 +10,6 @@ from itertools import zip_longest
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from twinflow.errors import invalid_value
 from twinflow.launch.store import own_keys, wait_for
 
 PUBLISH_S = 5.0  # time for the other ranks to read the result
@@ -39,10 +38,10 @@ def check_same(store: Store, rank: int, world_size: int, facts: Mapping[str, str
         keys.set("result", json.dumps({"missing": missing, "different": {k: v for k, v in verdicts.items() if v}}))
     else:
         if wait_for(keys, ["facts"], timeout_s):
-            raise _late("Rank 0 did not call check_same within", timeout_s)
+            raise _late("Rank 0 has not published its config within", timeout_s)
         keys.set(f"verdict/{rank}", json.dumps(_difference(facts, keys)))
         if wait_for(keys, ["result"], timeout_s + PUBLISH_S):
-            raise _late("Rank 0 did not answer in check_same within", timeout_s)
+            raise _late("Rank 0 has not compared the configs of the ranks within", timeout_s)
     result = json.loads(keys.get("result"))
     if result["missing"] or result["different"]:
         keys.set(f"read/{rank}", "1")
@@ -56,11 +55,11 @@ def _refusal(rank: int, missing: list[str], different: dict[str, list[str]], tim
     ranks = {int(key.split("/")[1]): value for key, value in different.items()}
     if not ranks:
         late = ", ".join(key.split("/")[1] for key in missing)
-        return _late(f"Rank {late} did not call check_same within", timeout_s)
+        return _late(f"Rank {late} has not compared its config with that of rank 0 within", timeout_s)
     who = rank if rank in ranks else min(ranks)
     name, here, there = ranks[who]
     remedy = "Start every rank with the same script, config and versions."
-    return invalid_value(f"The value of {name} on rank {who}", here, f"{there!r}, as on rank 0", remedy)
+    return ValueError(f"The ranks differ in {name}: rank {who} has {here!r}, and rank 0 has {there!r}. {remedy}")
 
 
 def _late(what: str, timeout_s: float) -> TimeoutError:
@@ -72,7 +71,7 @@ def _difference(facts: Mapping[str, str], keys: Store) -> list[str]:
     theirs = json.loads(keys.get("facts"))
     for name in [*theirs, *(name for name in facts if name not in theirs)]:
         if name not in theirs or name not in facts:
-            return [name, *("given" if name in side else "not given" for side in (facts, theirs))]
+            return [name, *("a value" if name in side else "no value" for side in (facts, theirs))]
         if theirs[name] != _digest(facts[name]):
             return [name, *first_difference(facts[name], keys.get(f"text/{name}").decode())]
     return []
@@ -93,7 +92,7 @@ def first_difference(here: str, there: str) -> tuple[str, str]:
 
 def _line(number: int, text: str | None, cut: int) -> str:
     if text is None:
-        return f"{number - 1} lines"
+        return f"no line {number}"
     end = cut + LINE_CHARS
     return f"line {number}: {'...' if cut else ''}{text[cut:end]}{'...' if end < len(text) else ''}"
 

@@ -308,7 +308,7 @@ class Watch:
             if pulse is None:
                 return None  # The rank has not started yet.
             if pulse.state == LEFT and is_suspect:
-                return self._cause("death", "the process ended before the others, without Watch.close()", pulse)
+                return self._cause("death", "the process ended before the others, without engine.destroy()", pulse)
             if pulse.state not in (CLOSED, LEFT):
                 return self._age(pulse, is_suspect)
         return None

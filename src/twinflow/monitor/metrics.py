@@ -23,8 +23,6 @@ from twinflow.native.cgroup import parse_meminfo, read_text
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Metrics of one training step."""
-
     step: int  # from 1
     loss: float
     lr: float
@@ -36,6 +34,7 @@ class StepRecord:
     # time in which the loop waited for the optimizer; the rest of the update overlaps with forward and backward
     update_s: float
     host_bytes: int  # resident memory of the process after the step
+    # A bucket is a group of parameters that are updated together.
     num_ahead: int = 0  # buckets that were updated before the gradient norm was known
     num_dropped: int = 0  # buckets of `num_ahead` whose update was discarded because the step was clipped or skipped
     num_held: int = 0  # buckets whose update waited for the gradient norm

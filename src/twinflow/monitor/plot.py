@@ -56,7 +56,7 @@ def figure(
     cut_spikes: bool = False,
     size: tuple[int, int] = ROOMY,
 ) -> str:
-    """A `<figure>` with heading, legend and plot. Points that are not finite are left out.
+    """A `<figure>` with heading, legend and plot. Points that are not finite are not drawn.
 
     The plot is drawn twice, in `size` and in a small size for phones, because letters of a large drawing are too small
     when it is scaled down. The stylesheet of the page shows one of the two drawings.

@@ -37,7 +37,6 @@ class TrainProgress:
         self._live = Live(self._line, console=console, refresh_per_second=5) if console.is_terminal else None
 
     def step(self, record: StepRecord) -> None:
-        """Show the metrics of one finished step."""
         self._elapsed_s += record.step_s
         self._steps_done += 1
         left_s = (self.total_steps - record.step) * self._elapsed_s / self._steps_done

@@ -20,8 +20,6 @@ AnyRecord = TypeVar("AnyRecord", StepRecord, ValidRecord)
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of the report page."""
-
     title: str
     status: Literal["finished", "interrupted", "stopped"]
     message: str  # one sentence under the title
@@ -40,7 +38,6 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def render(report: Report) -> str:
-    """The report page as HTML."""
     items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
     parts = [
         tiles(report.numbers),
@@ -91,12 +88,11 @@ def time_plot(steps: Sequence[StepRecord]) -> str:
     ]
     if any(r.host_update_s for r in steps):
         mean = f"{1000.0 * sum(r.host_update_s for r in steps) / len(steps):,.1f} ms"
-        curves.append(Series("host update, beside", _points(steps, "host_update_s", 1000.0), 4, "line", mean))
+        curves.append(Series("host update, overlapped", _points(steps, "host_update_s", 1000.0), 4, "line", mean))
     return figure("Step time (ms)", curves, from_zero=True, cut_spikes=True)
 
 
 def memory_plot(steps: Sequence[StepRecord]) -> str:
-    """Resident memory of the process and memory allocated on the GPU."""
     peaks = {name: max((getattr(r, name) for r in steps), default=0) for name in ("host_bytes", "gpu_bytes")}
     unit, unit_name, digits = (2**30, "GiB", 1) if max(peaks.values()) >= 4 * 2**30 else (2**20, "MiB", 0)
     curves = []
@@ -114,14 +110,11 @@ def _smoothed(label: str, points: Sequence[Point], color: int, note: str = "") -
 
 
 def _points(steps: Sequence[StepRecord], name: str, factor: float = 1.0) -> list[Point]:
-    """The field `name` of each step."""
     return [(float(r.step), getattr(r, name) * factor) for r in steps]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of steps."""
-
     name: str
     text: Callable[[StepRecord], str]
     is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is shown if this is true for any step
@@ -143,9 +136,9 @@ COLUMNS: Final = (
     Column("ratio", lambda r: f"{r.host_share:.2f}", lambda r: r.host_share < 1.0),
     Column("loss scale", lambda r: f"{r.loss_scale:g}", lambda r: r.loss_scale != 1.0),
     Column("skipped", lambda r: "yes" if r.skipped else "", lambda r: r.skipped),
-    Column("updates ahead", lambda r: str(r.num_ahead)),
-    Column("dropped", lambda r: str(r.num_dropped)),
-    Column("held", lambda r: str(r.num_held)),
+    Column("updates before the norm", lambda r: str(r.num_ahead)),
+    Column("dropped updates", lambda r: str(r.num_dropped)),
+    Column("updates after the norm", lambda r: str(r.num_held)),
 )
 
 

@@ -21,8 +21,6 @@ Event = tuple[str, float, int]
 
 
 class ScalarWriter(Protocol):
-    """Interface of all writers of events."""
-
     def write(self, events: Sequence[Event]) -> None:
         """Record events. They may be buffered until `flush`."""
 

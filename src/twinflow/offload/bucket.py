@@ -50,9 +50,11 @@ class Param:
     taken: TakenGradient | None = None  # the tensor that replaces the gradient in `.grad` after the gradient was taken
     watched: Tensor | None = None  # a gradient that was not taken; a TakenGradient in `.grad` detects uses by the user
     is_sharded: bool = field(init=False)  # this rank has only a part of the parameter
+    shape: torch.Size = field(init=False)  # the shape for which the state was planned
 
     def __post_init__(self) -> None:
         self.is_sharded = self.local is not self.tensor
+        self.shape = self.local.shape
 
     @property
     def local(self) -> Tensor:

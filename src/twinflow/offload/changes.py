@@ -62,21 +62,30 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def moved(buckets: Iterable[Bucket]) -> list[Param]:
-    """Return the parameters whose memory is at another address, as after `p.data = x`, which `p._version` ignores."""
+    """Return the parameters with another address or shape, as after `p.data = x`, which `p._version` ignores."""
     found: dict[Param, None] = {}
     with plain():
         for bucket in (bucket for bucket in buckets if not bucket.offloads_params):
             for param, address in zip(bucket.params, bucket.addresses, strict=True):
                 local = param.local if param.is_sharded else param.tensor
-                if local.data_ptr() != address:
+                if local.data_ptr() != address or local.shape != param.shape:
                     found[param] = None
     return list(found)
+
+
+def resized(param: Param, now: Tensor) -> RuntimeError:
+    """Return the error for a parameter that has the shape of `now`, and not that of its state."""
+    return wrong_state(
+        f"{param.name} cannot be updated",
+        f"its shape was changed from {tuple(param.shape)} to {tuple(now.shape)} after the optimizer was built",
+        "Build a new optimizer for the changed model.",
+    )
 
 
 def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param]:
     """Return the parameters whose memory is at another address, and make their buckets refer to the new memory.
 
-    Raises RuntimeError if the dtype, the device or the memory format no longer fits the plan of the buckets.
+    Raises RuntimeError if shape, dtype, device or memory format no longer fit the plan of the buckets.
     """
     buckets = [bucket for bucket in buckets if not bucket.offloads_params]
     found = moved(buckets)
@@ -89,6 +98,8 @@ def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param
             if param not in found:
                 continue
             now = param.local
+            if now.shape != param.shape:
+                raise resized(param, now)
             if (now.dtype, now.device) != (before.dtype, before.device):
                 raise wrong_state(
                     f"{param.name} cannot be updated",

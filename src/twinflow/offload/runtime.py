@@ -583,6 +583,8 @@ class Runtime:
             param.was_hit = True
             if param.is_sharded:
                 pair = (param, local_of(pair[1]))
+            elif pair[1].shape != param.shape:
+                raise changes.resized(param, pair[1])
             # A late parameter gets several gradients in one backward, so `hits` is not the number of backwards.
             (last if param.hits == wanted and not param.is_late else others).append(pair)
         if self.steps.job is None and (last or (others and wanted == 1)):

@@ -7,6 +7,8 @@ next loss needs its scale.
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -32,6 +34,7 @@ class Outcomes(Optimizer):
     is_stateless = False  # the state is only a master copy: SGD without momentum
     scale_rule: LossScale  # the loss scale with its rule of change, before the outcome of the last step is read
     scales_loss: bool  # losses must be multiplied by a loss scale
+    _is_scale_used = False  # the training loop has read the loss scale
     _runtime: Runtime | None = None
     _settings: Settings
     _was_applied = False  # the last step was applied
@@ -89,13 +92,29 @@ class Outcomes(Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor for the next loss. The property waits for the outcome of the last step."""
-        self._read_decision()
-        return self.scale_rule.scale
+        self._is_scale_used = True
+        return self.read_scale()
 
     @property
     def current_loss_scale(self) -> float:
         """The loss scale without waiting for the outcome of the last step."""
+        self._is_scale_used = True
         return self.scale_rule.scale
+
+    def read_scale(self) -> float:
+        """`loss_scale` for the runtime, which does not count as a use by the training loop."""
+        self._read_decision()
+        return self.scale_rule.scale
+
+    def _check_scaled(self) -> None:
+        """Warns once if a step ran although nothing has read the loss scale: the gradients cannot be scaled."""
+        if self.scales_loss and not self._is_scale_used and self.scale_rule.scale != 1.0:
+            warnings.warn(
+                f"Gradients are divided by loss_scale={self.scale_rule.scale:g}, but nothing has read the scale, so "
+                "the loss was not multiplied by it. Call optimizer.backward(loss) instead of loss.backward().",
+                stacklevel=5,
+            )
+        self._is_scale_used = True
 
     @property
     def grad_norm(self) -> float | None:

@@ -156,6 +156,8 @@ class TwinOptimizer(Outcomes):
             checks.check_foreign(rule, states, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
+        if not isinstance(rule, Optimizer):  # schedulers may have added keys to the groups of an instance
+            checks.warn_of_misspelt(groups, defaults)
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
         checks.check_groups(self.rule, self.param_groups)
         self._num_groups = len(self.param_groups)
@@ -233,7 +235,7 @@ class TwinOptimizer(Outcomes):
             plans,
             self._settings,
             lambda: _held(me)._options_now(),
-            lambda: _held(me).loss_scale,
+            lambda: _held(me).read_scale(),
             shards,
             option_names=frozenset(self.defaults) if self.rule is not None else None,
             owner=me,
@@ -362,6 +364,7 @@ class TwinOptimizer(Outcomes):
         else:
             self._unread = job
             self.num_steps += 1
+            self._check_scaled()
             if self.model is None:
                 self.runtime.wait()
             if self._auto is not None:

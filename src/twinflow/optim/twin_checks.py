@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import SupportsFloat, get_type_hints
 
@@ -89,6 +91,16 @@ def check_groups(rule: Rule | None, groups: Iterable[Mapping[str, object]], wher
     for i, group in enumerate(groups):
         if rule is not None:
             check_group(rule, group, f"{where}param_groups[{i}]")
+
+
+def warn_of_misspelt(groups: Iterable[ParamEntry], names: Iterable[str]) -> None:
+    """Warns of keys of param groups that resemble an option in `names`. As with torch, other keys are the user's."""
+    known = [*names, "params", "param_names", "max_momentum"]  # the last one is a key of OneCycleLR
+    for i, group in enumerate(groups):
+        for key in group.keys() - known if isinstance(group, dict) else ():
+            for near in get_close_matches(key, known, n=1, cutoff=0.8):
+                text = f"param_groups[{i}] has the key {key!r}, which is no option and has no effect."
+                warnings.warn(f"{text} Did you mean {near!r}?", stacklevel=3)
 
 
 def check_complete(rule: Rule, group: Mapping[str, object]) -> None:
@@ -322,6 +334,8 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
         raise invalid_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
     check_whole("accumulation_steps", settings.accumulation_steps, 1)
     check_whole("delayed_update_start", settings.delayed_update_start, 0)
+    is_unused = settings.delayed_update_start and not settings.delayed_update
+    refuse("TwinOptimizer", {"delayed_update_start": is_unused}, start=settings.delayed_update_start)
     if model is None:
         refuse("A list of parameters", {"early": settings.early, "delayed_update": settings.delayed_update})
     return replace(
