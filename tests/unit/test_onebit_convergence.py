@@ -45,15 +45,15 @@ class ThreadGroup(Group):
     def _exchange(self, given: Tensor) -> Tensor:
         return torch.cat([one.view(WORLD, -1)[self.rank] for one in self._all(given)]).view(given.shape)
 
-    def all_gather(self, whole: Tensor) -> None:
+    def _gather(self, whole: Tensor) -> None:
         self._count(whole.numel() * whole.element_size())
         parts = self._all(whole.view(WORLD, -1)[self.rank])
         whole.copy_(torch.cat(parts))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        if self.rank == 0:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        if self.rank == source:
             self.sent_bytes += tensor.numel() * tensor.element_size()
-        tensor.detach().copy_(self._all(tensor.detach())[0])
+        tensor.detach().copy_(self._all(tensor.detach())[source])
 
 
 def first_params() -> list[nn.Parameter]:

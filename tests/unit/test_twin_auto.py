@@ -103,7 +103,7 @@ def test_what_turns_out_slower_is_taken_back(
         monkeypatch.setattr(module, "_scaled", lambda rates, host, link: rates)
         monkeypatch.setattr(module.AutoPlacement, "_timing", lambda self: Timing(1e-3, 2e-3))  # on a quick device
         until_placed(model, optimizer)
-        assert any("it is tried" in line for line in caplog.messages)
+        assert any("this placement is tried" in line for line in caplog.messages)
         assert optimizer.host_share == 0.0
         assert caplog.messages[-1].count(" s with ") == 2
 
