@@ -464,7 +464,7 @@ def longest_lines(size: str, row: Row, cap_gb: float) -> list[str]:
     if SPARSE in found and found.get(DENSE, {}).get("tokens"):
         ratio = found[SPARSE]["tokens"] / found[DENSE]["tokens"]
         lines += ["", f"Sparse with checkpointing over eager dense {ratio:.1f}, claimed {LONGER[size]:g}."]
-    if SPARSE in found and found.get(FLASH, {}).get("by_memory"):
+    if found.get(SPARSE, {}).get("ended") == "memory" and found.get(FLASH, {}).get("by_memory"):
         ratio = found[SPARSE]["tokens"] / found[FLASH]["by_memory"]
         lines += ["", f"By memory alone, sparse over dense flash, both with checkpointing: {ratio:.2f}."]
     times = [{length: (s, gb) for length, s, gb in found.get(way, {"trials": []})["trials"]} for way in (FLASH, SPARSE)]
