@@ -277,7 +277,7 @@ def twin_flow(p: Picture) -> None:
 def offload(p: Picture) -> None:
     """Where weights, gradients, masters and states are
 
-    The GPU has bf16 weights, gradients and activations. The host has 12 bytes a parameter: the fp32 master,
+    The GPU has bf16 weights, gradients and activations. The host has 12 bytes for each parameter: the fp32 master,
     momentum and variance. Gradients go to the host, new weights come back.
     """
     weight, moments, state = WEIGHT_BYTES["bf16"], MOMENT_BYTES["fp32"], state_bytes("fp32").host
@@ -323,7 +323,7 @@ def weights_on_host(p: Picture) -> None:
 def zero(p: Picture) -> None:
     """What each ZeRO stage partitions
 
-    Bytes a parameter on one of four ranks. Stage 1 partitions the optimizer state, stage 2 also the sums of gradients,
+    Bytes for each parameter on one of four ranks. Stage 1 partitions the optimizer state, stage 2 also the sums of gradients,
     stage 3 also the weights.
     """
     ranks = 4
@@ -343,7 +343,7 @@ def zero(p: Picture) -> None:
             x += whole * scale
     p.legend([(BLUE, "weights"), (AMBER, "gradients"), (VIOLET, "optimizer state, on host or GPU")])
     p.note(
-        f"Numbers are bytes a parameter on one of {ranks} ranks. Frames: parts of other ranks. With stage 3 the GPU "
+        f"Numbers are bytes for each parameter on one of {ranks} ranks. Frames: parts of other ranks. With stage 3 the GPU "
         "also has the whole weights of running blocks."
     )
 
@@ -457,7 +457,7 @@ def onebit(p: Picture) -> None:
 
 
 def formats(p: Picture) -> None:
-    """Bytes a parameter on the host, by state format
+    """Bytes for each parameter on the host, by state format
 
     Weight and lower half of the master take 2 bytes each in every format. Momentum and variance take 4 bytes each
     with fp32, 2 with bf16 and about 1 with int8.
@@ -525,7 +525,7 @@ def checkpoints(p: Picture) -> None:
 
 
 def choosing(p: Picture) -> None:
-    """Bytes a parameter on each side, by ratio
+    """Bytes for each parameter on each side, by ratio
 
     State is fp32, and weights are bf16. At ratio 1 the GPU has weights and gradients, and the host has all state.
     At ratio 0 all state is on the GPU.
