@@ -323,8 +323,8 @@ def weights_on_host(p: Picture) -> None:
 def zero(p: Picture) -> None:
     """What each ZeRO stage partitions
 
-    Bytes for each parameter on one of four ranks. Stage 1 partitions the optimizer state, stage 2 also the sums of gradients,
-    stage 3 also the weights.
+    Bytes for each parameter on one of four ranks. Stage 1 partitions the optimizer state, stage 2 also the sums of
+    gradients, stage 3 also the weights.
     """
     ranks = 4
     weight, state = WEIGHT_BYTES["bf16"], state_bytes("fp32").host
@@ -343,8 +343,8 @@ def zero(p: Picture) -> None:
             x += whole * scale
     p.legend([(BLUE, "weights"), (AMBER, "gradients"), (VIOLET, "optimizer state, on host or GPU")])
     p.note(
-        f"Numbers are bytes for each parameter on one of {ranks} ranks. Frames: parts of other ranks. With stage 3 the GPU "
-        "also has the whole weights of running blocks."
+        f"Numbers are bytes for each parameter on one of {ranks} ranks. Frames: parts of other ranks. With stage 3 the "
+        "GPU also has the whole weights of running blocks."
     )
 
 
