@@ -127,7 +127,7 @@ class Pipeline(Section):
         "how layers are divided among stages: uniform, parameters or type:REGEX; best means parameters; "
         "a PipelineModule uses its own method",
     )
-    seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
+    seed_layers: bool = unused(False, "the argument seed_layers of PipelineModule decides whether dropout is seeded by layer")
     activation_checkpoint_interval: Whole = honoured(
         0, "number of layers that are recomputed together; 0: no recomputation"
     )
@@ -186,7 +186,7 @@ class OffloadOptimizer(Section):
         'share of the state that is on the host; "auto": the share with the fastest step, chosen after the first steps',
         for_host=True,
     )
-    super_offload: bool = refused(False, "leave it out: updates always overlap with backward")
+    super_offload: bool = refused(False, "leave it out: updates overlap with backward without it")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads sets the number of threads of the update")
 
     states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
@@ -378,7 +378,7 @@ class ActivationCheckpointing(Section):
     layers: Names | None = ours(
         None,
         "turn checkpointing on for layers with these class names; null: other keys turn it on, for the model's blocks "
-        "(members of its ModuleLists)",
+        "(members of its ModuleLists and Sequentials)",
     )
 
     @property
@@ -536,7 +536,7 @@ class Config(Section):
     amp: Free | None = refused(None, "use bf16, fp16 or torch_autocast: Apex is not supported", switch=is_on)
     graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
     elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)
-    autotuning: Free | None = refused(None, "set the batch sizes: twinflow chooses the other settings", switch=is_on)
+    autotuning: Free | None = refused(None, "set the batch sizes: `twinflow plan` shows what fits", switch=is_on)
     curriculum_learning: Free | None = refused(None, "order the samples in your data loader", switch=is_on)
     data_efficiency: Free | None = refused(None, "choose the samples in your data loader", switch=is_on)
     progressive_layer_drop: Free | None = refused(None, "drop layers in the model's forward", switch=is_on)
