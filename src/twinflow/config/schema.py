@@ -96,7 +96,7 @@ class SparseAttention(Section):
     num_different_global_patterns: Positive = honoured(
         1, _FIXED + "number of different global patterns among the heads"
     )
-    num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
+    num_random_blocks: Whole = honoured(0, "modes variable and bigbird: random blocks of keys for a block of queries")
     local_window_blocks: Widths = honoured(
         (4,), "mode variable: widths of the windows, in blocks; the last width repeats"
     )
@@ -120,14 +120,14 @@ class SparseAttention(Section):
 
 class Pipeline(Section):
     stages: AnyWhole | None = honoured(
-        None, "number of pipeline stages; null or 0: the number of the PipelineModule, or 1"
+        None, "number of pipeline stages; null or 0: as many as the PipelineModule has, or 1"
     )
     partition: str = honoured(
         "best",
         "how layers are divided among stages: uniform, parameters or type:REGEX; best means parameters; "
         "a PipelineModule uses its own method",
     )
-    seed_layers: bool = unused(False, "the argument seed_layers of PipelineModule decides whether dropout is seeded by layer")
+    seed_layers: bool = unused(False, "seed_layers of PipelineModule decides whether layers seed their dropout")
     activation_checkpoint_interval: Whole = honoured(
         0, "number of layers that are recomputed together; 0: no recomputation"
     )
@@ -218,7 +218,7 @@ class OffloadOptimizer(Section):
     )
     shadow_bytes: Whole | None = ours(
         None,
-        "host memory for results of updates that run before the clipping decision; null: half of what the state leaves",
+        "host memory for updates before the clipping decision; null: half of the memory that the state leaves free",
         for_host=True,
     )
 
