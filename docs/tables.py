@@ -51,7 +51,7 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "zero_optimization.offload_optimizer.ratio": (
         "the ratio is exact to 128 elements and works with any stage; in DeepSpeed it needs stage 3"
     ),
-    "zero_optimization.offload_param.device": "offload_optimizer.device must be cpu too",
+    "zero_optimization.offload_param.device": "in DeepSpeed it does not need offload_optimizer",
     "activation_checkpointing.partition_activations": _BLOCKS,
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
     "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 no longer has this section",

@@ -243,10 +243,10 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Use the same betas[0] in all groups.",
         ),
         "stage of Zero": Conflict(
-            "stage {stage_except_1}",
+            "stage {stage_except_1} of Zero",
             _COMPRESSED,
             "compressed communication always works as stage 1: each rank has all weights and owns a part of the state",
-            "Use stage 1.",
+            "Use Zero(stage=1).",
         ),
         "predivide": Conflict(
             "predivide={predivide}",

@@ -159,9 +159,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     ),
     "pipe": _PIPE_NAMES,
     "runtime": {
-        "domino": Refused(
-            "Use tensor_parallel.sequence (docs/3d.md), which overlaps the communication of tensor ranks"
-        ),
+        "domino": Refused("Use tensor_parallel.autotp_size (docs/3d.md): tensor ranks wait for their all-reduces"),
         "eigenvalue": Refused("Quantize with another library, such as torchao"),
         "hybrid_engine": Refused(_NO_INFERENCE),
         "sequence_parallel": Refused(_NO_SEQUENCE),

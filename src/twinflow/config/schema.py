@@ -96,7 +96,7 @@ class SparseAttention(Section):
     num_different_global_patterns: Positive = honoured(
         1, _FIXED + "number of different global patterns among the heads"
     )
-    num_random_blocks: Whole = honoured(0, "modes variable and bigbird: number of random blocks in each row")
+    num_random_blocks: Whole = honoured(0, "modes variable and bigbird: random blocks of keys for a block of queries")
     local_window_blocks: Widths = honoured(
         (4,), "mode variable: widths of the windows, in blocks; the last width repeats"
     )
@@ -120,14 +120,14 @@ class SparseAttention(Section):
 
 class Pipeline(Section):
     stages: AnyWhole | None = honoured(
-        None, "number of pipeline stages; null or 0: the number of the PipelineModule, or 1"
+        None, "number of pipeline stages; null or 0: as many as the PipelineModule has, or 1"
     )
     partition: str = honoured(
         "best",
         "how layers are divided among stages: uniform, parameters or type:REGEX; best means parameters; "
         "a PipelineModule uses its own method",
     )
-    seed_layers: bool = unused(False, "every layer of a PipelineModule has its own seed")
+    seed_layers: bool = unused(False, "seed_layers of PipelineModule decides whether layers seed their dropout")
     activation_checkpoint_interval: Whole = honoured(
         0, "number of layers that are recomputed together; 0: no recomputation"
     )
@@ -186,7 +186,7 @@ class OffloadOptimizer(Section):
         'share of the state that is on the host; "auto": the share with the fastest step, chosen after the first steps',
         for_host=True,
     )
-    super_offload: bool = refused(False, "leave it out: updates always overlap with backward")
+    super_offload: bool = refused(False, "leave it out: updates overlap with backward without it")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads sets the number of threads of the update")
 
     states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
@@ -218,7 +218,7 @@ class OffloadOptimizer(Section):
     )
     shadow_bytes: Whole | None = ours(
         None,
-        "host memory for results of updates that run before the clipping decision; null: half of what the state leaves",
+        "host memory for updates before the clipping decision; null: half of the memory that the state leaves free",
         for_host=True,
     )
 
@@ -378,7 +378,7 @@ class ActivationCheckpointing(Section):
     layers: Names | None = ours(
         None,
         "turn checkpointing on for layers with these class names; null: other keys turn it on, for the model's blocks "
-        "(members of its ModuleLists)",
+        "(members of its ModuleLists and Sequentials)",
     )
 
     @property
@@ -536,7 +536,7 @@ class Config(Section):
     amp: Free | None = refused(None, "use bf16, fp16 or torch_autocast: Apex is not supported", switch=is_on)
     graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
     elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)
-    autotuning: Free | None = refused(None, "set the batch sizes: twinflow chooses the other settings", switch=is_on)
+    autotuning: Free | None = refused(None, "set the batch sizes: `twinflow plan` shows what fits", switch=is_on)
     curriculum_learning: Free | None = refused(None, "order the samples in your data loader", switch=is_on)
     data_efficiency: Free | None = refused(None, "choose the samples in your data loader", switch=is_on)
     progressive_layer_drop: Free | None = refused(None, "drop layers in the model's forward", switch=is_on)

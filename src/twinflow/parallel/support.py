@@ -57,7 +57,8 @@ LIMITS: Final = (
         "zero_optimization.offload_param.device='cpu'",
         _BOTH,
         lambda c: c.offload_param,
-        "weights are fetched in the order of one forward, and a pipeline runs several forwards at a time",
+        "weights are fetched whole and in the order of one forward, but tensor ranks split them, and a pipeline runs "
+        "several forwards at a time",
         "Leave offload_param out.",
     ),
     Limit(
