@@ -157,7 +157,8 @@ def test_memory_is_that_of_what_is_kept() -> None:
     layout = from_flat([(rows * num_rows + cols).reshape(-1)], num_rows, num_rows, 16, head_to_pattern=[0] * 12)
     assert layout.num_kept == num_rows * width - width * (width - 1) // 2
     assert layout.cols.nbytes + layout.row_starts.nbytes <= 4 * num_rows * width + 8 * (num_rows + 1)
-    with pytest.raises(ValueError, match="at most"):
+    shape = r"12 heads x 65536 rows x 65536 columns\) is 51539607552, but must be at most 268435456. Call rows_of"
+    with pytest.raises(ValueError, match=shape):
         layout.to_dense()
 
 

@@ -554,8 +554,8 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:
-            remedy = "--resume needs the settings of the run. Use this value, or start a new run in another --out."
-            raise invalid_value(name, value, [old.get(name)], remedy)
+            expected = f"{old.get(name)!r}, as when the run began"
+            raise invalid_value(name, value, expected, "Use the same value, or start a new run in another --out.")
 
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
