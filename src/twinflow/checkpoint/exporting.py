@@ -8,6 +8,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -188,9 +189,10 @@ def _read_config(path: Path | None) -> bytes | None:
     if not path.is_file():
         raise invalid_value("config", str(path), "an existing file")
     raw = path.read_bytes()
-    if not isinstance(parse_json(raw, path), dict):
-        raise ValueError(f"{path} must contain a JSON object, as the {CONFIG} of a model does. Give another file.")
-    return raw
+    with suppress(ValueError):
+        if isinstance(parse_json(raw, path), dict):
+            return raw
+    raise ValueError(f"{path} must contain a valid JSON object, as the {CONFIG} of a model does. Give another file.")
 
 
 def masters_of(found: Checkpoint) -> dict[str, str]:
