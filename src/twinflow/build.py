@@ -75,12 +75,7 @@ def initialize(
     _log_to_stdout()
     if model is None:
         raise invalid_value("model", None, "an nn.Module, or a function that creates one", "Pass model=...")
-    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is of type {type(value).__name__}, but must be None, because initialize() creates the process "
-                "groups. Set tensor_parallel.autotp_size and pipeline.stages in the config instead."
-            )
+    refuse_groups(mpu=mpu, mesh_param=mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
@@ -163,6 +158,16 @@ def add_config_arguments(parser: Any) -> Any:
     )
     group.add_argument("--deepspeed_config", default=None, type=str, help="The JSON config file.")
     return parser
+
+
+def refuse_groups(**given: object) -> None:
+    """Raises ValueError if an argument for process groups is given."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates the "
+                "process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
+            )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:

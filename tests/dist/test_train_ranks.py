@@ -167,7 +167,7 @@ def test_another_global_batch_is_not_resumed(one: Path, text: Path, tmp_path: Pa
     before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
     ranks = TrainRanks((*RUN, *batch(1), "--data", text, "--resume", "--out", out), tmp_path / "logs", 2)
     assert ranks.wait() == [1, 1]
-    named = "error: number of sequences in a step (--batch-size x --accumulation x replicas) is 16, but must be "
+    named = "error: The number of sequences in a step (--batch-size x --accumulation x replicas) is 16, but must be "
     assert ranks.texts()[0].startswith(named)
     assert ranks.texts()[0].count("\n") == 1
     assert ranks.texts()[1] == ""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinflow.attention import Layout, from_csr, from_dense, from_flat, from_function, from_rows
+from twinflow.attention import Layout, dense_attention, from_csr, from_dense, from_flat, from_function, from_rows
 
 
 def grid_of(*rows: str) -> Tensor:
@@ -157,8 +157,12 @@ def test_memory_is_that_of_what_is_kept() -> None:
     layout = from_flat([(rows * num_rows + cols).reshape(-1)], num_rows, num_rows, 16, head_to_pattern=[0] * 12)
     assert layout.num_kept == num_rows * width - width * (width - 1) // 2
     assert layout.cols.nbytes + layout.row_starts.nbytes <= 4 * num_rows * width + 8 * (num_rows + 1)
-    with pytest.raises(ValueError, match="at most"):
+    shape = r"12 heads x 65536 rows x 65536 columns\) is 51539607552, but must be at most 268435456. Call rows_of"
+    with pytest.raises(ValueError, match=shape):
         layout.to_dense()
+    q = torch.zeros(1, 12, 16, 16)
+    with pytest.raises(ValueError, match="Call block_attention"):
+        dense_attention(q, q, q, layout)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_any_length_and_whole_blocks() -> None:
         ValueError, match=r"seq_len is 100, but must be a multiple of block, which is 16. For any other length"
     ):
         pattern.make_layout(100)
-    with pytest.raises(ValueError, match=r"Use layout\(\)"):
+    with pytest.raises(ValueError, match=r"seq_len is 1048576, but must be at most 185360 for .* Call layout\(\)"):
         LocalSlidingWindowSparsityConfig(2).make_layout(2**20)
 
 

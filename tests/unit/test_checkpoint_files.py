@@ -695,7 +695,7 @@ def record(name: Any, parts: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 3, "twinflow_version": "9.9"}, "Upgrade to twinflow '9.9', which wrote it"),
+        ({"format_version": 3, "twinflow_version": "9.9"}, "Load it with twinflow '9.9', which wrote it"),
         ({"format_version": True}, "format version True"),
         ({"format": "other"}, "was not written by twinflow"),
         ({"step": "x"}, "step: Input should be a valid integer"),

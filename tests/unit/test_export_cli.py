@@ -147,7 +147,7 @@ def test_config_and_force(saved: Any, tmp_path: Path) -> None:
     assert "tokenizer.json, which `twinflow export` did not write" in export(root, out, "--force").output
     assert (out / "tokenizer.json").exists()
     config.write_text("[1]")
-    assert "must contain a JSON object" in export(root, tmp_path / "b", "--config", config).output
+    assert "must contain a valid JSON object" in export(root, tmp_path / "b", "--config", config).output
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

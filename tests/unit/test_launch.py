@@ -101,7 +101,7 @@ def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--hostfile", "no-such-file", "--module", "m"), "--hostfile is 'no-such-file'"),
         (("--num_gpus", "0", "--module", "m"), "--num_gpus is 0"),
         (("--num_gpus", "1", "--num_procs", "1", "--module", "m"), "--num_procs 1 cannot be used with --num_gpus 1"),
-        (("--num_nodes", "2", "--module", "m"), "List more hosts in a --hostfile"),
+        (("--num_nodes", "2", "--module", "m"), "To use more hosts, list them in a --hostfile"),
         (("--master_port", "70000", "--module", "m"), "--master_port is 70000"),
         (("--max_restarts", "-1", "--module", "m"), "--max_restarts is -1"),
     ],

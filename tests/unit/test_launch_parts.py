@@ -87,7 +87,7 @@ def test_filters_and_counts() -> None:
         ),
         ({"exclude": "worker-1:4"}, "slot of worker-1 in --exclude is '4', but must be a number from 0 to 3"),
         ({"include": "worker-1:"}, "slot of worker-1 in --include is ''"),
-        ({"include": "worker-1@worker-1:0"}, "worker-1 is listed twice"),
+        ({"include": "worker-1@worker-1:0"}, "Name the host worker-1 once"),
         ({"include": "worker-0", "exclude": "worker-1"}, "--exclude cannot be used with --include"),
         ({"include": "worker-0", "num_gpus": 1}, "--num_gpus cannot be used with --include"),
         ({"num_nodes": 4}, "--num_nodes is 4, but must be a number from 1 to 3"),
@@ -228,12 +228,12 @@ def test_slurm_hosts(nodelist: str, host: str) -> None:
 
 
 def test_slurm_lists_that_are_none() -> None:
-    assert tasks_per_node("4(x2),3") == [4, 4, 3]
+    assert tasks_per_node("4(x2),3", "TASKS") == [4, 4, 3]
     for bad in ("", "n[1", "n[]", ",n1"):
         with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
             first_host(bad)
-    with pytest.raises(ValueError, match="TASKS_PER_NODE"):
-        tasks_per_node("4(x")
+    with pytest.raises(ValueError, match="TASKS"):
+        tasks_per_node("4(x", "TASKS")
 
 
 def test_one_process_has_no_group() -> None:

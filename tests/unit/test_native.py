@@ -90,7 +90,7 @@ def test_without_the_library_only_host_optimizers_work(kind: str, tmp_path: Path
     assert len(refused) == 2
     for line in refused:
         assert re.fullmatch(
-            r"Offloaded training is not possible, because the native library is missing \(.*\)\. .*", line
+            r"Offloaded training is not possible, because the native library cannot be used \(.*\)\. .*", line
         )
     lines = [line for line in result.stderr.splitlines() if "twinflow" in line]
     assert len(lines) == 1, result.stderr

@@ -324,7 +324,7 @@ def test_cards_go_by_their_size_too() -> None:
         ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with the schedule 'zbv'"),
         ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with the schedule '1f1b'"),
         ({"schedule": "dfs"}, "schedule is 'dfs'"),
-        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "in 2 equal rounds"),
+        ({"schedule": "interleaved", "num_chunks": 2, "num_micro_batches": 9}, "into 2 equal rounds"),
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, object], words: str) -> None:

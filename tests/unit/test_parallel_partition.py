@@ -91,7 +91,7 @@ def test_methods(method: str, expected: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("method", "facts", "parts", "message"),
     [
-        ("best", FACTS, 2, "partition_method is 'best'"),
+        ("best", FACTS, 2, r"partition_method \(pipeline.partition in a config\) is 'best'"),
         ("type:Conv", FACTS, 2, "matches some of"),
         ("type:(", FACTS, 2, "a valid regular expression"),
         ("profile", [LayerFacts("A", 1)], 1, "times of all 1 layers"),

@@ -370,7 +370,7 @@ TIED = TiedLayerSpec("a", nn.Linear, 2, 2)
         refused("schedule is 'best'", [LINEAR], 1, schedule="best"),
         refused("num_chunks is 2, but must be 1", [LINEAR], 1, num_chunks=2),
         refused("the size of the axis 'pipe' in the topology", [LINEAR] * 2, 2, ProcessTopology(["pipe"], [1])),
-        refused("a topology with an axis 'pipe'", [LINEAR], None, ProcessTopology(["data"], [1])),
+        refused("but must be a list with 'pipe'", [LINEAR], None, ProcessTopology(["data"], [1])),
         refused("activation_checkpoint_interval is -1", [LINEAR], 1, activation_checkpoint_interval=-1),
         refused("loss_fn is 3", [LINEAR], 1, loss_fn=3),
         refused("The length of layer_seconds is 2, but must be 1, one", [LINEAR], 1, layer_seconds=[1, 2]),

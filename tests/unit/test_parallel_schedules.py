@@ -140,7 +140,7 @@ def test_mistakes_are_named() -> None:
         (lambda: make_schedule("dfs", 2, 2), "'gpipe', '1f1b', 'interleaved', 'zbv'"),
         (
             lambda: interleaved(4, 9, 2),
-            "in 2 equal rounds. Use a multiple of 4, the number of pipeline ranks.",
+            "divisible into 2 equal rounds. Use a multiple of 4, the number of pipeline ranks.",
         ),
         (lambda: interleaved(4, 8, 0), "The number of chunks of a rank is 0"),
         (lambda: gpipe(0, 8), "The number of pipeline stages is 0"),

@@ -224,9 +224,9 @@ def test_refusals() -> None:
         split_model(make_gpt(), 7, 0)
     with pytest.raises(ValueError, match="at most the model's context"):
         forward(split(make_gpt(), "1f1b", 1, 1), torch.zeros(1, 17, dtype=torch.long))
-    with pytest.raises(ValueError, match="Layer 0 is a Part with is_loss=True, but must then be the last"):
+    with pytest.raises(ValueError, match="Layer 0 is a Part with is_loss=True, which must be the last of the"):
         PipelineModule([loss_part("a"), nn.Linear(1, 1)], 1)
-    with pytest.raises(ValueError, match="Layer 1 is a Part with is_loss=True, but must not be used with loss_fn"):
+    with pytest.raises(ValueError, match="Layer 1 is a Part with is_loss=True, which must not be used with loss_fn"):
         PipelineModule([nn.Linear(1, 1), loss_part("a")], 1, loss_fn=print)
     with pytest.raises(ValueError, match="Two different modules in the parts have the name 'a'"):
         PipelineModule([Part({"a": nn.Linear(1, 1)}, print), loss_part("a")], 1)

@@ -353,11 +353,13 @@ def test_nothing_fits_says_what_is_missing_and_what_would_fit() -> None:
     timing = timing_of(run, RATES)
     items = items_of(run, timing)
     with pytest.raises(
-        MemoryError, match=r"17\.\d GB are missing.*\"int8\", with which the run would fit.*Turn gradient clipping"
+        MemoryError, match=r"host memory: 17\.\d GB are missing.*\"int8\", with which the run would fit, or turn"
     ):
         choose(items, timing, RATES, "fp32", ClipDecision(True, 0), Memory(3 * GB, 20 * GB))
     with pytest.raises(MemoryError, match="are missing"):
         best_ratio(items, timing, RATES, "fp32", ClipDecision(False), Memory(0, 20 * GB))
+    with pytest.raises(MemoryError, match=r"Not enough GPU memory: 2\.0 GB are missing for weights.* Free GPU memory"):
+        best_ratio(items, timing, RATES, "fp32", ClipDecision(False), Memory(-2 * GB, 100 * GB))
 
 
 def test_the_best_ratio_is_the_same_as_the_best_buckets() -> None:

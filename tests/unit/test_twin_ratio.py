@@ -501,7 +501,7 @@ def test_state_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytes
     with pytest.raises(
         MemoryError,
         match=r"Not enough device memory: the optimizer state on the device with ratio=0.2 needs .* are available. "
-        "Use ratio=0.5",
+        "Use a ratio of at least 0.5",
     ):
         twin(gpt(), ratio=0.2)
     twin(gpt(), ratio=0.6).close()

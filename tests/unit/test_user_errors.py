@@ -268,7 +268,7 @@ def test_a_damaged_manifest(damage: Callable[[Path], Any], words: str, engine: A
     step(engine)
     engine.save_checkpoint(tmp_path, tag="a")
     damage(tmp_path / "a" / "manifest.json")
-    with pytest.raises(ValueError, match=rf"{words}.*Restore this file from a copy, or load another checkpoint"):
+    with pytest.raises(ValueError, match=rf"{words}.*Restore this file from a copy, or give the tag"):
         engine.load_checkpoint(tmp_path, tag="a")
 
 

@@ -91,5 +91,5 @@ class Partition:
             raise wrong_state(
                 f"The activations of the checkpointed layer {layer} cannot be partitioned",
                 "one of its inputs is not the same on all tensor ranks",
-                "If you use sequence parallelism, set activation_checkpointing.partition_activations to false.",
+                "Set activation_checkpointing.partition_activations to false.",
             )

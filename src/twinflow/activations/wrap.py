@@ -154,9 +154,8 @@ class Checkpointed:
 def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The modules that `layers` selects, by name."""
     if isinstance(layers, str) or not layers:
-        raise invalid_value(
-            KEY, layers, "a list of class names, or of modules", "Name the class of the model's layers."
-        )
+        allowed = "a list with at least one class name or module"
+        raise invalid_value(KEY, layers, allowed, 'Write, for example, ["GPT2Block"].')
     named = dict(model.named_modules())
     if not isinstance(layers[0], str):
         wanted = {id(module) for module in layers}

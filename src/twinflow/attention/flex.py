@@ -51,6 +51,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
+    layout.check_dense(REMEDY)
     if layout.block != BLOCK:
         raise invalid_value("block", layout.block, f"{BLOCK} {WITH}, whose kernels use tiles of this size", REMEDY)
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:

@@ -160,7 +160,7 @@ class PatternAttention:
             return layout
         if self.heads is None and layout.num_patterns == 1 and layout.num_heads % num_heads == 0:
             return layout.for_heads(0, num_heads)  # all heads have the same pattern
-        allowed = f"{layout.num_heads}, the number of heads of the pattern"
+        allowed = f"{layout.num_heads}, the number of heads {'in `heads`' if self.heads else 'of the pattern'}"
         remedy = "If the layer has only some heads of the pattern, pass their range as heads=(first, last + 1)."
         raise invalid_value("The number of heads of q", num_heads, allowed, remedy)
 

@@ -114,17 +114,17 @@ class Layout:
             counts[pattern] = torch.bincount(cols, minlength=self.num_cols)
         return _starts(counts), rows
 
-    def to_dense(self) -> Tensor:
-        """The grid as bool [heads, rows, cols]. Raises ValueError for layouts that are too large."""
+    def check_dense(self, remedy: str) -> None:
+        """Raises ValueError with this remedy if a grid of all blocks would be too large."""
+        shape = f"{self.num_heads} heads x {self.num_rows} rows x {self.num_cols} columns"
         numel = self.num_heads * self.num_rows * self.num_cols
         if numel > DENSE_LIMIT:
-            shape = (self.num_heads, self.num_rows, self.num_cols)
-            raise invalid_value(
-                "The shape of the grid",
-                shape,
-                f"a shape with at most {DENSE_LIMIT} entries",
-                "Use rows_of() and cols_of(), which return only the kept blocks.",
-            )
+            name = f"The number of entries of a grid of all blocks ({shape})"
+            raise invalid_value(name, numel, f"at most {DENSE_LIMIT}", remedy)
+
+    def to_dense(self) -> Tensor:
+        """The grid as bool [heads, rows, cols]. Raises ValueError for layouts that are too large."""
+        self.check_dense("Call rows_of() and cols_of(), which return only the kept blocks.")
         patterns = torch.zeros(self.num_patterns, self.num_rows, self.num_cols, dtype=torch.bool)
         for pattern in range(self.num_patterns):
             patterns[pattern, self.rows_of(pattern).long(), self.cols_of(pattern).long()] = True

@@ -110,9 +110,8 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
         patterns = _filled(pattern, num_layers)
     elif isinstance(pattern, Sequence) and not isinstance(pattern, str):
         if num_layers and len(pattern) != num_layers:
-            raise invalid_value(
-                "The number of patterns", len(pattern), f"{num_layers}, one for each layer of the model"
-            )
+            allowed = f"{num_layers}, one for each layer of the model"
+            raise invalid_value("The number of patterns", len(pattern), allowed)
         patterns = list(pattern)[:num_layers]
     else:
         allowed = "a SparsityConfig, a list of them, or a dict from layer to SparsityConfig"
@@ -122,9 +121,8 @@ def _by_layer(pattern: Pattern, num_heads: Sequence[int]) -> list[SparsityConfig
             raise ValueError(f"The pattern of a layer is of type {type(its).__name__}, but must be a SparsityConfig.")
         if its.num_heads != count:
             allowed = f"{count}, the number of heads of the layer"
-            raise invalid_value(
-                "pattern.num_heads", its.num_heads, allowed, f"Build the pattern with num_heads={count}."
-            )
+            remedy = f"Build the pattern with num_heads={count}."
+            raise invalid_value("pattern.num_heads", its.num_heads, allowed, remedy)
     return patterns
 
 

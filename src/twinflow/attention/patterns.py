@@ -8,6 +8,7 @@ columns that a row may see.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -98,9 +99,10 @@ class SparsityConfig:
             raise invalid_value(
                 "seq_len", seq_len, f"a multiple of block, which is {self.block}", "For any other length, use layout()."
             )
-        if self.num_heads * (seq_len // self.block) ** 2 > DENSE_LIMIT:
-            allowed = f"so small that the grid has at most {DENSE_LIMIT} entries"
-            raise invalid_value("seq_len", seq_len, allowed, "Use layout(), which stores only the kept blocks.")
+        most = math.isqrt(DENSE_LIMIT // self.num_heads) * self.block
+        if seq_len > most:
+            remedy = "Call layout(), which stores only the kept blocks."
+            raise invalid_value("seq_len", seq_len, f"at most {most} for a grid of all blocks", remedy)
         return self.layout(seq_len).to_dense().to(torch.int64)
 
     def _num_variants(self) -> int:

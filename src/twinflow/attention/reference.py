@@ -28,6 +28,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
     """The reference for small sizes: computes all scores and masks those not kept. `options`: fields of `Extras`."""
     extras = Extras(**options)
     sizes = check_call(q, k, v, layout, extras)
+    layout.check_dense("Call block_attention(), which computes only the kept blocks.")
     dtype = _compute_dtype(q)
     heads = torch.arange(sizes.batch * sizes.num_heads, device=q.device).reshape(sizes.batch, -1, 1, 1)
     queries = torch.arange(sizes.num_queries, device=q.device)[:, None] + extras.q_start

@@ -35,6 +35,7 @@ FOREIGN: Final = {  # names of files in checkpoints that cannot be imported
     r"expp_rank_.*": "a mixture of experts",
     r"zero": "DeepSpeed's universal format",
 }
+WEIGHTS_ONLY: Final = "--weights-only (weights_only=True in Python)"
 _MISMATCH: Final = "The files are damaged or belong to different checkpoints. Copy all files of the checkpoint again."
 
 
@@ -247,7 +248,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
     shapes = _shapes(head, files.model[0])
     paddings = states[0].get("param_alignment_paddings") or [[]] * len(shapes)
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
-        raise ValueError(f"param_shapes has {len(shapes)} groups, but the files of some rank have not. {_MISMATCH}")
+        raise ValueError(f"param_shapes has {len(shapes)} groups, but a rank's files have more or fewer. {_MISMATCH}")
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
     zero = (head.get("ds_config") or {}).get("zero_optimization") or {}
@@ -332,8 +333,8 @@ def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]
 
 
 def _unmatched(reason: str) -> ValueError:
-    remedy = "Import only the weights with --weights-only."
-    return ValueError(f"The optimizer states cannot be matched to parameters. Stage 0 does not save {reason}. {remedy}")
+    text = f"The optimizer states cannot be matched to parameters. Stage 0 does not save {reason}."
+    return ValueError(f"{text} Import only the weights with {WEIGHTS_ONLY}.")
 
 
 def _match(shapes: Sequence[tuple[int, ...] | None], candidates: Shapes, num_groups: int) -> list[str]:
@@ -429,9 +430,9 @@ def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> d
         parts = [one for row in ranks for one in _cut(row, at, part, f"{what} of {name}")]
         found[name] = Values(shape, torch.float32, _cut(parts, 0, numel, f"{what} of {name}"))
         at += part
-    totals = {sum(tensor.numel() for tensor in row) for row in ranks}
-    if totals != {at}:
-        raise ValueError(f"{what}: The parameters of a rank need {at} values, but ranks have {totals}. {_MISMATCH}")
+    sizes = sorted({sum(tensor.numel() for tensor in row) for row in ranks})
+    if sizes != [at]:
+        raise ValueError(f"{what}: The parameters of a rank need {at} values, but ranks have {sizes}. {_MISMATCH}")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from twinflow.errors import invalid_value
 
 LATEST: Final = "latest"
-RESTORE: Final = "Restore this file from a copy, or load another checkpoint with tag=TAG."
+RESTORE: Final = "Restore this file from a copy, or give the tag of another checkpoint."
 MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
 
 

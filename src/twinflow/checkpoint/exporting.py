@@ -8,6 +8,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -173,7 +174,8 @@ def _check_out(out: Path, replace: bool) -> None:
         raise ValueError(f"{out} exists and is not a folder. Choose another name.")
     names = sorted(path.name for path in out.iterdir())
     if names and not replace:
-        raise ValueError(f"{out} contains {names[0]}. Choose an empty folder, or use --force to replace this one.")
+        remedy = "Choose an empty folder, or replace this one with --force (replace=True in Python)."
+        raise ValueError(f"{out} contains {names[0]}. {remedy}")
     others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in WRITTEN)]
     if others:  # Replacing the folder would delete them.
         raise ValueError(
@@ -187,9 +189,10 @@ def _read_config(path: Path | None) -> bytes | None:
     if not path.is_file():
         raise invalid_value("config", str(path), "an existing file")
     raw = path.read_bytes()
-    if not isinstance(parse_json(raw, path), dict):
-        raise ValueError(f"{path} must contain a JSON object, as the {CONFIG} of a model does. Give another file.")
-    return raw
+    with suppress(ValueError):
+        if isinstance(parse_json(raw, path), dict):
+            return raw
+    raise ValueError(f"{path} must contain a valid JSON object, as the {CONFIG} of a model does. Give another file.")
 
 
 def masters_of(found: Checkpoint) -> dict[str, str]:
@@ -243,7 +246,7 @@ def _values(found: Checkpoint, name: str, master: str | None) -> Iterator[Tensor
 def _narrow(value: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
     narrow = value.to(dtype)
     if dtype == torch.float16 and bool((narrow.isinf() & value.isfinite()).any()):
-        remedy = "Export with --dtype bf16 or fp32."
+        remedy = 'Set dtype (--dtype of `twinflow export`) to "bf16" or "fp32".'
         raise ValueError(f"{path}: Values of {name} exceed 65504, the largest value of fp16. {remedy}")
     return narrow
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.deepspeed_files import Group, Saved, Values, find_files, read_saved
+from twinflow.checkpoint.deepspeed_files import WEIGHTS_ONLY, Group, Saved, Values, find_files, read_saved
 from twinflow.checkpoint.disk import check_tag
 from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.save import save
@@ -36,6 +36,7 @@ OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for opt
 UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}
 # The update rule by its state names, if no file names the rule. Adam has the states of AdamW: AdamW is used.
 BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
+RULE: Final = "--rule (rule= in Python)"
 MAX_PLAIN: Final = 1_000_000  # largest number of values in a client state: nested references can expand without limit
 
 
@@ -70,7 +71,7 @@ def import_deepspeed(
     files = find_files(Path(source), tag)
     path = Path(root) / check_tag(files.folder.name)
     if path.exists() and not replace:
-        raise ValueError(f"{path} exists. Choose another folder, or use --force to replace it.")
+        raise ValueError(f"{path} exists. Choose another folder, or use --force (replace=True in Python).")
     try:
         saved = read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)
@@ -130,13 +131,13 @@ def _choose_rule(given: str | None, saved: Saved) -> str:
         kind = "adam" if torch_adam and len(names) == 2 else BY_STATES.get(names, "")
     chosen = given or kind
     if chosen not in RULES:
-        remedy = f"The files have the states {names}. Give the rule with --rule, or use --weights-only."
+        remedy = f"The files have the states {names}. Give one of these rules with {RULE}, or use {WEIGHTS_ONLY}."
         raise invalid_value("The update rule", chosen or None, RULES, remedy)
     wanted = tuple(sorted(name for name in RULES[chosen].states if name))
     if names != wanted:
         raise ValueError(
             f"The files have the optimizer states {names}, but the rule {chosen!r} needs {wanted}. "
-            "Give another rule with --rule, or use --weights-only."
+            f"Give another rule with {RULE}, or use {WEIGHTS_ONLY}."
         )
     return chosen
 
@@ -165,7 +166,7 @@ def _head(saved: Saved, rule: str, global_steps: int) -> dict[str, Any]:
 def _options(group: Group) -> dict[str, Any]:
     for key, value in UNLIKE.items():
         if bool(group.options.get(key, value)) is not value:
-            remedy = "Use --weights-only: twinflow's update rules do not have this option."
+            remedy = f"Use {WEIGHTS_ONLY}: twinflow's update rules do not have this option."
             raise invalid_value(f"The option {key} of the saved optimizer", group.options[key], [value], remedy)
     found = {key: group.options[key] for key in OPTIONS if group.options.get(key) is not None}
     if "betas" in found:
@@ -208,7 +209,7 @@ def _states(saved: Saved, rule: str) -> tuple[dict[str, Any], list[Entry]]:
         tensors = {"master": master, **{key: entry[key] for key in wanted if key in entry}}
         if len(tensors) < 1 + len(wanted):
             states = f"{name} has the states {sorted(entry)}, but the rule {rule!r} needs {wanted}"
-            raise ValueError(f"{states}. Give another --rule, or use --weights-only.")
+            raise ValueError(f"{states}. Give another rule with {RULE}, or use {WEIGHTS_ONLY}.")
         for key, values in tensors.items():
             if values.shape != saved.weights[name].shape:
                 shapes = f"the shape {values.shape}, but the weight has {saved.weights[name].shape}"
@@ -262,7 +263,7 @@ def _plain(value: Any, what: str, notes: list[str]) -> Any:
         nonlocal num_left
         num_left -= 1
         if num_left < 0 or depth > 32:
-            raise ValueError(f"it has more than {MAX_PLAIN} values, or more than 32 levels")
+            raise ValueError(f"it contains more than {MAX_PLAIN} values, or is nested more than 32 levels deep")
         for one in item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ():
             count(one, depth + 1)
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import LATEST, check_tag, counting, damaged, read_latest
+from twinflow.checkpoint.disk import LATEST, RESTORE, check_tag, counting, damaged, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
     META,
@@ -355,17 +355,16 @@ def _open_parts(folder: Path, file: str, parts: tuple[PartRecord, ...]) -> dict[
         for info in header.infos:
             name, of = part.of(info.name)
             if of is not None and (len(info.shape) != 1 or not is_possible(of.shape, info.dtype)):
-                flat = f"a flat part of a tensor of shape {list(of.shape)}, but has the shape {list(info.shape)}"
-                raise damaged(f"{path}: {info.name!r} must be {flat}")
+                flat = f"must be a flat part of a tensor of shape {list(of.shape)}"
+                raise damaged(f"{path}: {info.name!r} has the shape {list(info.shape)}, but {flat}")
             start, shape = (0, info.shape) if of is None else (of.start, of.shape)
             found.setdefault(name, []).append(Piece(path, header, info, part.tensors[info.name], shape, start))
     return {name: _join(f"{folder}: tensor {name!r} of {file!r}", pieces) for name, pieces in found.items()}
 
 
 def _join(what: str, pieces: list[Piece]) -> Stored:
-    check_cover(
-        what, [Span(DTYPE_NAMES[p.info.dtype], p.shape, p.start, p.stop - p.start, p.path.name) for p in pieces]
-    )
+    spans = [Span(DTYPE_NAMES[p.info.dtype], p.shape, p.start, p.stop - p.start, p.path.name) for p in pieces]
+    check_cover(what, spans, RESTORE)
     pieces.sort(key=lambda piece: (piece.start, piece.stop))
     return Stored(pieces[0].info.dtype, pieces[0].shape, tuple(pieces))
 

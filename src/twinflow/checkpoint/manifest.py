@@ -123,8 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
     version = body.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{path} has the format version {version!r}, but twinflow {__version__} reads versions up to "
-            f"{FORMAT_VERSION}. Upgrade to twinflow {body.get('twinflow_version')!r}, which wrote it."
+            f"{path} has the format version {version!r}, but twinflow {__version__} reads versions 1 to "
+            f"{FORMAT_VERSION}. Load it with twinflow {body.get('twinflow_version')!r}, which wrote it."
         )
     try:
         if body.pop("crc32", None) != _crc32_of(body):

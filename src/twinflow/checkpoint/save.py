@@ -209,7 +209,8 @@ def _check_plans(plans: Sequence[Any]) -> None:
         for file, name, dtype, shape, start, numel in plan["spans"]:
             spans.setdefault((file, name), []).append(Span(dtype, tuple(shape), start, numel, f"rank {rank}"))
     for (file, name), found in spans.items():
-        check_cover(f"tensor {name!r} of files[{file!r}]", found)
+        remedy = "Give parts of one tensor, with each element in exactly one part."
+        check_cover(f"tensor {name!r} of files[{file!r}]", found, remedy)
 
 
 def _wait_until_seen(partial: Path) -> tuple[None, JSON]:

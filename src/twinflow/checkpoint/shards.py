@@ -189,12 +189,12 @@ def _join(what: str, marks: Sequence[Mapping[str, Any]]) -> Split:
     for mark in marks:
         if any(mark[key] != first[key] for key in ("shape", "dim", "world")):
             ranks = f"Tensor ranks {first['rank']} and {mark['rank']} have parts of different tensors"
-            raise ValueError(f"{what}: {ranks}. All ranks must have the same shape, dim and number of tensor ranks.")
+            raise ValueError(f"{what}: {ranks}. Build the same model with the same config on all ranks.")
     ranges, world = {mark["rank"]: mark["ranges"] for mark in marks}, first["world"]
     missing = sorted(set(range(world)) - set(ranges))
     if missing:
         lost = f"The parts of tensor ranks {missing} of {world} are missing"
-        raise ValueError(f"{what}: {lost}. All ranks must save together.")
+        raise ValueError(f"{what}: {lost}. Call save_checkpoint() on all ranks.")
     every = [ranges[rank] for rank in range(world)]
     return parse_split(what, {"shape": first["shape"], "dim": first["dim"], "ranges": every})
 

@@ -350,24 +350,25 @@ class Span:
     where: str
 
 
-def check_cover(what: str, spans: Sequence[Span]) -> None:
-    """Raises ValueError if the spans of the tensor `what` leave out elements, overlap, or belong to different
-    tensors."""
+def check_cover(what: str, spans: Sequence[Span], remedy: str) -> None:
+    """Raises ValueError with this remedy if the spans of the tensor `what` leave out elements, overlap, or belong to
+    different tensors."""
     first = spans[0]
     for span in spans:
         if (span.dtype, span.shape) != (first.dtype, first.shape):
             one, other = (f"{s.dtype} {list(s.shape)} in {s.where}" for s in (first, span))
-            raise ValueError(f"{what} is {one}, but {other}. All parts must belong to one tensor.")
+            raise ValueError(f"{what} is {one}, but {other}. {remedy}")
     numel = math.prod(first.shape)
     parts = sorted((span for span in spans if span.numel), key=lambda span: span.start)
     end, last = 0, first
     for span in (*parts, Span(first.dtype, first.shape, numel, 0, "the end")):
         if span.start > end:
             missing = f"Elements {end} to {span.start - 1} of {numel} are in no part"
-            raise ValueError(f"{what}: {missing}. Each element must be in one part.")
+            raise ValueError(f"{what}: {missing}. {remedy}")
         if span.numel and span.start < end:
             twice = f"Elements {span.start} to {min(end, span.start + span.numel) - 1} are in {last.where}"
-            raise ValueError(f"{what}: {twice} and again in {span.where}. Each element must be in one part.")
+            raise ValueError(f"{what}: {twice} and again in {span.where}. {remedy}")
         if not span.numel and end > numel:
-            raise ValueError(f"{what}: {last.where} has elements up to {end - 1}, but the tensor has only {numel}.")
+            beyond = f"{last.where} has elements up to {end - 1}, but the tensor has only {numel} elements"
+            raise ValueError(f"{what}: {beyond}. {remedy}")
         end, last = span.start + span.numel, span

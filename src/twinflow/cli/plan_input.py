@@ -121,9 +121,9 @@ def _named_model(model: str) -> ModelCost:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise invalid_value("--model", model, "a JSON file", f"Correct the file: {error}.") from None
+            raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}.") from None
         if not isinstance(config, dict):
-            raise invalid_value("--model", model, "a file with a JSON object, like the config.json of transformers")
+            raise invalid_value("--model", str(path), "a file with a JSON object, like the config.json of transformers")
         return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
     if ":" not in model:
         expected = "an existing config.json, a folder with a config.json, or a Python function as module:function"
@@ -181,7 +181,7 @@ def parse_count(name: str, text: str) -> float:
     """Parse a number such as 13b, 350m or 1.3B."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
-        raise invalid_value(name, text, "a number like 13b, 350m or 1.3b")
+        raise invalid_value(name, text, "a number above 0 such as 13b, 350m or 1.3b")
     return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
 
 

@@ -41,7 +41,7 @@ GPT2: Final = "gpt2-1.5b"  # the preset whose vocabulary and context are used if
 # Settings that must not change when a run is resumed, besides the model and the config file. The checkpoint's lr and
 # weight_decay would override new values.
 KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "seed", "precision")
-SEQUENCES: Final = "number of sequences in a step (--batch-size x --accumulation x replicas)"
+SEQUENCES: Final = "The number of sequences in a step (--batch-size x --accumulation x replicas)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
 _DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
@@ -280,7 +280,7 @@ def only_one(name: str, value: Any, file_config: Mapping[str, Any], key: str) ->
     """Return the value of a command line option. Raises a ValueError if the config file sets the same value."""
     if value is not None and key in file_config:
         remedy = f"Remove {name} or the key in the config file."
-        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "both set the same value", remedy)
+        raise incompatible(f"{name} {value}", f"{key!r} in the config file", "only one may set this value", remedy)
     return value
 
 
@@ -554,8 +554,8 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:
-            remedy = "--resume needs the settings of the run. Use this value, or start a new run in another --out."
-            raise invalid_value(name, value, [old.get(name)], remedy)
+            expected = f"{old.get(name)!r}, as when the run began"
+            raise invalid_value(name, value, expected, "Use the same value, or start a new run in another --out.")
 
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:

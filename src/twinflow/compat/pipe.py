@@ -14,8 +14,8 @@ from twinflow.parallel.schedules import one_f_one_b
 from twinflow.parallel.topology import ProcessTopology
 
 _SECTION = (
-    "Set this option in the section activation_checkpointing of the config: "
-    "initialize() applies it to the model's layers."
+    "Leave it and deepspeed_config out here. Set the section activation_checkpointing in the config of initialize(), "
+    "which checkpoints the model's layers."
 )
 _STATE = {"configured": False}  # whether `configure` was called
 

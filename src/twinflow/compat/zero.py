@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from twinflow.build import refuse_groups
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
 from twinflow.conflicts import conflict
@@ -92,12 +93,7 @@ class Init(nullcontext[None]):
         if dtype not in (None, torch.get_default_dtype()):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
             raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
-        for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
-            if value is not None:
-                raise ValueError(
-                    f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates "
-                    "the process groups."
-                )
+        refuse_groups(data_parallel_group=data_parallel_group, mpu=mpu)
 
 
 @contextmanager

@@ -310,13 +310,9 @@ def _as_written(info: FieldInfo, value: object) -> str:
     section = section_of(info.annotation)
     if section is not None and not isinstance(value, Mapping):
         names = used_keys(section)
-        is_switch = "enabled" in names and isinstance(value, bool)
-        some = ", ".join(names)
-        return (
-            f'Write {{"enabled": {json.dumps(value)}}}.'
-            if is_switch
-            else f"Write {{...}} with some of its keys: {some}."
-        )
+        if "enabled" in names and isinstance(value, bool):
+            return f'Write {{"enabled": {json.dumps(value)}}}.'
+        return f"Write {{...}} with some of its keys: {', '.join(names)}."
     if not isinstance(value, str):
         return ""
     try:

@@ -56,7 +56,7 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
         try:
             text = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            message = f"{name}: The config file cannot be read: {error}. It must be a text file in UTF-8."
+            message = f"{name}: The config file cannot be read: {error}. Give a readable text file in UTF-8."
             raise ValueError(message) from error
         return name, parse(text, f"{name}: ")
     return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")

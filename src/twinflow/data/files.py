@@ -70,7 +70,7 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
             f"The size of {path}",
             num_bytes,
             f"a multiple of {dtype.itemsize}, because its dtype is {dtype}",
-            f'Write the right "dtype" into {path.stem}.json in the same folder, or copy the file again.',
+            f'Copy the file again. If it has no .idx file, set its "dtype" in {path.stem}.json in the same folder.',
         )
     with reading(path):
         return np.memmap(path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)

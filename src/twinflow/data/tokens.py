@@ -170,9 +170,10 @@ class TokenData:
 
     def _too_short(self, split: Split, context: int) -> ValueError:
         size = len(self._part(split))
+        shorter = f", or a context of at most {size - 1:,}" if size > 1 else ""
         return ValueError(
             f"data is {self.name!r} with {self.num_tokens:,} tokens, {size:,} of them for {split}, but context "
-            f"{context} needs at least {context + 1:,}. Give more text, or a context of at most {max(1, size - 1):,}."
+            f"{context} needs at least {context + 1:,}. Give more text{shorter}."
         )
 
 

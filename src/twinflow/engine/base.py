@@ -160,10 +160,8 @@ class EngineBase:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
         """The state dict from which Accelerate saves a model. Raises ValueError with ZeRO stage 3 on several ranks."""
         if not self.zero_gather_16bit_weights_on_model_save():
-            other, reason = (
-                f"zero_optimization.stage 3 on {self.world_size} ranks",
-                "each rank has only a part of the weights",
-            )
+            other = f"zero_optimization.stage 3 on {self.world_size} ranks"
+            reason = "each rank has only a part of the weights"
             remedy = "Save a checkpoint and convert it with `twinflow export`."
             raise incompatible("A state dict of all weights", other, reason, remedy)
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}

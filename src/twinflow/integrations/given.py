@@ -66,7 +66,7 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
             remedy = f"Pass options of the update, such as lr, to {kind}(...)."
             raise invalid_value("The name of an option", name, own_options(), remedy)
     if type(optimizer).__module__.split(".")[0] in _ON_GPU:
-        remedy = 'Use optim="adamw_torch" and states="int8": Adam with 8-bit states, updated on the host.'
+        remedy = 'Use torch.optim.AdamW (optim="adamw_torch" in TrainingArguments) with states="int8".'
         raise ValueError(f"optimizer is a {kind}, but must be an optimizer that can run on the host. {remedy}")
     rule = rule_for(optimizer)
     with original_step(optimizer):

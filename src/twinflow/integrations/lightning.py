@@ -129,7 +129,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the engine with the optimizer of `configure_optimizers` or of the config."""
         if own_device().type != self.root_device.type:
-            remedy = "twinflow trains on the GPU if this machine has one, and otherwise on the CPU."
+            remedy = "Leave it out: twinflow trains on the GPU if this machine has one, and otherwise on the CPU."
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type], remedy)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             precision, expected = self.precision_plugin.precision, "a precision without a gradient scaler"

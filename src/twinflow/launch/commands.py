@@ -39,7 +39,8 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         # ssh would treat a host name that starts with - as an option. The characters : and @ separate hosts in
         # --include.
         if match is None or int(match[2]) < 1 or not re.fullmatch(r"[^-:@,][^:@,]*", match[1]):
-            raise invalid_value(where, words, "HOST slots=N with N >= 1", "An example is: worker-1 slots=4")
+            expected = "HOST slots=N, with N >= 1 and a HOST that has no : @ or , and does not begin with -"
+            raise invalid_value(where, words, expected, "An example is: worker-1 slots=4")
         if match[1] in found:
             remedy = f"The host {match[1]} is listed twice. Add up its slots in one line."
             raise invalid_value(where, words, "the only line of its host", remedy)
@@ -57,7 +58,7 @@ def parse_filter(option: str, text: str, pool: Mapping[str, int]) -> dict[str, t
         if host not in pool:
             raise invalid_value(f"A host in {option}", host, pool, f"An example is: {option} worker-0@worker-1:0,2")
         if host in found:
-            raise invalid_value(option, text, "a list without duplicate hosts", f"The host {host} is listed twice.")
+            raise invalid_value(option, text, "a list without duplicate hosts", f"Name the host {host} once.")
         found[host] = _parse_slots(option, host, numbers, pool[host]) if colon else tuple(range(pool[host]))
     return found
 
@@ -86,7 +87,7 @@ def choose_hosts(
         raise incompatible(given[1], given[0], reason, "Give only one of them.")
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         expected = f"a number from 1 to {len(pool)}, the number of hosts"
-        raise invalid_value("--num_nodes", num_nodes, expected, "List more hosts in a --hostfile.")
+        raise invalid_value("--num_nodes", num_nodes, expected, "To use more hosts, list them in a --hostfile.")
     chosen = {host: tuple(range(num_slots)) for host, num_slots in list(pool.items())[:num_nodes]}
     if include:
         chosen = parse_filter("--include", include, pool)

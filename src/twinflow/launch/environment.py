@@ -91,16 +91,17 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     if "SLURM_STEP_NODELIST" not in env and env["SLURM_PROCID"] == "0" and env.get("SLURM_NTASKS", "1") == "1":
         return None  # A batch script with one task has a rank, but srun did not start it.
     names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"]
-    tasks_name = "SLURM_TASKS_PER_NODE" if "SLURM_TASKS_PER_NODE" in env else "SLURM_STEP_TASKS_PER_NODE"
+    tasks_name, wider = "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
+    if tasks_name not in env and wider in env:
+        tasks_name = wider
     remedy = "Start the script with srun, or unset SLURM_PROCID for one process."
     _need(env, [*names, "SLURM_STEP_NODELIST", tasks_name], remedy)
-    counts = env.get("SLURM_STEP_TASKS_PER_NODE", env[tasks_name])
-    tasks = tasks_per_node(counts)
+    tasks = tasks_per_node(env[tasks_name], tasks_name)
     node = _number(env, "SLURM_NODEID", 0)
     if node >= len(tasks):
-        allowed = f"from 0 to {len(tasks) - 1}, because SLURM_STEP_TASKS_PER_NODE={counts} means {len(tasks)} nodes"
+        allowed = f"from 0 to {len(tasks) - 1}, because {tasks_name}={env[tasks_name]} means {len(tasks)} nodes"
         raise invalid_value("SLURM_NODEID", node, allowed)
-    own = "tasks of this node"
+    own = f"{tasks_name} of this node"
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     # Two jobs on one node need different ports. The port depends on the job ID and is below the ephemeral ports.
     port = 20000 + _number(env, "SLURM_JOB_ID", 0) % 10000
@@ -115,13 +116,13 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node: [4, 4, 3] for Slurm's `4(x2),3`."""
+def tasks_per_node(text: str, name: str) -> list[int]:
+    """The number of tasks of each node: [4, 4, 3] for Slurm's `4(x2),3`. `name`: the variable, for the error."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
-            raise invalid_value("SLURM_STEP_TASKS_PER_NODE", text, "a list of counts of Slurm, such as 4(x2),3")
+            raise invalid_value(name, text, "a list of counts of Slurm, such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

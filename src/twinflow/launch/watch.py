@@ -152,7 +152,7 @@ class Watch:
         timing: Timing | None = None,
     ) -> None:
         if not 0 <= hang_timeout_s < float("inf"):
-            raise invalid_value("hang_timeout_s", hang_timeout_s, "a number of seconds, or 0 for no limit")
+            raise invalid_value("hang_timeout_s", hang_timeout_s, "a finite number of seconds >= 0 (0 means no limit)")
         if not 0 <= rank < world_size:
             raise invalid_value("rank", rank, f"a number from 0 to {world_size - 1}")
         self.rank = rank

@@ -196,7 +196,7 @@ def executor_library() -> ExecutorLibrary:
     if loaded.library is None or loaded.path is None:
         raise wrong_state(
             "Offloaded training is not possible",
-            f"the native library is missing ({loaded.problem}).",
+            f"the native library cannot be used ({loaded.problem})",
             "Reinstall twinflow from a wheel or on a machine with a C++17 compiler. `twinflow doctor` shows the cause.",
         )
     return ExecutorLibrary(loaded.path)

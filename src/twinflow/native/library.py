@@ -100,8 +100,8 @@ def load() -> Loaded:
     loaded = open_library(path)
     if loaded.library is None:
         print(
-            f"twinflow: the native library is missing ({loaded.problem}). Host optimizers use slower torch functions, "
-            "and offloaded training is not possible. Reinstall twinflow; `twinflow doctor` shows the cause.",
+            f"twinflow: the native library cannot be used ({loaded.problem}). Host optimizers use slower torch "
+            "functions, and offloaded training is not possible. Reinstall twinflow; `twinflow doctor` shows the cause.",
             file=sys.stderr,
         )
         return loaded

@@ -88,7 +88,7 @@ class Recipe:
         for name in self._options:
             if name not in allowed:
                 rule = getattr(self._rule, "__name__", type(self._rule).__name__)
-                expected = allowed or f"removed, because {rule} has no options"
+                expected = allowed or f"left out, because {rule} has no options"
                 raise invalid_value(f"The name of an option of {rule}", name, expected)
 
     def _clone(self, source: Optimizer, hosts: Hosts) -> Optimizer:

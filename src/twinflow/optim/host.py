@@ -81,9 +81,8 @@ class HostOptimizer(Optimizer):
                     check_tensor(name, param, FLOATS)
             tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
             if len({id(tensor) for tensor in tensors}) != len(tensors):
-                raise ValueError(
-                    f"params[{len(self.param_groups)}] contains a parameter twice. Pass each parameter once."
-                )
+                group = f"param_groups[{len(self.param_groups)}]"
+                raise ValueError(f"{group} contains a parameter twice. Pass each parameter once.")
         super().add_param_group({**param_group, "params": params})
 
     @overload

@@ -256,7 +256,7 @@ def check_room(
     num_resident = sum(p.numel for p in plans if p.place == RESIDENT)
     if room.device_bytes is not None and total[RESIDENT] > room.device_bytes:
         share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
-        least = f"ratio={min(1.0, 1.0 - share + 0.005):.2f} or higher" if ratio != "auto" else "a smaller model"
+        least = f"a ratio of at least {min(1.0, 1.0 - share + 0.005):.2f}" if ratio != "auto" else "a smaller model"
         remedy = f'Use {least}, or a smaller format (states="bf16" or "int8"). Activations need memory too.'
         user = f"the optimizer state on the device with ratio={ratio!r}"
         raise not_enough("device memory", user, in_bytes(total[RESIDENT]), in_bytes(room.device_bytes), remedy)

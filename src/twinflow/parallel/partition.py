@@ -16,6 +16,7 @@ import numpy.typing as npt
 from twinflow.errors import incompatible, invalid_value
 
 UNIFORM, PARAMETERS, PROFILE, TYPE = "uniform", "parameters", "profile", "type:"
+_NAME: Final = "partition_method (pipeline.partition in a config)"
 METHODS: Final = (UNIFORM, PARAMETERS, PROFILE, TYPE + "REGEX")
 
 
@@ -41,7 +42,7 @@ def bounds(method: str, layers: Sequence[LayerFacts], num_stages: int) -> tuple[
         return partition_balanced(_seconds(layers), num_stages)
     if kind.startswith(TYPE):
         return partition_balanced(_matches(method[len(TYPE) :], layers), num_stages)
-    raise invalid_value("partition_method", method, METHODS)
+    raise invalid_value(_NAME, method, METHODS)
 
 
 def partition_uniform(num: int, parts: int) -> tuple[int, ...]:
@@ -120,12 +121,12 @@ def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
     except re.error as error:
         expected = f"{TYPE!r} followed by a valid regular expression"
         remedy = f"Correct the expression. Python reports: {error}."
-        raise invalid_value("partition_method", TYPE + pattern, expected, remedy) from error
+        raise invalid_value(_NAME, TYPE + pattern, expected, remedy) from error
     found = [int(compiled.search(layer.type_name) is not None) for layer in layers]
     if not any(found):
         names = sorted({layer.type_name for layer in layers})
         expected = f"{TYPE!r} followed by a regular expression that matches some of {names}"
-        raise invalid_value("partition_method", TYPE + pattern, expected)
+        raise invalid_value(_NAME, TYPE + pattern, expected)
     return found
 
 

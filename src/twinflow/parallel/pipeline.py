@@ -211,7 +211,7 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
         return num_stages
     found = topology.get_dim(PIPE)
     if found < 1:
-        raise invalid_value("topology", topology, f"a topology with an axis {PIPE!r}")
+        raise invalid_value("The list of axes of topology", topology.get_axis_names(), f"a list with {PIPE!r}")
     if num_stages not in (None, found):
         allowed = f"{found}, the size of the axis {PIPE!r} in the topology"
         raise invalid_value("num_stages", num_stages, allowed, "Remove the argument num_stages.")
@@ -234,7 +234,8 @@ def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) 
     rank, world = dist.get_rank(), dist.get_world_size()
     if topology is not None:
         if topology.world_size() != world:
-            raise invalid_value("topology", topology, f"a topology of {world} ranks, the number of processes")
+            name = "The number of ranks of topology"
+            raise invalid_value(name, topology.world_size(), f"{world}, the number of processes")
         return int(topology.get_coord(rank).pipe)
     if world % num_ranks:
         remedy = f"Start a multiple of {num_ranks} processes."

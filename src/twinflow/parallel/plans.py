@@ -59,7 +59,8 @@ def parse_style(text: str) -> Style:
         return Style(kind, names=names)
     if kind == "stream" and len(given) == 1 and set(names) <= set(STREAM):
         return Style(kind, names=names)
-    raise invalid_value("A style in a tensor-parallel plan", text, STYLES)
+    expected = f"of the form {', '.join(STYLES)}"
+    raise invalid_value("A style in a tensor-parallel plan", text, expected, "An example is column:3.")
 
 
 def match(names: Iterable[str], plan: Mapping[str, str], is_part: bool = False) -> dict[str, Style]:

@@ -145,9 +145,7 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     """Micro-batches that an interleaved rank runs through a chunk before the next chunk."""
     num_rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % num_rounds:
-        expected = (
-            f"a multiple of {num_rounds}, because the schedule runs the micro-batches in {num_rounds} equal rounds"
-        )
+        expected = f"divisible into {num_rounds} equal rounds"
         remedy = f"Use a multiple of {num_ranks}, the number of pipeline ranks."
         raise invalid_value("The number of micro-batches", num_micro_batches, expected, remedy)
     return num_micro_batches // num_rounds

@@ -42,8 +42,8 @@ class TiedLayerSpec(LayerSpec):
 
     `forward_fn(module, x)` is called at this position instead of the module. `tied_weight_attr` names the shared
     parameters, as in DeepSpeed ("weight", "embedding.weight", or a list). They must exist. The gradients of all
-    parameters of the module are summed over its uses, not only of the named ones. Otherwise training would depend on
-    the ranks of the uses.
+    parameters of the module are summed over its uses, not only of the named ones. Otherwise the result would depend
+    on whether the uses are on the same rank.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:
             remedy = "Write LayerSpec(Class, ...) for a layer that is built later." if isinstance(item, type) else ""
             raise invalid_value(f"Layer {i}", item, "an nn.Module, LayerSpec, TiedLayerSpec or function", remedy)
         if is_loss(item) and (i < len(items) - 1 or loss_fn is not None):
-            fact = f"Layer {i} is a Part with is_loss=True, but must"
+            fact = f"Layer {i} is a Part with is_loss=True, which must"
             if i < len(items) - 1:
-                raise ValueError(f"{fact} then be the last of the {len(items)} layers. Move the part to the end.")
+                raise ValueError(f"{fact} be the last of the {len(items)} layers. Move the part to the end.")
             raise ValueError(f"{fact} not be used with loss_fn. Remove loss_fn or is_loss=True.")
         if isinstance(item, TiedLayerSpec) and first.setdefault(item.key, item).typename is not item.typename:
             name = f"The class of layer {i}, which is tied with the key {item.key!r},"

@@ -112,7 +112,7 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
             cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
-                allowed = f"equal to the style of {known.owner}, because both layers share the parameter {attribute}"
+                allowed = f"a style that splits {attribute} as in {known.owner}, because the two layers share it"
                 raise invalid_value(f"The style of {name}", style.kind, allowed)
     _check_ties(modules, styles, cuts)
     return cuts
@@ -151,15 +151,16 @@ def _shard(name: str, full: int, dim: int, style: Style, rank: int, world: int) 
         pieces = f"{style.num_fused} pieces" + (f" of heads of {style.unit} features" if style.unit > 1 else "")
         allowed = f"a multiple of {style.num_fused * style.unit}, because the plan divides it into {pieces}"
         remedy = f"Correct the style column:{style.num_fused}:{style.unit} in the plan."
-        raise invalid_value(f"The size of {name}", full, allowed, remedy)
+        raise invalid_value(f"The size of {name} in dim {dim}", full, allowed, remedy)
     if num_units % world:
         part = f"each of the {style.num_fused} pieces of {name}" if style.num_fused > 1 else name
-        what = f"The number of heads of {style.unit} features in {part}" if style.unit > 1 else f"The size of {part}"
+        what = f"size of {part} in dim {dim}"
         allowed = f"a multiple of {world}, the number of tensor ranks"
         remedy = "Use fewer tensor ranks" + ("." if style.kind != "vocab" else ", or pad the vocabulary.")
         if style.unit > 1:
+            what = f"number of heads of {style.unit} features in {part}"
             allowed += ", because a head (also of keys and values) cannot be split"
-        raise invalid_value(what, num_units, allowed, remedy)
+        raise invalid_value(f"The {what}", num_units, allowed, remedy)
     return even_shard(dim, full, rank, world, style.num_fused)
 
 
@@ -183,7 +184,8 @@ def _check_attributes(modules: Mapping[str, Any], styles: Mapping[str, Style], w
             value = getattr(modules[name], attribute, None)
             if not isinstance(value, int) or value % world:
                 allowed = f"a multiple of {world}, the number of tensor ranks"
-                raise invalid_value(f"{name}.{attribute}", value, allowed, "Use fewer tensor ranks.")
+                remedy = "Correct this name in the plan." if value is None else "Use fewer tensor ranks."
+                raise invalid_value(f"{name}.{attribute}", value, allowed, remedy)
 
 
 def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:

@@ -117,9 +117,9 @@ def encode(key: Key, value: Value) -> Tensor:
         else:
             numbers += [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim(), *tensor.shape]
     if len(numbers) > HEADER_NUMEL:
-        expected = f"so small that the shapes of the tensors fit into a header of {HEADER_NUMEL} numbers"
+        name = f"The length of the header with the shapes of {len(value)} tensors between stages"
         remedy = "Return fewer tensors from the last layer of the stage."
-        raise invalid_value("The number of tensors between stages", len(value), expected, remedy)
+        raise invalid_value(name, len(numbers), f"at most {HEADER_NUMEL}", remedy)
     header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
     header[: len(numbers)] = torch.tensor(numbers)
     return header

@@ -193,8 +193,8 @@ def room_of(run: Run, memory: Memory) -> Memory:
     """Memory that is left for optimizer state beside weights, activations, gradients, page-locked buffers and the
     process.
 
-    The numbers are negative if these do not fit. Gradients are counted as if all state were on the host, because
-    gradients need no more memory if state is on the GPU.
+    The numbers are negative if these do not fit. Gradients are counted as if all state were on the host. `placing_size`
+    adds the GPU memory that the gradients of resident state then need.
     """
     base = bytes_of(run, Placed(run.own_numel), memory)
     gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total

@@ -14,9 +14,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Final
 
-from twinflow.errors import not_enough
 from twinflow.planner.costs import Memory
 from twinflow.planner.formats import STATES, StateBytes, state_bytes
 from twinflow.planner.machines import Rates
@@ -206,23 +206,23 @@ def reason(places: Sequence[str], prediction: Prediction, timing: Timing) -> str
 def _nothing_fits(
     items: Sequence[Item], states: str, decision: ClipDecision, room: Memory, size: StateBytes
 ) -> MemoryError:
-    """The error with the needed, available and missing bytes, and changes that help."""
-    total = sum(item.numel for item in items)
-    most_resident = min(total, int(room.gpu_bytes / size.resident)) if room.gpu_bytes > 0 else 0
-    missing = (total - most_resident) * size.host - room.host_bytes
-    remedies = [f"{_gb(missing)} are missing."]
-    for other in STATES[STATES.index(states) + 1 :]:
-        narrow = state_bytes(other)
-        resident = min(total, max(0, room.gpu_bytes) / narrow.resident)
-        if (total - resident) * narrow.host <= room.host_bytes:
-            remedies.append(f'Set "states": "{other}", with which the run would fit.')
-            break
+    """The error with the missing bytes and changes that help."""
+    ends = [0, *accumulate(items[i].numel for i in input_side_first(items))]
+
+    def missing(size: StateBytes) -> float:
+        """Missing host memory if as many items as possible are resident."""
+        resident = max(end for end in ends if end * size.resident <= room.gpu_bytes)
+        return (ends[-1] - resident) * size.host - room.host_bytes
+
+    remedies = []
+    if room.gpu_bytes < 0:
+        lack = f"GPU memory: {-room.gpu_bytes / 1e9:.1f} GB are missing for weights, gradients and activations"
+    else:
+        lack = f"host memory: {missing(size) / 1e9:.1f} GB are missing for the {states} state that the GPU cannot store"
+        fitting = [other for other in STATES[STATES.index(states) + 1 :] if missing(state_bytes(other)) <= 0]
+        remedies += [f'set "states" to "{other}", with which the run would fit' for other in fitting[:1]]
     if decision.clips:
-        remedies.append("Turn gradient clipping off, which frees the memory of gradients that wait for the norm.")
-    remedies.append("Use a smaller batch or activation checkpointing to free GPU memory.")
-    have = f"{_gb(room.host_bytes)} on the host and {_gb(room.gpu_bytes)} on the GPU"
-    return not_enough("memory", f"the {states} optimizer state", _gb(total * size.host), have, " ".join(remedies))
-
-
-def _gb(count: float) -> str:
-    return f"{max(0.0, count) / 1e9:.1f} GB"
+        remedies.append("turn gradient clipping off, which frees the memory of gradients that wait for the norm")
+    remedies.append("free GPU memory with a smaller batch or activation checkpointing")
+    remedy = ", or ".join(remedies)
+    return MemoryError(f"Not enough {lack}. {remedy[0].upper()}{remedy[1:]}.")

@@ -117,7 +117,7 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in FLOATS:
-                name = f"The dtype of params[{len(self.param_groups) - 1}][{i}]"
+                name = f"The dtype of param_groups[{len(self.param_groups) - 1}]['params'][{i}]"
                 raise invalid_value(name, param.dtype, FLOATS, "Convert the model before building the optimizer.")
 
     # The step.
