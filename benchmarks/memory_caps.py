@@ -223,7 +223,7 @@ def baseline(row: str, cap: float, given: argparse.Namespace, until: float) -> d
     def trains(num_layers: int) -> bool:
         return attempt(lambda: STEPS[row](shape_of(row, num_layers, given.tiny)))
 
-    return search(trains, first, until) | {"first": first}
+    return search(trains, first, until, 2 if given.tiny else MAX_TRIALS) | {"first": first}
 
 
 def alone_steps(shape: GPTConfig, cap: float) -> None:

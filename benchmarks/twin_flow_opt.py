@@ -359,7 +359,7 @@ def contestant(shape: Shape, system: str, ratio: float) -> None:
     a window. It keeps no memory of activations in between, because the others need it."""
     from transformers import GPT2LMHeadModel, OPTForCausalLM
 
-    assert GPT2LMHeadModel and OPTForCausalLM  # imported before the first process builds
+    assert all((GPT2LMHeadModel, OPTForCausalLM))  # imported before the first process builds
     if system == "deepspeed":
         import deepspeed
         from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -599,7 +599,7 @@ def contests(
         {"system": one.system, "ratio": one.ratio, "states": shape.states, "batch": shape.batch, "tokens": tokens}
         | {"params": one.facts["params"], "s": seconds, "gpu_gb": one.facts.get("gpu_gb")}
         | {"host_gb": one.facts["host_gb"]}
-        for one in ready
+        for one in running
         for tokens, seconds in one.seconds.items()
     ]
     for row in rows:
