@@ -59,6 +59,7 @@ RATIOS = (1.0, 0.75, 0.5, 0.25, 0.0)
 GB = 1e9
 ALONE = "forward + backward alone"
 IMPORT_S = 30.0  # all processes are waited for so long before the first one builds
+GRACE_S = 60.0  # after the budget, a run that hangs is ended
 WINDOW_S = 45.0  # a window that takes longer ends its process
 
 
@@ -230,10 +231,12 @@ def steps_for(seconds: float) -> int:
     return max(1, min(4, round(1.2 / max(seconds, 1e-3)))) if CUDA else 1
 
 
-def first_window(step: Callable[[int], None], tokens: int, state: Callable[[], str]) -> float:
-    """Two single steps, each printed when the GPU has finished it. Returns the seconds of the second one."""
+def first_window(step: Callable[[int], None], tokens: int, until: float, state: Callable[[], str]) -> float:
+    """Two single steps, or one if time is up, each printed when the GPU has finished it. Seconds of the last one."""
     seconds = 0.0
     for which in ("first", "second"):
+        if seconds and time.perf_counter() > until:
+            break
         start = time.perf_counter()
         with told_if_stuck(state):
             step(tokens)
@@ -246,11 +249,14 @@ def first_window(step: Callable[[int], None], tokens: int, state: Callable[[], s
 def alternating(
     step: Callable[[int], None], lengths: Sequence[int], num: int, until: float, state: Callable[[], str] = lambda: ""
 ) -> dict[int, list[float]]:
-    """Windows of each length, in turns. If time is up before the first window of a length, its second step counts."""
-    guess = {tokens: first_window(step, tokens, state) for tokens in lengths}
-    found: dict[int, list[float]] = {tokens: [] for tokens in lengths}
+    """Windows of each length, in turns. If time is up, a length may have only its last single step, or be missing."""
+    guess: dict[int, float] = {}
+    for tokens in lengths:
+        if not guess or time.perf_counter() < until:
+            guess[tokens] = first_window(step, tokens, until, state)
+    found: dict[int, list[float]] = {tokens: [] for tokens in guess}
     for turn in range(num):
-        for tokens in lengths:
+        for tokens in guess:
             if time.perf_counter() > until:
                 break
             with told_if_stuck(state):
@@ -341,6 +347,8 @@ def sweep(
             facts = {"ratio": ratio, "host_share": optimizer.host_share, "gpu_gb": peak_gb()}
             facts["host_gb"] = max(0.0, watch.used() / GB)
             rows += [base | facts | {"tokens": tokens, "s": s} for tokens, s in found.items()]
+            missing = [tokens for tokens in shape.lengths if tokens not in found]
+            left_out += [f"ratio {ratio:g}, {tokens} tokens: its time was up" for tokens in missing]
             say(f"ratio {ratio:g}: {found}, {facts}, after {time.perf_counter() - begin:.0f} s")
             if save is not None:
                 save(rows, left_out)
@@ -725,6 +733,11 @@ def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
+def end_now() -> None:
+    say("This run did not end in time. What was measured before is saved.")
+    os._exit(1)
+
+
 def main() -> None:
     begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -772,10 +785,14 @@ def main() -> None:
                     path.with_suffix(".svg").write_text(picture(text), encoding="utf-8")
             return text
 
+        stop = threading.Timer(options.budget + GRACE_S, end_now)
+        stop.daemon = True
+        stop.start()
         if shape.is_parallel:
             print(save(*contests(name, shape, options, begin)), flush=True)
         else:
             print(save(*sweep(shape, options, begin, memory, save)), flush=True)
+        stop.cancel()
     sys.stdout.flush()
     os._exit(0)  # giving a hundred gigabytes back in order takes longer than the steps
 
