@@ -1,5 +1,5 @@
-"""Checks a machine with several GPUs in about five minutes: are results those of one process, how fast are collectives,
-and how much of their time is hidden behind backward?
+"""Checks a machine with several GPUs in about three minutes: are results those of one process, how fast are
+collectives, and how much of their time is hidden behind backward?
 
     python benchmarks/several_gpus.py                    # one process for each GPU, with NCCL
     python benchmarks/several_gpus.py --cpu --ranks 2    # gloo and small shapes: shows that the script works
