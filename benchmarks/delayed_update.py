@@ -2,12 +2,14 @@
 
     python benchmarks/delayed_update.py                  # 25 M parameters, 3 seeds, 3,000 steps: needs CUDA
     python benchmarks/delayed_update.py --tiny           # shows on any machine that the script works, nothing more
+    python benchmarks/delayed_update.py --plot benchmarks/results/<date>-delayed-update.json
 
 Part 1 trains a GPT on Python source text, in bf16 with all state on the host: without the delay, with the delay after
 the warm-up of the learning rate, and with the delay from the first step. A seed sets the initial weights and the
 batches. All runs are processes that share the GPU, so their times mean nothing. Part 2 measures steps of a larger GPT
 with few tokens, alone: forward and backward, then a step without and with the delay, in alternating windows. Prints
-tables and one JSON line; `--save` writes them with the curves to benchmarks/results.
+tables; `--save` writes them to `--save-to`, with a JSON file and a picture of the curves. `--budget` is the wall-clock
+time in seconds after which runs of part 1 are stopped; these are named in the output.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ import json
 import multiprocessing
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
+from curves_plot import Curve, Panel, picture
+from torch import Tensor
 
 from twinflow.bench.machine import describe, read_machine
 from twinflow.data import TokenData, load_data
+from twinflow.data.tokens import Split
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.optim.twin import TwinOptimizer
 
@@ -34,6 +40,7 @@ CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 WAYS = ("no delay", "delay after warm-up", "delay from the start")
 POINTS = 60  # of a curve
+TOLD = 500  # steps between two lines of progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +66,21 @@ TINY = Scale(
 )  # fmt: skip
 
 
-def train(way: str, seed: int, scale: Scale) -> dict[str, Any]:
-    """The curve of the training loss, and the validation loss at the end."""
+def all_batches(data: TokenData, split: Split, num: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of the first batches, each [num, batch_size, context], on the device."""
+    pairs = [data.batch(split, step, batch_size, context) for step in range(num)]
+    tokens, targets = (torch.stack(some).to(DEVICE) for some in zip(*pairs, strict=True))
+    return tokens, targets
+
+
+def train(way: str, seed: int, scale: Scale, deadline: float) -> dict[str, Any]:
+    """The curve of the training loss, and the validation loss at the end. `valid` is missing if time was up before."""
+    start = time.time()
     torch.manual_seed(seed)
     torch.set_num_threads(1)
+    row: dict[str, Any] = {"way": way, "seed": seed, "curve": []}
     data = load_data("stdlib", seed=seed)
+    tokens, targets = all_batches(data, "train", scale.num_steps, scale.batch_size, scale.shape.context)
     model = GPT(scale.shape).to(DEVICE, DTYPE)
     warm_up = scale.num_steps // 20
     optimizer = TwinOptimizer(
@@ -82,43 +99,64 @@ def train(way: str, seed: int, scale: Scale) -> dict[str, Any]:
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, scale.num_steps - warm_up, eta_min=1e-4)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [warm_up])
     every = max(1, scale.num_steps // POINTS)
-    curve, since = [], []
+    since = []
     for step in range(scale.num_steps):
-        tokens, targets = data.batch("train", step, scale.batch_size, scale.shape.context)
-        loss = model(tokens.to(DEVICE), targets.to(DEVICE)).loss
+        loss = model(tokens[step], targets[step]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         since.append(loss.detach())
         if len(since) == every:
-            curve.append([step + 1, torch.stack(since).float().mean().item()])
+            row["curve"].append([step + 1, torch.stack(since).float().mean().item()])
             since = []
+            if (step + 1) % TOLD < every:
+                loss_now, seconds = row["curve"][-1][1], time.time() - start
+                print(f"{way}, seed {seed}, step {step + 1}: {loss_now:.4f}, {seconds:.0f} s", flush=True)
+            if time.time() > deadline and step + 1 < scale.num_steps:
+                return {**row, "why": f"stopped at step {step + 1:,} after {time.time() - start:.0f} s"}
     optimizer.flush()  # the last delayed update
-    valid = validate(model, data, scale.batch_size)
+    row["valid"] = validate(model, data, scale.batch_size)
     optimizer.close()
-    return {"way": way, "seed": seed, "curve": curve, "valid": valid}
+    return row
 
 
 @torch.no_grad()
 def validate(model: GPT, data: TokenData, batch_size: int) -> float:
     """Mean loss of the same 40 batches for every run."""
     fixed = dataclasses.replace(data, seed=0)
-    losses = []
-    for step in range(40):
-        tokens, targets = fixed.batch("valid", step, batch_size, model.config.context)
-        losses.append(model(tokens.to(DEVICE), targets.to(DEVICE)).loss.item())
-    return statistics.mean(losses)
+    tokens, targets = all_batches(fixed, "valid", 40, batch_size, model.config.context)
+    return float(torch.stack([model(*pair).loss for pair in zip(tokens, targets, strict=True)]).float().mean())
 
 
-def train_all(scale: Scale, ways: list[str]) -> list[dict[str, Any]]:
+def train_all(scale: Scale, ways: list[str], budget: float) -> list[dict[str, Any]]:
+    """All runs. A run that failed or was stopped has `why` instead of `valid`."""
+    begin = time.time()
     jobs = [(way, seed) for seed in range(scale.num_seeds) for way in ways]
     found = []
     with ProcessPoolExecutor(len(jobs) if CUDA else 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for run in [pool.submit(train, way, seed, scale) for way, seed in jobs]:
-            found.append(run.result())
-            print(f"{found[-1]['way']}, seed {found[-1]['seed']}: {found[-1]['valid']:.4f}", flush=True)
-    return found
+        pending = {pool.submit(train, way, seed, scale, begin + budget - 10.0): (way, seed) for way, seed in jobs}
+        for run in as_completed(pending):
+            way, seed = pending[run]
+            try:
+                row = run.result()
+            except Exception as error:
+                traceback.print_exc()
+                row = {"way": way, "seed": seed, "curve": [], "why": f"failed with {type(error).__name__}: {error}"}
+            found.append(row)
+            ends = f"{row['valid']:.4f}" if "valid" in row else row["why"]
+            print(f"{time.time() - begin:4.0f} s: {way}, seed {seed}: {ends}", flush=True)
+    return sorted(found, key=lambda row: (row["seed"], WAYS.index(row["way"])))
+
+
+def plotted(runs: list[dict[str, Any]]) -> str:
+    """The curves of all runs in one plot, without the steep start."""
+    curves = []
+    for row in runs:
+        points = [(step, loss) for step, loss in row["curve"]][len(row["curve"]) // 6 :]
+        label = row["way"] if row["seed"] == min(one["seed"] for one in runs) else ""
+        curves.append(Curve(label, points, WAYS.index(row["way"]), is_faint=True))
+    return picture([Panel("Training loss of a GPT with the delayed update, nats a byte, all seeds", curves)])
 
 
 def measure_steps(scale: Scale) -> list[dict[str, Any]]:
@@ -175,13 +213,19 @@ def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]], scale: Scale) -
             "| way | " + " | ".join(f"seed {seed}" for seed in range(scale.num_seeds)) + " | mean | beside no delay |",
             "|---|" + "---:|" * (scale.num_seeds + 2),
         ]
-        means: dict[str, float] = {}
-        for way in dict.fromkeys(run["way"] for run in runs):
-            losses = [run["valid"] for run in runs if run["way"] == way]
-            means[way] = statistics.mean(losses)
-            cells = " | ".join(f"{loss:.4f}" for loss in losses)
-            lines.append(f"| {way} | {cells} | {means[way]:.4f} | {means[way] / means[WAYS[0]] - 1.0:+.2%} |")
-        lines.append("")
+        by_way: dict[str, dict[int, float]] = {}
+        for run in (run for run in runs if "valid" in run):
+            by_way.setdefault(run["way"], {})[run["seed"]] = run["valid"]
+        for way, losses in by_way.items():
+            cells = [f"{losses[seed]:.4f}" if seed in losses else "left out" for seed in range(scale.num_seeds)]
+            both = sorted(set(losses) & set(by_way.get(WAYS[0], {})))  # seeds that both ways have
+            beside = ""
+            if both:
+                mean, plain = (statistics.mean(by_way[one][seed] for seed in both) for one in (way, WAYS[0]))
+                beside = f"{mean / plain - 1.0:+.2%}"
+            lines.append(f"| {way} | {' | '.join(cells)} | {statistics.mean(losses.values()):.4f} | {beside} |")
+        missing = [f"- Left out: {run['way']}, seed {run['seed']}: {run['why']}" for run in runs if "why" in run]
+        lines += ["", *missing, *([""] if missing else [])]
     if rows:
         lines += [
             "Step time with few tokens, all state on the host, median of four windows (lowest to highest):",
@@ -193,7 +237,8 @@ def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]], scale: Scale) -
             cells = " | ".join(f"{statistics.median(s):.4f} ({min(s):.4f} to {max(s):.4f})" for s in row["s"].values())
             lines.append(f"| {row['numel'] / 1e9:.2f} B | {row['tokens']} | {cells} |")
         lines.append("")
-    return "\n".join([*lines, "```json", json.dumps({"runs": runs, "steps": rows}), "```"])
+    brief = [{key: value for key, value in run.items() if key != "curve"} for run in runs]
+    return "\n".join([*lines, "```json", json.dumps({"runs": brief, "steps": rows}), "```"])
 
 
 def main() -> None:
@@ -201,16 +246,28 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=["quality", "speed"], default=["quality", "speed"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds after which runs of part 1 are stopped")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw the picture of a saved result")
     options = parser.parse_args()
+    if options.plot:
+        runs = json.loads(options.plot.read_text(encoding="utf-8"))["runs"]
+        options.plot.with_suffix(".svg").write_text(plotted(runs), encoding="utf-8")
+        return
     scale = TINY if options.tiny else FULL
+    runs = train_all(scale, options.ways, options.budget) if "quality" in options.parts else []
+    path = options.save_to / f"{datetime.date.today()}-delayed-update.md"
+    if options.save:
+        options.save_to.mkdir(parents=True, exist_ok=True)
+        if runs:  # first the numbers: an error in part 2 or in the page must not lose them
+            path.with_suffix(".json").write_text(json.dumps({"runs": runs}) + "\n", encoding="utf-8")
+            path.with_suffix(".svg").write_text(plotted(runs), encoding="utf-8")
     rows = measure_steps(scale) if "speed" in options.parts else []
-    runs = train_all(scale, options.ways) if "quality" in options.parts else []
     text = page(runs, rows, scale)
     print(text)
     if options.save:
-        path = Path(__file__).parent / "results" / f"{datetime.date.today()}-delayed-update.md"
-        path.write_text(text + "\n")
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

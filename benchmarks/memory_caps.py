@@ -1,6 +1,6 @@
 """How large a GPT-2 trains in 16 GB and in 32 GB of GPU memory: plain PyTorch and ZeRO-2 beside offload?
 
-    python benchmarks/memory_caps.py --budget 190 --save                      # needs CUDA
+    python benchmarks/memory_caps.py --budget 300 --save                      # needs CUDA
     python benchmarks/memory_caps.py --rows weights --cap 16 --budget 130     # weights on the host too
     python benchmarks/memory_caps.py --tiny                                   # shows on any machine that it works
 
@@ -12,11 +12,11 @@ torch.cuda.set_per_process_memory_fraction limits the memory. One sequence of 1,
 - offload: our engine with ZeRO stage 2 and all state on the host, in the widest format that fits there. Also its speed.
 - weights: weights on the host too. The host's memory limits the size then, not the GPU's.
 
-Width 1600 for the first three and 4096 for the others; depth is searched in at most four trials, which begin at a
-prediction. A row gives the deepest model that trained and the next one that failed. The baselines run at the same time,
-each under its limit. A row with offload first looks for the depth by forward and backward alone, beside a tensor as
-large as the gradients on their way to the host, because allocating the state on the host takes long. Prints a table;
-`--save` writes it to `--save-to`.
+Width 1600 for the first three and 4096 for the others; depth is searched in at most eight trials, which begin at a
+prediction. A row gives the deepest model that trained and the next one that failed. The baselines run last, at the same
+time, each under its limit. A row with offload first looks for the depth by at most three trials of forward and backward
+alone, beside a tensor as large as the gradients on their way to the host, because allocating the state on the host
+takes long. Prints a table; `--save` writes it to `--save-to`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload import CUDA, DEVICE, Watch, free_bytes, synchronize
+from offload import CUDA, DEVICE, Watch, free_bytes, state_of, synchronize, told_if_stuck
 
 import twinflow
 from twinflow.bench.machine import describe, read_machine
@@ -52,7 +52,9 @@ GB = 10**9
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 ROWS = ("plain", "zero2", "deepspeed", "offload", "weights")
 BASELINES = ROWS[:3]
-MAX_TRIALS = 4
+MAX_TRIALS = 8
+BASELINES_S = 60.0  # of the budget, for the rows without offload
+FEWER = 2  # blocks that the next trial of a row with offload has less than one that failed
 TINY_GPT = GPTConfig(vocab_size=256, context=32, num_layers=2, hidden=32, num_heads=2, checkpoint_activations=True)
 # Bytes a parameter that the first trial assumes. Plain: fp32 weight, gradient and two moments, and what AdamW computes
 # in between. DeepSpeed: bf16 weight and gradient, fp32 master, moments and gradient.
@@ -93,14 +95,15 @@ def predicted(row: str, cap: int, host_bytes: int, is_tiny: bool) -> int:
     return max(1, int(0.97 * deepest)) if row == "offload" else deepest
 
 
-def search(trains: Callable[[int], bool], first: int, until: float) -> dict[str, Any]:
-    """The largest number that trains and the least that fails, by at most MAX_TRIALS trials."""
+def search(trains: Callable[[int], bool], first: int, until: float, max_trials: int = MAX_TRIALS) -> dict[str, Any]:
+    """The largest number that trains and the least that fails, by at most `max_trials` trials."""
     good, bad, trial, stride = 0, 0, first, 1
     tried: list[tuple[int, bool]] = []
-    while len(tried) < MAX_TRIALS and trial > 0 and (not tried or time.perf_counter() < until):
+    while len(tried) < max_trials and trial > 0 and (not tried or time.perf_counter() < until):
+        start = time.perf_counter()
         ok = trains(trial)
         tried.append((trial, ok))
-        say(f"    {trial} blocks: {'trains' if ok else 'does not fit'}")
+        say(f"    {trial} blocks: {'trains' if ok else 'does not fit'}, {time.perf_counter() - start:.1f} s")
         good, bad = (max(good, trial), bad) if ok else (good, min(bad or trial, trial))
         if good and bad:
             if bad - good == 1:
@@ -220,15 +223,18 @@ def baseline(row: str, cap: float, given: argparse.Namespace, until: float) -> d
     def trains(num_layers: int) -> bool:
         return attempt(lambda: STEPS[row](shape_of(row, num_layers, given.tiny)))
 
-    return search(trains, first, until) | {"first": first}
+    return search(trains, first, until, 2 if given.tiny else MAX_TRIALS) | {"first": first}
 
 
 def alone_steps(shape: GPTConfig, cap: float) -> None:
-    """Forward and backward beside a tensor for gradients on their way to the host."""
+    """Forward and backward beside a tensor for gradients on their way to the host. The optimizer's own limit for them
+    is not enough: the embedding, which the head uses too, has its gradient last, and all of its buckets wait at once.
+    """
     model = build(lambda: GPT(shape), DEVICE, DTYPE)
     run = run_of(shape, "int8")
     used = bytes_of(run, Placed(run.own_numel), Memory(int(cap * GB), 1 << 60))
-    beside = torch.empty(used.gpu["gradients"], dtype=torch.uint8, device=DEVICE)
+    waiting = used.gpu["gradients"] + run.model.embedding_numel * DTYPE.itemsize
+    beside = torch.empty(waiting, dtype=torch.uint8, device=DEVICE)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     x = tokens_of(shape)
@@ -255,9 +261,8 @@ def offloaded(row: str, cap: float, given: argparse.Namespace, until: float) -> 
     if not given.depth:
         found["layers"] = found["first"] = predicted(row, int(cap * GB), host, given.tiny)
         if row == "offload":
-            found |= search(
-                lambda n: attempt(lambda: alone_steps(shape_of(row, n, given.tiny), cap)), found["first"], until
-            )
+            trains = lambda n: attempt(lambda: alone_steps(shape_of(row, n, given.tiny), cap))  # noqa: E731
+            found |= search(trains, found["first"], until, max_trials=3)
     if not found["layers"]:
         return found | {"error": "forward and backward alone do not fit"}
     try:
@@ -286,21 +291,21 @@ def speed_of(row: str, shape: GPTConfig, host_bytes: int, given: argparse.Namesp
         torch.cuda.reset_peak_memory_stats()
     x, losses, seconds = tokens_of(shape), [], []
 
-    def step() -> None:
-        loss = engine(x, x).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
+    def state() -> str:
+        return state_of(engine.optimizer)
 
-    step()
-    step()
-    for _ in range(given.windows):
+    for _ in range(2 + given.windows):
         synchronize()
         start = time.perf_counter()
-        step()
-        synchronize()
+        with told_if_stuck(state):
+            loss = engine(x, x).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+            synchronize()
         seconds.append(time.perf_counter() - start)
-    say(f"    seconds a step: {[round(s, 2) for s in seconds]}")
+        say(f"    step {len(seconds)}: {seconds[-1]:.2f} s. {state()}")
+    del seconds[:2]
     return {
         "states": states,
         "s": seconds,
@@ -366,8 +371,8 @@ def finish(started: Any, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def offload_row(row: str, cap: float, given: argparse.Namespace, until: float) -> dict[str, Any]:
-    """The row of the deepest model that trained. After a failure, which keeps its memory, another process takes one
-    block less."""
+    """The row of the deepest model that trained. After a failure, which keeps its memory, another process takes FEWER
+    blocks less."""
     depth, fails = 0, 0
     while True:
         left = until - time.perf_counter()
@@ -376,7 +381,7 @@ def offload_row(row: str, cap: float, given: argparse.Namespace, until: float) -
         is_done = found.get("params") or not found.get("fails_at") or found["fails_at"] <= 1
         if is_done or until - time.perf_counter() < 0.5 * found["wall_s"]:
             break
-        depth = found["fails_at"] - 1
+        depth = max(1, found["fails_at"] - FEWER)
     if fails:
         found |= {"fails_at": fails, "fails_params": count_params(shape_of(row, fails, given.tiny))}
     return found
@@ -430,7 +435,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, nargs="+", default=[16.0, 32.0], help="GB of GPU memory")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS[:4]))
     parser.add_argument("--windows", type=int, default=4, help="steps that are timed")
-    parser.add_argument("--budget", type=float, default=190.0, help="seconds after which no new row is begun")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no new row is begun")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--depth", type=int, default=0, help=argparse.SUPPRESS)
@@ -439,17 +444,23 @@ def main() -> None:
     if given.child:
         return child(given.child, given)
     until = begin + given.budget
-    started = [start_row(row, given.cap, given, given.budget / 3, 29_520 + i) for i, row in enumerate(given.rows)
-               if row in BASELINES]  # fmt: skip
-    rows = [found for one in started for found in finish(one, until - 0.5 * given.budget - time.perf_counter())]
+    baselines = [row for row in given.rows if row in BASELINES]
+    rows = []
     for row in (row for row in given.rows if row not in BASELINES):
         for cap in given.cap:
-            left = until - time.perf_counter()
-            if left < 0.2 * given.budget:
+            last = until - (BASELINES_S if baselines else 0.0)
+            if last - time.perf_counter() < 0.15 * given.budget:
                 rows.append({"row": row, "cap": cap, "layers": 0, "error": "not begun: the time budget was used up"})
             else:
-                rows.append(offload_row(row, cap, given, until))
+                now = time.perf_counter()
+                num_left = len(given.cap) - given.cap.index(cap)
+                rows.append(offload_row(row, cap, given, now + (last - now) / num_left))
             say(f"{rows[-1]}, after {time.perf_counter() - begin:.0f} s")
+    left = max(BASELINES_S, until - time.perf_counter())
+    started = [start_row(row, given.cap, given, left - 10.0, 29_520 + i) for i, row in enumerate(baselines)]
+    for one in started:
+        rows += finish(one, left)
+    say(f"all rows after {time.perf_counter() - begin:.0f} s")
     command = re.sub(r" --save(-to \S+)?", "", " ".join(["python benchmarks/memory_caps.py", *sys.argv[1:]]))
     text = page(rows, command)
     print(text, flush=True)

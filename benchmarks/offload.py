@@ -8,8 +8,10 @@ transformers; on a machine without CUDA `--size tiny` shows that it works, nothi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import gc
 import json
 import os
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 TOKENS = 2048 if CUDA else 64
 _TRACED = 2  # steps
+STUCK_S = 20.0  # a step that takes longer prints where it is
 NEVER, ALWAYS = 1e3, 1e-3  # norms that are never and always exceeded
 
 
@@ -100,6 +103,29 @@ class Watch:
         """Look no more."""
         self._on = False
         self._thread.join()
+
+
+@contextlib.contextmanager
+def told_if_stuck(state: Callable[[], str]) -> Iterator[None]:
+    """While the code inside takes longer than STUCK_S, prints `state` once and the stacks of all threads repeatedly."""
+    timer = threading.Timer(STUCK_S - 1.0, lambda: print(f"a step takes long: {state()}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(STUCK_S, repeat=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def state_of(optimizer: TwinOptimizer) -> str:
+    """What the optimizer has done since it was built, for a line of progress."""
+    runtime = optimizer.runtime
+    done = runtime.executor.counters
+    copied = f"{done.bytes_out / 1e9:.1f} GB of gradients and {done.bytes_back / 1e9:.1f} GB of weights copied"
+    waited = f"host busy for {done.busy_s:.1f} s, forward waited for {runtime.waited_s:.1f} s"
+    return f"{copied}, {waited}, {free_bytes() / 1e9:.0f} GB of host memory free"
 
 
 def gpu_alone(model: Any, batch: int, steps: int = 5) -> dict[str, float]:

@@ -18,8 +18,8 @@ of all seeds for Adam and 1-bit Adam, of the first seed for the others. Then Ada
 models to a classification: from which eighth of the library is this passage? Learning rates are chosen on one part of
 the validation text, and figures are of another part. The workers are played in one process with onebit_played.py,
 because NCCL refuses several ranks on one GPU. All runs are processes that share the GPU, so their times mean nothing.
-`--budget` is the wall-clock time in seconds: the length of whole runs follows from the speed of the sweep, and runs
-that cannot finish are named in the output. `--save` writes a table, a JSON file with the curves and a picture.
+`--budget` is the wall-clock time in seconds after which runs are stopped; these are named in the output. `--save`
+writes a table, a JSON file with the curves and a picture.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ NUM_CLASSES = 8
 SWEEP_SEED = 100
 POINTS = 60  # of a curve
 SWEEP_PART = 0.45  # of the budget
-SAFETY = 0.75  # of the speed of the sweep that whole runs are planned with
+TOLD = 500  # steps between two lines of progress of a whole run
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -91,17 +91,15 @@ class Scale:
     rates: tuple[float, ...]
     tune_rates: tuple[float, ...]
     sweep_steps: int
-    least_steps: int  # of a whole run
-    most_steps: int
+    steps: int  # of a whole run
     tune_steps: int
     num_valid: int  # sequences of each part of the validation text
 
 
 FULL = Scale(
-    8192, 128, 20, 6, 512, 8, 8, 5, (6e-5, 1.6e-4, 4e-4, 1e-3, 2.5e-3), (5e-5, 1.5e-4, 4.5e-4), 300, 500, 3000, 200,
-    2048,
+    8192, 128, 20, 6, 512, 8, 8, 5, (6e-5, 1.6e-4, 4e-4, 1e-3, 2.5e-3), (5e-5, 1.5e-4, 4.5e-4), 500, 2000, 200, 2048,
 )  # fmt: skip
-TINY = Scale(300, 16, 3, 1, 32, 2, 2, 2, (1e-3, 3e-3), (1e-3,), 10, 10, 20, 8, 16)
+TINY = Scale(300, 16, 3, 1, 32, 2, 2, 2, (1e-3, 3e-3), (1e-3,), 10, 20, 8, 16)
 
 
 # The model: an encoder whose weights have one more dimension, the worker. One pass therefore gives the gradients of
@@ -367,7 +365,11 @@ def train(
     optimizer = new_optimizer(order.way, params.values(), max(1, round(plain * steps)))
     trainer = Trainer(params, optimizer, scale, losses, {name: value[0] for name, value in batches.items()})
     found = torch.zeros(steps, device=DEVICE)
+    start = time.time()
     for step in range(steps):
+        if order.is_whole and step and step % TOLD == 0:
+            loss = float(found[step - TOLD : step].mean())
+            print(f"{order.way}, seed {order.seed}, step {step}: {loss:.4f}, {time.time() - start:.0f} s", flush=True)
         if step % 20 == 0 and time.time() > order.deadline:
             raise OutOfTimeError(f"stopped at step {step} of {steps}")
         trainer.step({name: value[step] for name, value in batches.items()}, rate(step, steps, lr))
@@ -487,15 +489,6 @@ def best_rates(rows: list[dict[str, Any]]) -> dict[str, float]:
     return best
 
 
-def planned_steps(scale: Scale, rows: list[dict[str, Any]], num_runs: int, seconds: float) -> int:
-    """Steps of whole runs that fit into these seconds, from the speed of the sweep with all processes."""
-    span = max(row["trained"] for row in rows) - min(row["begin"] for row in rows)
-    per_second = SAFETY * sum(row["steps"] for row in rows) / max(span, 1e-3)
-    each = per_second * max(seconds, 0.0) / num_runs - len(scale.tune_rates) * scale.tune_steps
-    rounded = int(each) // 100 * 100
-    return min(scale.most_steps, max(scale.least_steps, rounded))
-
-
 def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
     start = time.time()
     end = start + given.budget
@@ -521,8 +514,7 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
             pairs = [(way, 0) for way in best]
             pairs += [(way, seed) for seed in range(1, given.seeds) for way in best if way in (ADAM, ONE_BIT)]
             if pairs:
-                steps = given.steps or planned_steps(scale, result["sweep"], len(pairs), end - time.time() - 10)
-                print(f"whole runs have {steps:,} steps", flush=True)
+                steps = given.steps or scale.steps
                 orders = [Order(way, seed, best[way], steps, True, end, words, given.tiny) for way, seed in pairs]
                 result["runs"] = collect(pool, orders, left_out)
     result |= {"seconds": time.time() - start, "seeds": given.seeds, "budget": given.budget, "processes": processes}
@@ -766,9 +758,9 @@ def without_nan(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--budget", type=float, default=250.0, help="seconds of wall-clock time")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds of wall-clock time, then runs are stopped")
     parser.add_argument("--seeds", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=None, help="of whole runs; otherwise as many as fit in the budget")
+    parser.add_argument("--steps", type=int, default=None, help=f"of whole runs, otherwise {FULL.steps:,}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--processes", type=int, default=None)
     parser.add_argument("--save", action="store_true")

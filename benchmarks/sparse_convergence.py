@@ -311,7 +311,7 @@ def train(way: str, seed: int, scale: Scale, deadline: float) -> Row:
             if len(row["curve"]) % 15 == 0:
                 _, its_text, _, its_right = row["curve"][-1]
                 print(f"{way}, seed {seed}, step {step + 1}: text {its_text:.3f}, {its_right:.0%} right", flush=True)
-            if time.time() > deadline:
+            if time.time() > deadline and step + 1 < scale.steps:
                 return {**row, "why": f"stopped at step {step + 1}"}
     row |= validate(model, scale, device)
     return {**row, "done": True}

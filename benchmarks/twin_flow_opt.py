@@ -1,18 +1,20 @@
 """How much shorter is a step with a lower `ratio`, for the models of the Twin-Flow article and its tutorial?
 
-    python benchmarks/twin_flow_opt.py --shape opt-13b --budget 170      # bf16 state, ratios 1 to 0: needs CUDA
+    python benchmarks/twin_flow_opt.py --shape opt-13b --budget 230      # bf16 state, ratios 1 to 0: needs CUDA
     python benchmarks/twin_flow_opt.py --shape opt-30b --budget 150      # int8 state, the ratios that fit
-    python benchmarks/twin_flow_opt.py --shape gpt-350m --budget 100     # beside DeepSpeed's Twin-Flow
+    python benchmarks/twin_flow_opt.py --shape gpt-350m --budget 150     # beside DeepSpeed's Twin-Flow
     python benchmarks/twin_flow_opt.py --tiny                            # shows on any machine that the script works
 
 Random weights in bf16, built on the GPU, AdamW. The planner says which ratios fit on GPU and host. Ratios that do not
 fit are named with what they lack.
 
-- `opt-13b` and `opt-30b`: one process, checkpointing, no clipping, one sequence of 512 or 2048 tokens. The state is
-  allocated once, at the highest ratio, and moves to the GPU for the next lower one, as `ratio="auto"` moves it. Windows
-  of both lengths alternate. DeepSpeed does not run here: its state does not fit on this host.
+- `opt-13b` and `opt-30b`: one process, checkpointing, no clipping, one sequence of 512 or 2048 tokens. The state moves
+  from ratio to ratio, as `ratio="auto"` moves it: every second ratio rising, then the others falling. Windows of both
+  lengths alternate. DeepSpeed does not run here: its state does not fit on this host. Every window is printed, and a
+  step that takes longer than 20 s prints the stacks of all threads.
 - `gpt-350m` (tutorial) and `opt-1.3b`: a process for each system and ratio, all at the same time, without
-  checkpointing. Their windows alternate, so that only one computes at a time. DeepSpeed runs with ZeRO-3, which its
+  checkpointing. They are built one after the other, and their windows alternate, so that only one computes at a time.
+  A process that does not compute keeps only weights and state on the GPU. DeepSpeed runs with ZeRO-3, which its
   Twin-Flow needs, and with sub-groups of a twentieth of the model: a ratio moves whole sub-groups, and the default of
   10^9 elements would be one group.
 
@@ -24,9 +26,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import json
 import os
+import queue
 import re
 import statistics
 import subprocess
@@ -41,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload import CUDA, DEVICE, Watch, free_bytes, synchronize
+from offload import CUDA, DEVICE, Watch, free_bytes, state_of, synchronize, told_if_stuck
 from seed_predictions import OPT
 from twin_flow_plot import Line, drawing
 
@@ -55,6 +57,10 @@ from twinflow.planner.models import from_hf
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 RATIOS = (1.0, 0.75, 0.5, 0.25, 0.0)
 GB = 1e9
+ALONE = "forward + backward alone"
+IMPORT_S = 30.0  # all processes are waited for so long before the first one builds
+GRACE_S = 60.0  # after the budget, a run that hangs is ended
+WINDOW_S = 45.0  # a window that takes longer ends its process
 
 
 @dataclass(frozen=True)
@@ -225,25 +231,61 @@ def steps_for(seconds: float) -> int:
     return max(1, min(4, round(1.2 / max(seconds, 1e-3)))) if CUDA else 1
 
 
-def alternating(step: Callable[[int], None], lengths: Sequence[int], num: int, until: float) -> dict[int, list[float]]:
-    """Windows of each length, in turns. One window of each at least, whatever time is left."""
-    guess = {tokens: window(step, tokens, 1) for tokens in lengths}
-    found: dict[int, list[float]] = {tokens: [] for tokens in lengths}
-    for _ in range(num):
-        for tokens in lengths:
-            if found[tokens] and time.perf_counter() > until:
-                continue
-            found[tokens].append(window(step, tokens, steps_for(guess[tokens])))
-    return found
+def first_window(step: Callable[[int], None], tokens: int, until: float, state: Callable[[], str]) -> float:
+    """Two single steps, or one if time is up, each printed when the GPU has finished it. Seconds of the last one."""
+    seconds = 0.0
+    for which in ("first", "second"):
+        if seconds and time.perf_counter() > until:
+            break
+        start = time.perf_counter()
+        with told_if_stuck(state):
+            step(tokens)
+            synchronize()
+        seconds = time.perf_counter() - start
+        say(f"    {tokens} tokens, {which} step: {seconds:.2f} s. {state()}")
+    return seconds
+
+
+def alternating(
+    step: Callable[[int], None], lengths: Sequence[int], num: int, until: float, state: Callable[[], str] = lambda: ""
+) -> dict[int, list[float]]:
+    """Windows of each length, in turns. If time is up, a length may have only its last single step, or be missing."""
+    guess: dict[int, float] = {}
+    for tokens in lengths:
+        if not guess or time.perf_counter() < until:
+            guess[tokens] = first_window(step, tokens, until, state)
+    found: dict[int, list[float]] = {tokens: [] for tokens in guess}
+    for turn in range(num):
+        for tokens in guess:
+            if time.perf_counter() > until:
+                break
+            with told_if_stuck(state):
+                found[tokens].append(window(step, tokens, steps_for(guess[tokens])))
+            say(f"    {tokens} tokens, window {turn + 1} of {num}: {found[tokens][-1]:.3f} s a step. {state()}")
+    return {tokens: seconds or [guess[tokens]] for tokens, seconds in found.items()}
+
+
+def in_order(ratios: Sequence[float]) -> list[float]:
+    """Every second ratio rising, then the others falling: the outer ones come early, and each state is allocated on
+    the host only once."""
+    rising = sorted(ratios)
+    return [*rising[::2], *reversed(rising[1::2])]
+
+
+Rows = list[dict[str, Any]]
 
 
 def sweep(
-    shape: Shape, options: argparse.Namespace, begin: float, memory: Memory
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows, and what was left out and why."""
+    shape: Shape,
+    options: argparse.Namespace,
+    begin: float,
+    memory: Memory,
+    save: Callable[[Rows, list[str]], object] | None = None,
+) -> tuple[Rows, list[str]]:
+    """Rows, and what was left out and why. `save` is called after each ratio, because the next one could fail."""
     until = begin + options.budget
     left_out, ratios = [], []
-    for ratio in sorted(options.ratios or shape.ratios, reverse=True):
+    for ratio in in_order(options.ratios or shape.ratios):
         reason = why_not(need(shape, ratio, memory), memory)
         if reason:
             left_out.append(f"ratio {ratio:g}, {shape.states} state: needs {reason}")
@@ -266,39 +308,50 @@ def sweep(
     for handle in handles:
         handle.remove()
     base = {"params": numel, "states": shape.states, "system": "twinflow", "batch": shape.batch}
-    rows: list[dict[str, Any]] = [
-        base | {"system": "forward + backward alone", "tokens": tokens, "s": s, "gpu_gb": peak_gb()}
-        for tokens, s in seconds.items()
+    rows: Rows = [
+        base | {"system": ALONE, "tokens": tokens, "s": s, "gpu_gb": peak_gb()} for tokens, s in seconds.items()
     ]
     start = time.perf_counter()
-    optimizer = TwinOptimizer(
-        model, lr=1e-6, early=True, ratio=ratios[0], states=shape.states, max_grad_norm=shape.clip or None
-    )
+    say(f"forward and backward alone measured after {start - begin:.0f} s")
+    with told_if_stuck(lambda: f"building the optimizer, {free_bytes() / GB:.0f} GB of host memory free"):
+        optimizer = TwinOptimizer(
+            model, lr=1e-6, early=True, ratio=ratios[0], states=shape.states, max_grad_norm=shape.clip or None
+        )
     say(f"optimizer with ratio {ratios[0]:g} in {time.perf_counter() - start:.1f} s")
+
+    def state() -> str:
+        return state_of(optimizer)
 
     def step(tokens: int) -> None:
         model(input_ids=data[tokens], labels=data[tokens]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    last_s = 0.0  # of the ratio before
     for ratio in ratios:
-        if last_s and time.perf_counter() + 0.7 * last_s > until:
+        if time.perf_counter() > until:
             left_out.append(f"ratio {ratio:g}: the time budget of {options.budget:g} s was used up")
             continue
         try:
             started = time.perf_counter()
             if ratio != ratios[0]:
-                move_to(optimizer, ratio)
+                with told_if_stuck(state):
+                    move_to(optimizer, ratio)
+                    synchronize()
+                say(f"moved to ratio {ratio:g} in {time.perf_counter() - started:.1f} s")
             new_peak()
             watch.least = free_bytes()
-            found = alternating(step, shape.lengths, options.windows, until)
-            optimizer.wait()
+            limit = min(until, time.perf_counter() + options.ratio_limit)
+            found = alternating(step, shape.lengths, options.windows, limit, state)
+            with told_if_stuck(state):
+                optimizer.wait()
             facts = {"ratio": ratio, "host_share": optimizer.host_share, "gpu_gb": peak_gb()}
             facts["host_gb"] = max(0.0, watch.used() / GB)
             rows += [base | facts | {"tokens": tokens, "s": s} for tokens, s in found.items()]
-            last_s = time.perf_counter() - started
-            say(f"ratio {ratio:g}: {found}, {facts}")
+            missing = [tokens for tokens in shape.lengths if tokens not in found]
+            left_out += [f"ratio {ratio:g}, {tokens} tokens: its time was up" for tokens in missing]
+            say(f"ratio {ratio:g}: {found}, {facts}, after {time.perf_counter() - begin:.0f} s")
+            if save is not None:
+                save(rows, left_out)
         except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError
             traceback.print_exc()
             left_out.append(f"ratio {ratio:g}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -309,8 +362,12 @@ def sweep(
 # A process for each system and ratio.
 
 
-def contestant(shape: Shape, system: str, ratio: float, lock: Path) -> None:
-    """Builds, says READY, then runs a window for every line of stdin: tokens and steps."""
+def contestant(shape: Shape, system: str, ratio: float) -> None:
+    """Says that it has imported all it needs, then answers every line of stdin: the word build, or tokens and steps of
+    a window. It keeps no memory of activations in between, because the others need it."""
+    from transformers import GPT2LMHeadModel, OPTForCausalLM
+
+    assert all((GPT2LMHeadModel, OPTForCausalLM))  # imported before the first process builds
     if system == "deepspeed":
         import deepspeed
         from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -319,29 +376,31 @@ def contestant(shape: Shape, system: str, ratio: float, lock: Path) -> None:
         CPUAdamBuilder().load()  # compiled once; processes wait for each other
     if CUDA:
         torch.zeros(1, device=DEVICE)
-    with lock.open() as file:  # one builds at a time, so that the memory that is gone is its own
-        fcntl.flock(file, fcntl.LOCK_EX)
-        before = free_bytes()
-        model = build(shape)
-        numel = sum(p.numel() for p in model.parameters())
-        step = STEPPERS[system](model, shape, ratio)
-        data = {tokens: data_of(shape, tokens) for tokens in shape.lengths}
-        for _ in range(3):
-            step(data[max(shape.lengths)])
-        synchronize()
-        host = max(0, before - free_bytes())
-    answer({"params": numel, "host_gb": host / GB})
+    answer({})
+    sys.stdin.readline()
+    before = free_bytes()
+    model = build(shape)
+    numel = sum(p.numel() for p in model.parameters())
+    step = STEPPERS[system](model, shape, ratio)
+    data = {tokens: data_of(shape, tokens) for tokens in shape.lengths}
+    for _ in range(3):
+        step(data[max(shape.lengths)])
+    synchronize()
+    release_cache()
+    answer({"params": numel, "host_gb": max(0, before - free_bytes()) / GB})
     for line in sys.stdin:
         tokens, steps = map(int, line.split())
-        if not steps:
-            break
         seconds = window(lambda tokens: step(data[tokens]), tokens, steps)
         found = {"s": seconds, "gpu_gb": peak_gb()}
-        if CUDA:
-            torch.cuda.empty_cache()  # the others need the memory
+        release_cache()
         answer(found)
     sys.stdout.flush()
     os._exit(0)
+
+
+def release_cache() -> None:
+    if CUDA:
+        torch.cuda.empty_cache()
 
 
 def answer(found: Mapping[str, Any]) -> None:
@@ -406,22 +465,23 @@ def deepspeed_stepper(model: Any, shape: Shape, ratio: float) -> Step:
 
 STEPPERS: dict[str, Callable[[Any, Shape, float], Step]] = {
     "twinflow": twin_stepper,
-    "forward + backward alone": alone_stepper,
+    ALONE: alone_stepper,
     "deepspeed": deepspeed_stepper,
 }
 
 
 class Contest:
-    """A process of `contestant`."""
+    """A process of `contestant`. A thread of its own reads its answers, so that none has to wait to be read."""
 
-    def __init__(self, name: str, layers: int, system: str, ratio: float, lock: Path, port: int) -> None:
+    def __init__(self, name: str, layers: int, system: str, ratio: float, port: int) -> None:
         self.system = system
         self.ratio = ratio
+        self.label = system if system == ALONE else f"{system}, ratio {ratio:g}"
         self.facts: dict[str, Any] = {}
         self.seconds: dict[int, list[float]] = {}
         self.trouble = ""
         ours = [sys.executable, __file__, "--shape", name, "--layers", str(layers)]
-        ours += ["--contestant", system, str(ratio), str(lock)]
+        ours += ["--contestant", system, str(ratio)]
         env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
         if system == "deepspeed":
             env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -430,32 +490,50 @@ class Contest:
         self._process = subprocess.Popen(
             ours, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
         )
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def read(self) -> dict[str, Any] | None:
-        """The next answer; None if the process ended without one."""
+    def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
-                found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
-                return found
+                self._answers.put(json.loads(line.removeprefix("ANSWER ")))
+        self._answers.put(None)
+
+    @property
+    def has_answered(self) -> bool:
+        return not self._answers.empty()
+
+    def read(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer; None if the process ended without one, or did not answer in time and was ended."""
+        try:
+            found = self._answers.get(timeout=max(0.1, seconds))
+        except queue.Empty:
+            self.end()
+            self.trouble = f"no answer within {seconds:.0f} s"
+            found = None
+        if found is not None:
+            return found
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        say(f"{self.system}, ratio {self.ratio:g} ended:\n" + "\n".join(lines[-25:]))
+        say(f"{self.label} ended:\n" + "\n".join(lines[-25:]))
         code = self._process.wait()
-        self.trouble = (
-            "stopped, because its time was up" if code == -9 else lines[-1][:200] if lines else f"exit code {code}"
-        )
+        self.trouble = self.trouble or (lines[-1][:200] if lines else f"exit code {code}")
         return None
 
-    def run(self, tokens: int, steps: int) -> float | None:
-        """A window."""
+    def ask(self, line: str, seconds: float) -> dict[str, Any] | None:
+        """The answer to a line."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{tokens} {steps}\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except OSError:  # the process has ended
             pass
-        found = self.read()
+        return self.read(seconds)
+
+    def run(self, tokens: int, steps: int) -> float | None:
+        """A window."""
+        found = self.ask(f"{tokens} {steps}", WINDOW_S)
         if found is None:
             return None
         self.facts["gpu_gb"] = found["gpu_gb"]
@@ -467,65 +545,77 @@ class Contest:
         self._process.wait()
 
 
+def by_importance(ratios: Sequence[float], deepspeed_ratios: Sequence[float]) -> list[tuple[str, float]]:
+    """Systems and ratios in the order in which they are built: what may be missing most easily comes last."""
+    wanted = [("twinflow", ratio) for ratio in ratios] + [("deepspeed", ratio) for ratio in deepspeed_ratios]
+    first = [1.0, *(ratio for ratio in ratios if ratio != 1.0 and ratio in deepspeed_ratios)]
+    order = [(system, ratio) for ratio in first for system in ("twinflow", "deepspeed")]
+    return [(ALONE, 1.0), *sorted(wanted, key=lambda one: order.index(one) if one in order else len(order))]
+
+
+def build_all(running: Sequence[Contest], begin: float, until: float) -> list[Contest]:
+    """Lets the processes build one after the other, so that the memory that is gone is their own. Returns those that
+    are ready. The others have `trouble`."""
+    waiting, ready = list(running), []
+    all_by = min(until, time.perf_counter() + IMPORT_S)  # imports take memory too
+    while time.perf_counter() < all_by and not all(one.has_answered for one in waiting):
+        time.sleep(0.1)
+    while waiting and time.perf_counter() < until:
+        one = next((one for one in waiting if one.has_answered), None)
+        if one is None:
+            time.sleep(0.1)
+            continue
+        waiting.remove(one)
+        start = time.perf_counter()
+        if one.read(0.1) is not None and (found := one.ask("build", until - start + 5.0)) is not None:
+            one.facts = found
+            ready.append(one)
+            now = time.perf_counter()
+            say(f"{one.label}: built in {now - start:.1f} s, ready after {now - begin:.0f} s")
+    for one in waiting:
+        one.end()
+        one.trouble = "not built, because its time was up"
+    return ready
+
+
 def contests(
     name: str, shape: Shape, options: argparse.Namespace, begin: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of all systems, and what was left out and why."""
-    ratios = options.ratios or shape.ratios
-    wanted = [("forward + backward alone", 1.0), *(("twinflow", ratio) for ratio in ratios)]
-    wanted += [("deepspeed", ratio) for ratio in (options.deepspeed_ratios if options.deepspeed else ())]
+    wanted = by_importance(options.ratios or shape.ratios, options.deepspeed_ratios if options.deepspeed else ())
     until = begin + options.budget
-    left_out: list[str] = []
-    with tempfile.NamedTemporaryFile() as lock:
-        running = [
-            Contest(name, options.layers, system, ratio, Path(lock.name), 29_511 + i)
-            for i, (system, ratio) in enumerate(wanted)
-        ]
-        late = threading.Timer(0.7 * options.budget, lambda: [one.end() for one in running if not one.facts])
-        stuck = threading.Timer(options.budget + 20.0, lambda: [one.end() for one in running])
-        late.start()
-        stuck.start()
-        try:
-            ready = []
-            for one in running:
-                found = one.read()
-                if found is None:
-                    left_out.append(f"{one.system}, ratio {one.ratio:g}: {one.trouble}")
+    running = [
+        Contest(name, options.layers, system, ratio, 29_511 + i) for i, (system, ratio) in enumerate(wanted)
+    ]  # fmt: skip
+    try:
+        ready = build_all(running, begin, begin + 0.65 * options.budget)
+        guess: dict[tuple[Contest, int], float] = {}
+        for turn in range(options.windows + 1):
+            for tokens, one in ((tokens, one) for tokens in shape.lengths for one in ready):
+                if one.trouble or (turn > 1 and time.perf_counter() > until):
                     continue
-                one.facts = found
-                ready.append(one)
-                say(f"{one.system}, ratio {one.ratio:g} is ready after {time.perf_counter() - begin:.0f} s")
-            guess: dict[tuple[Contest, int], float] = {}
-            for turn in range(options.windows + 1):
-                for tokens, one in ((tokens, one) for tokens in shape.lengths for one in ready if not one.trouble):
-                    if turn > 1 and time.perf_counter() > until:
-                        continue
-                    seconds = one.run(tokens, 1 if not turn else steps_for(guess[one, tokens]))
-                    if seconds is None:
-                        left_out.append(f"{one.system}, ratio {one.ratio:g}: {one.trouble}")
-                    elif not turn:
-                        guess[one, tokens] = seconds
-                    else:
-                        one.seconds.setdefault(tokens, []).append(seconds)
-                say(f"windows {turn} of {options.windows} after {time.perf_counter() - begin:.0f} s")
-        finally:
-            late.cancel()
-            stuck.cancel()
-            for one in running:
-                one.end()
+                seconds = one.run(tokens, 1 if not turn else steps_for(guess[one, tokens]))
+                if seconds is not None and not turn:
+                    guess[one, tokens] = seconds
+                elif seconds is not None:
+                    one.seconds.setdefault(tokens, []).append(seconds)
+            say(f"windows {turn} of {options.windows} after {time.perf_counter() - begin:.0f} s")
+    finally:
+        for one in running:
+            one.end()
     rows = [
         {"system": one.system, "ratio": one.ratio, "states": shape.states, "batch": shape.batch, "tokens": tokens}
         | {"params": one.facts["params"], "s": seconds, "gpu_gb": one.facts.get("gpu_gb")}
         | {"host_gb": one.facts["host_gb"]}
-        for one in ready
+        for one in running
         for tokens, seconds in one.seconds.items()
     ]
     for row in rows:
         if row["system"] == "deepspeed":
             row["states"] = "fp32"
-        if row["system"] == "forward + backward alone":
+        if row["system"] == ALONE:
             del row["ratio"]
-    return rows, left_out
+    return rows, [f"{one.label}: {one.trouble}" for one in running if one.trouble]
 
 
 # The result.
@@ -595,11 +685,12 @@ def page(
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "x full offload: how many steps fit into one step of the same system with ratio 1."]
     lines += ["host GB: what the machine's available memory fell by, exact to about 0.5 GB."]
-    for tokens, seconds in sorted(estimated_full(rows).items()):
+    lacks = why_not(need(shape, 1.0, memory), memory)
+    for tokens, seconds in sorted(estimated_full(rows).items()) if lacks else ():
         ours = [row["step_s"] for row in found if row["tokens"] == tokens and row["system"] == "twinflow"]
         lines.append(
-            f"Full offload does not fit. An estimate for 1 x {tokens} tokens, in proportion to the highest ratio that "
-            f"fits: {seconds:.2f} s, {seconds / min(ours):.2f} times the shortest step of the table."
+            f"Full offload does not fit. An estimate for {shape.batch} x {tokens} tokens, in proportion to the highest "
+            f"ratio that fits: {seconds:.2f} s, {seconds / min(ours):.2f} times the shortest step of the table."
         )
     if left_out:
         lines += ["", "Not measured:", "", *(f"- {one}" for one in left_out)]
@@ -642,6 +733,11 @@ def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
+def end_now() -> None:
+    say("This run did not end in time. What was measured before is saved.")
+    os._exit(1)
+
+
 def main() -> None:
     begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -654,14 +750,16 @@ def main() -> None:
     parser.add_argument("--no-deepspeed", dest="deepspeed", action="store_false")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--budget", type=float, default=170.0, help="seconds after which no new ratio is begun")
+    parser.add_argument("--ratio-limit", type=float, default=40.0, help="seconds of the windows of one ratio")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--plot", type=Path, help="draw the picture of a saved result, measure nothing")
-    parser.add_argument("--contestant", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plot:
         options.plot.with_suffix(".svg").write_text(picture(options.plot.read_text(encoding="utf-8")))
         return
+    command = re.sub(r" --save(-to \S+)?", "", "python benchmarks/twin_flow_opt.py " + " ".join(sys.argv[1:]))
     for name in ("tiny", "tiny-parallel") if options.tiny else (options.shape,):
         shape = SHAPES[name]
         if options.states:
@@ -670,22 +768,31 @@ def main() -> None:
             key = "n_layer" if shape.config["model_type"] == "gpt2" else "num_hidden_layers"
             shape = replace(shape, config={**shape.config, key: options.layers})
         if options.contestant:
-            system, ratio, lock = options.contestant
-            return contestant(shape, system, float(ratio), Path(lock))
+            system, ratio = options.contestant
+            return contestant(shape, system, float(ratio))
         shown = f"{name} with {options.layers} blocks" if options.layers else name
         memory = room()  # before the state takes it
-        rows, left_out = (
-            contests(name, shape, options, begin) if shape.is_parallel else sweep(shape, options, begin, memory)
-        )
-        command = "python benchmarks/twin_flow_opt.py " + " ".join(sys.argv[1:])
-        text = page(shown, shape, rows, left_out, memory, re.sub(r" --save(-to \S+)?", "", command))
-        print(text, flush=True)
-        if options.save:
-            options.save_to.mkdir(parents=True, exist_ok=True)
-            path = options.save_to / f"{datetime.date.today()}-twin-flow-{shown.replace(' ', '-')}.md"
-            path.write_text(text, encoding="utf-8")
-            if rows:
-                path.with_suffix(".svg").write_text(picture(text), encoding="utf-8")
+
+        def save(
+            rows: Rows, left_out: list[str], shown: str = shown, shape: Shape = shape, memory: Memory = memory
+        ) -> str:
+            text = page(shown, shape, rows, left_out, memory, command)
+            if options.save:
+                options.save_to.mkdir(parents=True, exist_ok=True)
+                path = options.save_to / f"{datetime.date.today()}-twin-flow-{shown.replace(' ', '-')}.md"
+                path.write_text(text, encoding="utf-8")
+                if rows:
+                    path.with_suffix(".svg").write_text(picture(text), encoding="utf-8")
+            return text
+
+        stop = threading.Timer(options.budget + GRACE_S, end_now)
+        stop.daemon = True
+        stop.start()
+        if shape.is_parallel:
+            print(save(*contests(name, shape, options, begin)), flush=True)
+        else:
+            print(save(*sweep(shape, options, begin, memory, save)), flush=True)
+        stop.cancel()
     sys.stdout.flush()
     os._exit(0)  # giving a hundred gigabytes back in order takes longer than the steps
 

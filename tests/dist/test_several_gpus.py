@@ -15,7 +15,17 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "several_gpus.py"
 
 @pytest.mark.matrix
 def test_two_processes_agree_with_one(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--cpu", "--ranks", "2", "--out", str(tmp_path / "report.md")]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--cpu",
+        "--ranks",
+        "2",
+        "--budget",
+        "250",
+        "--out",
+        str(tmp_path / "report.md"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = (tmp_path / "report.md").read_text()
@@ -29,7 +39,18 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
 @pytest.mark.matrix
 def test_one_rank_has_the_bits_of_no_group(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    command = [sys.executable, str(SCRIPT), "--cpu", "--ranks", "1", "--save", "--save-to", str(folder)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--cpu",
+        "--ranks",
+        "1",
+        "--budget",
+        "250",
+        "--save",
+        "--save-to",
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (path,) = folder.iterdir()

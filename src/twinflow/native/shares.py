@@ -181,7 +181,8 @@ def _within_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | No
 
 
 def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, int]:
-    """Number of ranks on each node, at least one. Each further rank goes to the node with the most cores per rank.
+    """Number of ranks on each node, at least one. Each further rank goes to the node that then has the most cores per
+    rank.
 
     This maximises the smallest share. Among equal nodes, the rank goes to the node with more GPUs that have no rank
     yet. If there are at least as many cores as ranks, no node has more ranks than cores.

@@ -136,7 +136,9 @@ class HostOptimizer(Optimizer):
         return Segment(self.rule, hyper, param.grad.view(-1), store, signed, rounding_key(step, index), name=name)
 
     def _prepare(self, param: Tensor, group: StateDict) -> bool:
-        """Makes or completes the parameter's state. Returns whether the states are new."""
+        """Creates missing state of the parameter, and sets the master to the parameter if somebody has written to it.
+
+        Returns whether the states are new."""
         state = self.state[param]
         state.setdefault("step", 0)
         changed = self._versions.get(param) != param._version  # the parameter is new or loaded, or the user wrote to it

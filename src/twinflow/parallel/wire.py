@@ -283,7 +283,7 @@ class Wire:
         try:
             message = self._links.receive(sender, keys[0])
         except RuntimeError as error:
-            raise RuntimeError(f"No more messages come from pipeline rank {sender}: {error}") from error
+            raise RuntimeError(f"Receiving from pipeline rank {sender} failed: {error}. Read its log.") from error
         with self._changed:
             self._mailbox[keys.popleft()] = message
             self._changed.notify_all()

@@ -1,1 +1,1 @@
-"""Predicts memory and time of a run: rates of the machine, time of a step, and placement of the optimizer state."""
+"""Predicts memory and time of a run from the rates of a machine, and chooses the placement of the optimizer state."""
