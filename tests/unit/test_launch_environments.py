@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_support import run_script
+from fork_support import Ended, run_script
 
 from twinflow.launch.environment import free_port
 
@@ -71,17 +71,22 @@ def alone(script: Path) -> list[float]:
     return found
 
 
-def start(script: Path, logs: Path, ranks: Sequence[dict[str, Any]], *words: Sequence[str]) -> list[list[Any]]:
-    """What each rank finds. `words`: the arguments of each rank."""
+def run_all(script: Path, logs: Path, ranks: Sequence[dict[str, Any]], *words: Sequence[str]) -> list[Ended]:
+    """How each rank ends. `words`: the arguments of each rank."""
     given = list(words) or [()] * len(ranks)
 
-    def run(index: int) -> Any:
+    def run(index: int) -> Ended:
         env = {name: str(value) for name, value in ranks[index].items()}
         folder = script.parent
         return run_script(script, folder, logs / str(index), *given[index], TWINFLOW_THREADS="1", **env)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        ended = list(pool.map(run, range(len(ranks))))
+        return list(pool.map(run, range(len(ranks))))
+
+
+def start(script: Path, logs: Path, ranks: Sequence[dict[str, Any]], *words: Sequence[str]) -> list[list[Any]]:
+    """What each rank finds."""
+    ended = run_all(script, logs, ranks, *words)
     assert all(one.returncode == 0 for one in ended), "\n".join(one.stderr for one in ended)
     return [found for one in ended for found in results(one.stdout)]
 
@@ -133,6 +138,18 @@ def test_a_group_of_the_script_counts_machines_too(script: Path, tmp_path: Path,
     found = start(script, tmp_path, ranks, ["left", "own"], ["right", "own"])
     assert [one[:4] for one in found] == [[0, 0, 2, 1], [1, 0, 2, 1]]
     assert found[1][4] == pytest.approx(alone, abs=1e-6)
+
+
+def test_all_ranks_name_a_contradiction(script: Path, tmp_path: Path) -> None:
+    port = free_port()
+    same = [bare(rank, 2, port) | {"LOCAL_RANK": 0} for rank in range(2)]
+    for one in run_all(script, tmp_path / "local", same):
+        assert one.returncode == 1
+        assert "LOCAL_RANK of rank 1 is 0, but must be different from that of rank 0" in one.stderr
+    port = free_port()
+    for one in run_all(script, tmp_path / "twice", [bare(rank, 3, port) for rank in (0, 1, 1)]):
+        assert one.returncode == 1
+        assert "RANK is 1 in two processes: process " in one.stderr
 
 
 def run_program(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:

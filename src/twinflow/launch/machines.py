@@ -73,7 +73,8 @@ def find_local(store: Store, rank: int, world_size: int, timeout_s: float) -> tu
         return local_ranks([LocalRank(*json.loads(keys.get(name))) for name in names])[rank]
     except ValueError:
         keys.add("read", 1)
-        while rank == 0 and keys.add("read", 0) < world_size and time.monotonic() < end_s + READ_S:
+        end_s = time.monotonic() + READ_S
+        while rank == 0 and keys.add("read", 0) < world_size and time.monotonic() < end_s:
             time.sleep(0.02)
         raise
 
