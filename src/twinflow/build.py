@@ -80,7 +80,7 @@ def initialize(
     parsed = load_config(source)
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
         LOGGER.info(f"config: {note}")
-    ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined()
+    ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined(timeout_s=TIMEOUT_S)
     found = axes_of(parsed, model, ranks, optimizer)
     batch = resolve_batch(parsed, found.num_data)
     watch = start_watch(ranks, parsed.hang_timeout_s)

@@ -14,6 +14,7 @@ import torch
 from integrations_support import DECAY, LR, MAX_NORM, assert_same_weights, llama, rows, samples
 from torch import nn
 
+from twinflow.compat.__main__ import alone
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
 transformers = pytest.importorskip("transformers")
@@ -355,6 +356,59 @@ def test_an_optimizer_of_torch_is_taken_over_for_accelerate() -> None:
     assert found == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.fixture
+def reset_accelerate() -> Iterator[None]:
+    """Accelerate keeps what it has found about this process."""
+    state = importlib.import_module("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    yield
+    state.AcceleratorState._reset_state(True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("reset_accelerate")
+def test_one_process_of_torchrun_is_one_process(
+    huggingface: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+    wanted = train(huggingface.TwinTrainer, tmp_path / "python", keys={"twin": TWIN}, **short)
+    wanted_loop, wanted_model = loop(twin, 4)
+    for name, value in alone().items():
+        monkeypatch.setenv(name, value)
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+    found_loop, model = loop(twin, 4, folder=tmp_path / "loop")
+    assert torch.distributed.is_initialized()  # Accelerate has seen torchrun
+    assert found_loop == wanted_loop
+    assert_same_weights(model, wanted_model)
+    resumed, _ = loop(twin, LOOP, resume=tmp_path / "loop")
+    assert resumed == loop(twin, LOOP)[0][3 * MIDDLE :]
+    found = train(huggingface.TwinTrainer, tmp_path / "torchrun", keys={"twin": TWIN}, **short)
+    assert found.logs == wanted.logs
+    assert found.evals == wanted.evals
+    assert_same_weights(found.model, wanted.model)
+    checkpoint = tmp_path / "torchrun" / "checkpoint-2"
+    again = train(huggingface.TwinTrainer, tmp_path / "again", resume=checkpoint, keys={"twin": TWIN}, **short)
+    assert again.logs[2:] == found.logs[2:]
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)
+    data = {"train_dataset": samples(37), "eval_dataset": samples(4)}
+    trainer = huggingface.TwinTrainer(llama(), arguments(tmp_path / "first", **short), **data, twin=TWIN)
+    trainer.evaluate()  # before training
+    trainer.train()
+    assert_same_weights(trainer.model, wanted.model)
+
+
+@pytest.mark.usefixtures("reset_accelerate")
+def test_a_model_that_torchrun_made_accelerate_wrap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in alone().items():
+        monkeypatch.setenv(name, value)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel\. Call twin_optimizer\(\) before accelerator"):
+        twin_optimizer(accelerator, model)
+
+
 def test_clipping_that_was_not_declared_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm is 1.0, but must be None"):
         loop(lambda a, m: twin_optimizer(a, m, lr=LR), 1)
@@ -365,10 +419,6 @@ def test_clipping_that_was_not_declared_is_refused() -> None:
     [
         ({"num_processes": 2}, "processes of Accelerate"),
         ({"distributed_type": "FSDP"}, "FSDP"),
-        (
-            {"distributed_type": "MULTI_GPU"},
-            r"is 1 with distributed_type MULTI_GPU.*not with torchrun",
-        ),  # it would make a DDP
         ({"scaler": object(), "mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
     ],
 )

@@ -20,7 +20,9 @@ from twinflow.cli.launch import free_port
 from twinflow.launch.commands import Host, Meeting, Program, choose_hosts, master_address, node_commands, parse_hostfile
 from twinflow.launch.environment import (
     ALONE,
+    UNKNOWN,
     RankEnvironment,
+    check_outer,
     choose_backend,
     first_host,
     init_distributed,
@@ -28,6 +30,7 @@ from twinflow.launch.environment import (
     shared_card,
     tasks_per_node,
 )
+from twinflow.launch.machines import LocalRank, find_local, found_local, local_ranks, publish
 from twinflow.launch.worker import Failure, error_of, first_failure, read_failure
 
 POOL = {"worker-0": 2, "worker-1": 4, "worker-2": 1}
@@ -151,6 +154,7 @@ TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
     "MASTER_ADDR": "a",
     "MASTER_PORT": "1234",
 }
+BARE = {name: value for name, value in TORCHRUN.items() if not name.startswith("LOCAL_")}
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
@@ -178,6 +182,16 @@ MPICH = {"PMI_RANK": "1", "MPI_LOCALRANKID": "0", "PMI_SIZE": "2", "MPI_LOCALNRA
         (SLURM | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}, RankEnvironment(5, 1, 7, 2, "b", 7)),
         (OPEN_MPI, RankEnvironment(1, 1, 2, 2, "127.0.0.1", 29500)),
         (MPICH | {"MASTER_ADDR": "c"}, RankEnvironment(1, 0, 2, 1, "c", 29500)),
+        # RANK, WORLD_SIZE and MASTER_* alone, as in a pod of a PyTorchJob; PMI without the variables of hydra.
+        (BARE, RankEnvironment(3, UNKNOWN, 4, UNKNOWN, "a", 1234)),
+        (BARE | {"RANK": "0", "WORLD_SIZE": "1"}, RankEnvironment(0, 0, 1, 1, "a", 1234)),
+        (BARE | {"LOCAL_RANK": "1"}, RankEnvironment(3, 1, 4, UNKNOWN, "a", 1234)),
+        (BARE | {"LOCAL_WORLD_SIZE": "2"}, RankEnvironment(3, UNKNOWN, 4, 2, "a", 1234)),
+        (BARE | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, RankEnvironment(3, 1, 4, 2, "a", 1234)),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "c"},
+            RankEnvironment(1, UNKNOWN, 2, UNKNOWN, "c", 29500),
+        ),
         # torchrun inside a Slurm task, mpirun inside a Slurm job, srun with PMI.
         (SLURM | TORCHRUN, RankEnvironment(3, 1, 4, 2, "a", 1234)),
         (SLURM | OPEN_MPI, RankEnvironment(1, 1, 2, 2, "127.0.0.1", 29500)),
@@ -193,15 +207,18 @@ def test_rank_environments(env: dict[str, str], wanted: RankEnvironment | None) 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"RANK": "0"}, "RANK=0 without LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, "without SLURM_STEP_NODELIST.*srun"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_LOCAL_RANK"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "without MPI_LOCALRANKID"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "without OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MASTER_ADDR is not set.*or MPI_LOCALNRANKS is not set"),
         (MPICH, "MASTER_ADDR is not set.*mpiexec -genv MASTER_ADDR HOST"),
         (TORCHRUN | {"RANK": "x"}, "RANK is 'x', but must be a whole number"),
         (TORCHRUN | {"RANK": "4"}, "RANK is 4, but must be below WORLD_SIZE, which is 4"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, but must be at most WORLD_SIZE"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but must be below LOCAL_WORLD_SIZE, which is 2"),
+        (BARE | {"LOCAL_RANK": "4"}, "LOCAL_RANK is 4, but must be below WORLD_SIZE, which is 4"),
+        (TORCHRUN | {"LOCAL_SIZE": "4"}, "LOCAL_SIZE is '4', but must be equal to LOCAL_WORLD_SIZE, which is 2"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is '', but must be the name or the IP address"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE is 0, but must be a whole number >= 1"),
@@ -268,6 +285,58 @@ def test_ranks_that_share_a_card_use_gloo(caplog: pytest.LogCaptureFixture) -> N
         choose_backend("nccl", "GPU-1")
     with pytest.raises(ValueError, match='Give every rank a GPU, or use backend="gloo"'):
         choose_backend("nccl", "")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (SLURM | BARE, "WORLD_SIZE is 4, but must be at least SLURM_NTASKS, which is 7. Unset RANK and WORLD_SIZE"),
+        (SLURM | BARE | {"WORLD_SIZE": "7"}, "RANK is 3, but must be equal to SLURM_PROCID, which is 5"),
+        (OPEN_MPI | BARE | {"WORLD_SIZE": "1", "RANK": "0"}, "at least OMPI_COMM_WORLD_SIZE, which is 2"),
+        (MPICH | BARE | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK is 0, but must be equal to PMI_RANK, which is 1"),
+        (BARE, ""),
+        (SLURM | BARE | {"RANK": "5", "WORLD_SIZE": "7"}, ""),
+        (SLURM | BARE | {"WORLD_SIZE": "14"}, ""),  # each task starts two ranks
+        (SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, ""),
+        (SLURM | OPEN_MPI | TORCHRUN, ""),  # mpirun's daemon is the task of Slurm
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"} | BARE, ""),  # a batch script
+    ],
+)
+def test_variables_of_two_launchers(env: dict[str, str], words: str) -> None:
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if not words:
+        check_outer(env, rank, world_size)
+        return
+    with pytest.raises(ValueError, match=words):
+        check_outer(env, rank, world_size)
+    with pytest.raises(ValueError, match=words):  # before a process group is created
+        init_distributed(env=env)
+
+
+def test_ranks_are_counted_by_machine() -> None:
+    a, b = LocalRank("a 1"), LocalRank("b 2")
+    assert local_ranks([a, a, b, a]) == [(0, 3), (1, 3), (0, 1), (2, 3)]
+    assert local_ranks([a, LocalRank("a 2")]) == [(0, 1), (0, 1)]  # two machines with one name
+    assert local_ranks([replace(a, rank=1), a, replace(b, size=1)]) == [(1, 2), (0, 2), (0, 1)]
+    for said, words in (
+        ([replace(a, size=1), a], r"LOCAL_WORLD_SIZE of rank 0 is 1, but must be 2, .* on a \(ranks 0, 1\)"),
+        ([a, b, replace(a, rank=2)], r"LOCAL_RANK of rank 2 is 2, but must be below 2, .* on a \(ranks 0, 2\)"),
+        ([replace(a, rank=0)] * 2, "LOCAL_RANK of rank 1 is 0, but must be different from that of rank 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            local_ranks(said)
+
+
+def test_a_rank_that_is_there_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    publish(store, 0, 2, None, None)
+    assert found_local(store, 0, 2) is None
+    with pytest.raises(TimeoutError, match=r"Rank 1 has not published .* Start 2 processes"):
+        find_local(store, 0, 2, 0.05)
+    monkeypatch.setattr(os, "getpid", lambda: -7)
+    publish(store, 0, 2, None, None)
+    with pytest.raises(ValueError, match=r"RANK is 0 in two processes: process \d+ on .*, and process -7 on "):
+        find_local(store, 1, 2, 5.0)
 
 
 def test_slurm_variables_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from twinflow.parallel.costs import (
     rough_seconds,
     seconds_of,
     stage_times,
+    tied_bytes,
+    tied_seconds,
     volume_of,
 )
 from twinflow.parallel.layout import Layout, check_layout, layers_of, rank_layers, stage_layers
@@ -27,7 +29,7 @@ from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.parallel.simulate import Pipeline, step_seconds
 from twinflow.parallel.topology import DATA, MODEL, PIPE
 from twinflow.planner.machines import GB, GPUS, Host, Machine, gpu_named
-from twinflow.planner.models import gpt_cost
+from twinflow.planner.models import from_hf, gpt_cost
 from twinflow.planner.scaling import Cluster, default_network, ring_bytes
 
 # The article's trillion: 298 layers of width 17,408, sequences of 2,048; attention as it was then.
@@ -307,6 +309,26 @@ def test_shapes() -> None:
         Shape(1, 0, 1, 1)
 
 
+def test_an_untied_head_counts() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    llama3 = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8, **sizes}
+    untied = shape_of(from_hf(llama3), 2048)
+    tied = shape_of(from_hf({**llama3, "tie_word_embeddings": True}), 2048)
+    assert untied.numel == pytest.approx(8.03e9, rel=1e-3)
+    assert tied.numel == pytest.approx(7.50e9, rel=1e-3)
+    end = untied.end_numel
+    alone = Layout(1, 1, 8, 4)
+    assert largest_numel(untied, alone) - largest_numel(tied, alone) == end
+    for layout in (alone, Layout(4, 1, 2, 4, schedule="zbv", num_chunks=2)):  # the first rank has both ends
+        more = rank_bytes(untied, layout, 0).state.weights - rank_bytes(tied, layout, 0).state.weights
+        assert more == 2 * end
+    split = Layout(4, 1, 2, 4)
+    assert largest_numel(untied, split) == largest_numel(tied, split)
+    for rank in range(4):
+        assert rank_bytes(untied, split, rank).state == rank_bytes(tied, split, rank).state
+    assert tied_bytes(tied, split) > tied_bytes(untied, split) == tied_seconds(untied, split, A100S) == 0
+
+
 def test_cards_go_by_their_size_too() -> None:
     assert gpu_named("h100-80") is GPUS["h100"]
     assert gpu_named("H200-141") is GPUS["h200"]
@@ -320,6 +342,8 @@ def test_cards_go_by_their_size_too() -> None:
         ({"num_pp": 0}, "num_pp is 0"),
         ({"zero": 4}, "zero is 4"),
         ({"num_tp": 3}, "a divisor of 32, the number of attention heads"),
+        ({"num_tp": 16}, "a divisor of 8, the number of heads of keys and values"),
+        ({"num_tp": 8}, "a divisor of 50257, the size of the vocabulary"),
         ({"num_pp": 17}, "at most 16, the number of layers. Use fewer stages or chunks"),
         ({"schedule": "zbv"}, "num_chunks is 1, but must be 2 with the schedule 'zbv'"),
         ({"num_chunks": 2}, "num_chunks is 2, but must be 1 with the schedule '1f1b'"),
@@ -328,7 +352,7 @@ def test_cards_go_by_their_size_too() -> None:
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, object], words: str) -> None:
-    layout = replace(Layout(4, 2, 1, 8), **changes)  # type: ignore[arg-type]
+    layout = replace(Layout(4, 1, 1, 8), **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r" is .*, but must be ") as raised:
-        check_layout(layout, Shape(16, 4096, 32, 2048))
+        check_layout(layout, Shape(16, 4096, 32, 2048, vocab_size=50_257, num_kv_heads=8))
     assert words in str(raised.value)

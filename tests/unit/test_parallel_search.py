@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli.main import app
+from twinflow.cli.plan_input import count_module
 from twinflow.parallel.costs import estimate, lacking_bytes
+from twinflow.parallel.plans import match, plan_for
 from twinflow.parallel.search import LayoutAsk, layouts, reasons, search
-from twinflow.parallel.shapes import Shape, shape_like
+from twinflow.parallel.shapes import Shape, shape_like, shape_of
+from twinflow.parallel.tensor import plan_cuts
 from twinflow.planner.machines import GB, GPUS, Host, Machine
+from twinflow.planner.models import from_hf
 from twinflow.planner.scaling import Cluster, default_network
 
 DGX = Machine(GPUS["a100-40"], Host(1024 * GB, 128, 300e9), 8)
@@ -39,6 +45,50 @@ def test_every_layout_divides_and_is_there_once() -> None:
     assert {layout.zero for layout in found} == {0, 1, 2, 3}
     assert {layout.zero for layout in found if layout.num_tp > 1} == {0, 1, 2}  # the engine refuses stage 3 there
     assert {layout.num_pp for layout in found} == {1, 2, 4, 8, 16}
+
+
+TOKENS = {"vocab_size": 96, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
+SIZES = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 48, **TOKENS}
+GPT2 = {"n_embd": 96, "n_layer": 2, "n_head": 8, "n_positions": 16, "vocab_size": 96}
+MODELS: list[tuple[str, dict[str, Any], set[int]]] = [
+    ("llama", SIZES, {1, 2, 4, 8}),
+    ("llama", {**SIZES, "num_key_value_heads": 2}, {1, 2}),
+    ("llama", {**SIZES, "vocab_size": 50}, {1, 2}),
+    ("llama", {**SIZES, "intermediate_size": 36}, {1, 2, 4}),
+    ("qwen2", {**SIZES, "num_key_value_heads": 1}, {1}),
+    ("gpt2", GPT2, {1, 2, 4, 8}),
+    ("gpt2", {**GPT2, "vocab_size": 97}, {1}),
+    ("gpt2", {**GPT2, "n_inner": 100}, {1, 2, 4}),
+    ("bert", {**SIZES, "vocab_size": 196}, {1, 2, 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "allowed"), MODELS)
+def test_tensor_ranks_are_those_that_the_engine_accepts(kind: str, sizes: dict[str, Any], allowed: set[int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    maker = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+    with torch.device("meta"):
+        model = getattr(transformers, maker).from_config(config)
+    modules = dict(model.named_modules())
+    styles = match(modules, plan_for(model))
+    accepted = set()
+    for tp in (1, 2, 4, 8):
+        with suppress(ValueError):
+            plan_cuts(modules, styles, 0, tp)
+            accepted.add(tp)
+    assert accepted == allowed
+    for cost in (from_hf(config.to_dict()), count_module(model, "built")):
+        shape = shape_of(cost, 16)
+        assert shape.tied == config.tie_word_embeddings
+        ask = LayoutAsk(shape, CLUSTER, num_gpus=8, batch=8, micro_batches=(1,))
+        assert {layout.num_tp for layout in layouts(ask)} == allowed
+
+
+def test_assumed_heads_are_named() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Embedding(96, 128), *(torch.nn.Linear(128, 128) for _ in range(2)))
+    assert shape_of(count_module(model, "own"), 16).name == "own (assuming heads of width 64)"
 
 
 def test_the_best_is_the_best_of_all() -> None:

@@ -340,6 +340,7 @@ MPI = {"RANK": 1, "LOCAL_RANK": 1, "SIZE": 4, "LOCAL_SIZE": 4}
         (torchrun(4), 4),
         (torchrun(8) | {"LOCAL_WORLD_SIZE": "2"}, 2),  # four machines
         ({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in MPI.items()}, 4),
+        ({k: v for k, v in torchrun(4).items() if not k.startswith("LOCAL_")}, 1),  # not known before the ranks meet
         ({"WORLD_SIZE": "4"}, 1),  # half of a launcher's variables
         (torchrun(4) | {"RANK": "x"}, 1),
     ],

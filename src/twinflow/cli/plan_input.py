@@ -168,7 +168,18 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     if not any(numel):
         expected = "the name of a model whose layers are in an nn.ModuleList or nn.Sequential"
         raise invalid_value("--model", name, expected, "Put the layers of the model into such a list.")
-    return from_counts(name, [n for n in numel if n], embedding, head, hidden, vocab)
+    config = getattr(model, "config", None)  # of a transformers model or of twinflow's GPT
+    return from_counts(
+        name,
+        [n for n in numel if n],
+        embedding,
+        head,
+        hidden,
+        vocab,
+        inner=getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None),
+        num_heads=getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None) or 0,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or 0,
+    )
 
 
 def _width(model: nn.Module) -> int:

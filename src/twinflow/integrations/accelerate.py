@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
@@ -32,7 +32,7 @@ def twin_optimizer(
     device. Raises ValueError for settings of the accelerator that are not supported.
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
-    check_accelerator(accelerator)
+    check_accelerator(accelerator, model)
     if options.get("loss_scale") is not None:
         remedy = "accelerator.backward() does not apply a loss scale. Use bf16, or your own loop."
         raise invalid_value("loss_scale", options["loss_scale"], [None], remedy)
@@ -70,21 +70,43 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
     return prepared
 
 
-def check_accelerator(accelerator: Any) -> None:
-    """Raise ValueError for settings of the accelerator that would give wrong results."""
+def check_accelerator(accelerator: Any, model: nn.Module) -> None:
+    """Raise ValueError for settings of the accelerator that would give wrong results. If torchrun has started a single
+    process, the accelerator is changed to that of a process without torchrun. `model`: the model to train.
+    """
     if not hasattr(accelerator, "distributed_type"):
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or kind != "NO":  # Accelerate uses DistributedDataParallel for one process, too.
-        remedy = (
-            "Start one process with python, not with torchrun, and without RANK and WORLD_SIZE in its environment. "
-            "For several ranks use twinflow.initialize()."
-        )
+    if as_one_process(accelerator, model):
+        kind = "NO"
+    if accelerator.num_processes > 1 or kind != "NO":
         raise ValueError(
             f"The number of processes of Accelerate is {accelerator.num_processes} with distributed_type {kind}, but "
-            f"must be 1 with distributed_type NO. {remedy}"
+            "must be 1 without FSDP and DeepSpeed. Start one process. For several ranks use twinflow.initialize()."
         )
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
         remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'
         raise invalid_value("mixed_precision", precision, _PRECISIONS, remedy)
+
+
+def as_one_process(accelerator: Any, model: nn.Module) -> bool:
+    """Sets the distributed_type of a single process under torchrun to NO, and returns whether this was done. Otherwise
+    `prepare` would wrap the model in DistributedDataParallel, which reduces gradients that TwinOptimizer has already
+    taken.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if accelerator.num_processes > 1 or not kind.startswith("MULTI_"):
+        return False
+    # On GPUs, recent versions do not wrap the model of a single process.
+    wraps = kind == "MULTI_CPU" or getattr(accelerator, "multi_device", True)
+    if wraps and any(one is getattr(model, "module", model) for one in accelerator._models):
+        raise wrong_state(
+            "TwinOptimizer cannot train this model",
+            "accelerator.prepare() has wrapped it in DistributedDataParallel",
+            "Call twin_optimizer() before accelerator.prepare(), or start the process with python instead of torchrun.",
+        )
+    partial = need("accelerate.state", "accelerate", "twinflow.integrations.accelerate").PartialState()
+    for state in (accelerator.state, partial):  # an AcceleratorState copies the values of the PartialState
+        state.distributed_type = type(state.distributed_type).NO
+    return True

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import check_accelerator, connect
+from twinflow.integrations.accelerate import as_one_process, check_accelerator, connect
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.optim.twin import TwinOptimizer
@@ -51,6 +51,8 @@ class TwinMixin:
                     remedy = "The Trainer does not scale the loss. Use bf16."
                 raise invalid_value("The name of an option in twin", name, allowed, remedy)
         super().__init__(*args, **kwargs)
+        trainer: Any = self
+        as_one_process(trainer.accelerator, trainer.model)  # before `evaluate`, which prepares the model too
         _check_arguments(self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +65,7 @@ class TwinMixin:
             return made
         if twin is not None:
             twin.close()  # it belongs to an earlier model of `model_init`
-        check_accelerator(trainer.accelerator)
+        check_accelerator(trainer.accelerator, trainer.model)
         self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer)
         trainer.optimizer = connect(trainer.accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer

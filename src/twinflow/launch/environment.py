@@ -1,5 +1,6 @@
 """Finds the rank of this process and creates torch's process group. The rank comes from the variables of torchrun, Open
-MPI, MPICH, Intel MPI or Slurm.
+MPI, MPICH, Intel MPI or Slurm, or from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone. If the local rank or the
+number of local ranks is not set, the ranks exchange the names of their machines (machines.py).
 
 MPI is checked before Slurm: inside a Slurm job, mpirun starts its daemons with srun, and each rank also has the SLURM_
 variables of its daemon. Inside a Slurm job, PMI_RANK alone does not mean that mpirun started the process, because srun
@@ -16,7 +17,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,12 +32,17 @@ _SIOCGIFADDR = 0x8915
 # The names of the variables for rank, local rank, size and local size.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+# The variables for rank and size of launchers that may start processes with RANK. MPI comes first, see above.
+_OUTER = (_OPEN_MPI[::2], _MPICH[::2], ("SLURM_PROCID", "SLURM_NTASKS"))
+UNKNOWN = -1  # a local rank or a number of local ranks that the launcher does not set
 _CORRECT = "Correct this environment variable, or unset it and start the ranks with a launcher."
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The rank of this process in the world and on its machine, and the address of rank 0."""
+    """The rank of this process in the world and on its machine, and the address of rank 0. Only `rank_environment`
+    returns local values that are UNKNOWN.
+    """
 
     rank: int
     local_rank: int
@@ -45,13 +51,17 @@ class RankEnvironment:
     master_addr: str
     master_port: int
 
+    @property
+    def knows_machine(self) -> bool:
+        return UNKNOWN not in (self.local_rank, self.local_world_size)
+
 
 ALONE = RankEnvironment(0, 0, 1, 1, LOCAL_ADDRESS, DEFAULT_PORT)  # a process without a launcher
 
 
 def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
     """The rank of this process from its launcher's variables. Returns None without a launcher. Raises ValueError if
-    some variables are missing or wrong.
+    some variables are missing or wrong. Local values that the launcher does not set are UNKNOWN.
     """
     if "RANK" in env or "LOCAL_RANK" in env:
         return _torchrun(env)
@@ -70,19 +80,45 @@ def rank_environment(env: Mapping[str, str]) -> RankEnvironment | None:
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment:
     local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env else "LOCAL_WORLD_SIZE"
+    if env.get("LOCAL_SIZE", env.get(local_size)) != env.get(local_size):
+        allowed = f"equal to LOCAL_WORLD_SIZE, which is {env[local_size]}"
+        raise invalid_value("LOCAL_SIZE", env["LOCAL_SIZE"], allowed, "Unset one of these variables.")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)  # DeepSpeed's launcher sets LOCAL_SIZE.
-    _need(env, (*names, "MASTER_ADDR", "MASTER_PORT"), "Start the script with torchrun or `twinflow launch`.")
+    needed = (*names[::2], "MASTER_ADDR", "MASTER_PORT")
+    _need(env, needed, "Start the script with torchrun or `twinflow launch`, or set all of these variables.")
     return _checked(env, names, env["MASTER_ADDR"], DEFAULT_PORT)
+
+
+def check_outer(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Raises ValueError if RANK and WORLD_SIZE contradict the launcher that started this process. They may come from an
+    earlier job, and each process would then train alone, or all would have one rank.
+
+    A process of the launcher may start several ranks, so WORLD_SIZE may be larger. torchrun may start ranks in another
+    order, and sets TORCHELASTIC_RUN_ID.
+    """
+    if "RANK" not in env or "TORCHELASTIC_RUN_ID" in env:
+        return
+    for rank_name, size_name in _OUTER:
+        # A batch script of Slurm has these variables too, but is not one of the tasks.
+        if rank_name in env and size_name in env and (rank_name != "SLURM_PROCID" or "SLURM_STEP_NODELIST" in env):
+            outer_rank, outer_size = _number(env, rank_name), _number(env, size_name)
+            remedy = f"Unset RANK and WORLD_SIZE to use {rank_name} and {size_name}, or unset these two."
+            if world_size < outer_size:
+                raise invalid_value("WORLD_SIZE", world_size, f"at least {size_name}, which is {outer_size}", remedy)
+            if world_size == outer_size and rank != outer_rank:
+                raise invalid_value("RANK", rank, f"equal to {rank_name}, which is {outer_rank}", remedy)
+            return
 
 
 def _mpi(env: Mapping[str, str], names: Sequence[str], starter: str) -> RankEnvironment:
     """The rank from variables of MPI, which do not include the address of rank 0. One machine does not need it."""
-    _need(env, names, f"Start the script with {starter}.")
-    if "MASTER_ADDR" not in env and _number(env, names[2]) != _number(env, names[3]):
+    _need(env, names[::2], f"Start the script with {starter}.")
+    is_local = _number(env, names[2]) == _number(env, names[3], UNKNOWN)
+    if "MASTER_ADDR" not in env and not is_local:
         setting = "mpirun -x MASTER_ADDR=HOST" if starter == "mpirun" else "mpiexec -genv MASTER_ADDR HOST"
         raise ValueError(
             "MASTER_ADDR is not set, but must be the address of rank 0's machine, because the ranks are on several "
-            f"machines. Set this environment variable for all ranks with `{setting}`."
+            f"machines, or {names[3]} is not set. Set this environment variable for all ranks with `{setting}`."
         )
     return _checked(env, names, env.get("MASTER_ADDR", LOCAL_ADDRESS), DEFAULT_PORT)
 
@@ -147,22 +183,24 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 def _checked(env: Mapping[str, str], names: Sequence[str], address: str, default_port: int) -> RankEnvironment:
     """Checks that the rank is below the world size and the local rank is below the local size. `names`: rank, local
-    rank, size, local size.
+    rank, size, local size. The local ones may be missing.
     """
-    rank, local_rank, world_size, local_size = numbers = [_number(env, name) for name in names]
+    rank, local_rank, world_size, local_size = numbers = [_number(env, name, UNKNOWN) for name in names]
     for name, size in zip(names[2:], numbers[2:], strict=True):
-        if size < 1:
+        if name in env and size < 1:
             raise invalid_value(name, size, "a whole number >= 1")
     if not address:
         raise invalid_value("MASTER_ADDR", address, "the name or the IP address of the machine of rank 0")
-    for i in (0, 1):
-        if numbers[i] >= numbers[i + 2]:
-            raise invalid_value(names[i], numbers[i], f"below {names[i + 2]}, which is {numbers[i + 2]}", _CORRECT)
+    for i, j in ((0, 2), (1, 3 if names[3] in env else 2)):
+        if numbers[i] >= numbers[j]:
+            raise invalid_value(names[i], numbers[i], f"below {names[j]}, which is {numbers[j]}", _CORRECT)
     port = _number(env, "MASTER_PORT", default_port)
     if local_size > world_size:
         raise invalid_value(names[3], local_size, f"at most {names[2]}, which is {world_size}", _CORRECT)
     if not 1 <= port <= 65535:
         raise invalid_value("MASTER_PORT", port, "a port from 1 to 65535", _CORRECT)
+    if world_size == 1:
+        local_rank, local_size = 0, 1
     return RankEnvironment(rank, local_rank, world_size, local_size, address, port)
 
 
@@ -183,26 +221,48 @@ def init_distributed(
     if timeout_s <= 0:
         raise invalid_value("timeout_s", timeout_s, "a number of seconds above 0")
     if distributed.is_available() and distributed.is_initialized():
-        return joined(env)
+        return joined(env, timeout_s)
     found = rank_environment(env)
     if found is None:
         return ALONE
+    check_outer(env, found.rank, found.world_size)
     has_cuda = torch.cuda.is_available()
     if backend == "nccl" and not has_cuda:
         raise invalid_value("backend", backend, ("auto", "gloo"), "This machine has no CUDA device for nccl.")
+    # torch and other libraries read some of the variables of torchrun.
+    os.environ.update(_variables(found))
+    timeout = timedelta(seconds=timeout_s)
+    store = _attempts_store(found, timeout)
+    found = _find_machine(store, found, timeout_s)
+    os.environ.update(_variables(found))
+    os.environ.update(gloo_variables(found, env))
     if has_cuda:
         # With Slurm, each task may see only its own GPU, with index 0.
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-    # torch and other libraries read some of the variables of torchrun.
-    os.environ.update({name.upper(): str(value) for name, value in asdict(found).items()})
-    os.environ.update(gloo_variables(found, env))
-    timeout = timedelta(seconds=timeout_s)
-    store = _attempts_store(found, timeout)
     if backend != "gloo":
         card = str(torch.cuda.get_device_properties().uuid) if has_cuda else ""
         backend = choose_backend(backend, shared_card(store, found, card, timeout))
     distributed.init_process_group(backend, store=store, timeout=timeout, rank=found.rank, world_size=found.world_size)
     return found
+
+
+def _variables(found: RankEnvironment) -> dict[str, str]:
+    return {name.upper(): str(value) for name, value in asdict(found).items() if value != UNKNOWN}
+
+
+def _find_machine(store: Any, found: RankEnvironment, timeout_s: float) -> RankEnvironment:
+    """The same rank with its local rank and the number of local ranks. All ranks call this function."""
+    if found.world_size == 1:
+        return found
+    from twinflow.launch.machines import find_local, publish
+
+    # Also a rank with local variables publishes them, because another rank may have none.
+    local = (None if value == UNKNOWN else value for value in (found.local_rank, found.local_world_size))
+    publish(store, found.rank, found.world_size, *local)
+    if found.knows_machine:
+        return found
+    local_rank, local_size = find_local(store, found.rank, found.world_size, timeout_s)
+    return replace(found, local_rank=local_rank, local_world_size=local_size)
 
 
 def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta) -> str | None:
@@ -273,18 +333,14 @@ def free_port() -> int:
         return int(made.getsockname()[1])
 
 
-def attempt() -> int:
-    """The number of restarts of this run."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(count) if re.fullmatch("[0-9]+", count) else 0
-
-
 def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
     """A store with a prefix for this attempt. torchrun keeps one store for all restarts, and gloo would find the
     addresses of processes that have ended. Without torchrun's store, rank 0 creates one.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.rendezvous import rendezvous
+
+    from twinflow.launch.store import attempt
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         kept: Any = TCPStore(found.master_addr, found.master_port, is_master=False, timeout=timeout)
@@ -293,15 +349,30 @@ def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
     return PrefixStore(f"twinflow/group/{attempt()}", kept)
 
 
-def joined(env: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """The rank of this process in an existing process group. World size 1 without a group."""
+def joined(env: Mapping[str, str] = os.environ, timeout_s: float | None = None) -> RankEnvironment:
+    """The rank of this process in an existing process group. World size 1 without a group.
+
+    If the variables do not say which ranks are on one machine, the ranks exchange the names of their machines. All
+    ranks must then call this function with `timeout_s`. Without `timeout_s`, the result of an earlier exchange is used.
+    If there was none, all ranks count as local.
+    """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return ALONE
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     found = rank_environment(env)
-    if found is not None and (found.rank, found.world_size) == (rank, world_size):
+    if found is None or (found.rank, found.world_size) != (rank, world_size):
+        # The script created the group without a launcher, or inside one rank of a launcher.
+        found = RankEnvironment(rank, UNKNOWN, world_size, UNKNOWN, LOCAL_ADDRESS, DEFAULT_PORT)
+    if found.knows_machine:
         return found
-    # The script created the group without a launcher, or inside one rank of a launcher. All ranks count as local.
-    return RankEnvironment(rank, rank, world_size, world_size, LOCAL_ADDRESS, DEFAULT_PORT)
+    if world_size == 1:
+        return replace(found, local_rank=0, local_world_size=1)
+    from twinflow.launch.machines import found_local
+    from twinflow.launch.store import group_store
+
+    if timeout_s is not None:
+        return _find_machine(group_store(), found, timeout_s)
+    local_rank, local_size = found_local(group_store(), rank, world_size) or (rank, world_size)
+    return replace(found, local_rank=local_rank, local_world_size=local_size)

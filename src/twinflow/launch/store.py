@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from typing import cast
 
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from twinflow.launch.environment import attempt
+
+def attempt() -> int:
+    """The number of restarts of this run."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if re.fullmatch("[0-9]+", count) else 0
 
 
 def group_store() -> Store:

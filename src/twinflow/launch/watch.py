@@ -38,8 +38,7 @@ from typing import Any, cast
 from torch._C._distributed_c10d import Store
 
 from twinflow.errors import invalid_value
-from twinflow.launch.environment import attempt
-from twinflow.launch.store import own_keys, wait_for
+from twinflow.launch.store import attempt, own_keys, wait_for
 from twinflow.launch.worker import LOST_PEER, Failure, write_all
 
 LONGEST_TICK_S = 2.0

@@ -60,7 +60,7 @@ def count_local_ranks(environ: Mapping[str, str]) -> int:
         found = rank_environment(environ)
     except ValueError:
         return 1
-    return found.local_world_size if found is not None else 1
+    return max(1, found.local_world_size) if found is not None else 1  # -1: not known before the ranks have met
 
 
 def own_cpus() -> frozenset[int]:

@@ -98,7 +98,7 @@ def tied_bytes(shape: Shape, layout: Layout) -> float:
     """Bytes that a rank with the embedding and the rank with its copy send to each other in a step. Each replica sends
     only its share of the gradient.
     """
-    if not layout.ties_ranks:
+    if not layout.ties_ranks(shape):
         return 0.0
     return 2.0 * ring_bytes(HALF_BYTES * shape.end_numel / layout.num_tp / layout.num_dp, 2)
 
@@ -107,7 +107,7 @@ def tied_seconds(shape: Shape, layout: Layout, cluster: Cluster) -> float:
     """Time to sum the gradient of a tied embedding: first over the replicas (with ZeRO-3 this is already done), then
     over the first and the last stage.
     """
-    if not layout.ties_ranks:
+    if not layout.ties_ranks(shape):
         return 0.0
     near = 0.0
     if layout.num_dp > 1 and layout.zero < 3:
@@ -283,10 +283,12 @@ def rough_seconds(pipe: Pipeline) -> float:
 
 
 def largest_numel(shape: Shape, layout: Layout) -> float:
-    """The largest number of parameters of a rank, with the embedding or its copy."""
+    """The largest number of parameters of a rank, with the embedding, its copy or an untied head."""
     layers = rank_layers(shape, layout)
     ends = (0, rank_of(layout.num_stages - 1, layout.num_pp, layout.placement))
-    numels = (n * shape.layer_numel + (rank in ends) * shape.end_numel for rank, n in enumerate(layers))
+    numels = (
+        n * shape.layer_numel + shape.ends_numel(rank == ends[0], rank == ends[1]) for rank, n in enumerate(layers)
+    )
     return max(numels) / layout.num_tp
 
 

@@ -66,10 +66,9 @@ class Layout:
         """
         return self.zero == 3 or (self.zero == 2 and self.num_pp == 1)
 
-    @property
-    def ties_ranks(self) -> bool:
-        """Whether the embedding and the tied head are on two ranks. In a V placement both are on the first rank."""
-        return self.num_pp > 1 and self.placement != V
+    def ties_ranks(self, shape: Shape) -> bool:
+        """Whether two ranks have the weight of a tied embedding. In a V placement only the first rank has it."""
+        return shape.tied and self.num_pp > 1 and self.placement != V
 
     def __str__(self) -> str:
         parts = [f"pp {self.num_pp} x tp {self.num_tp} x dp {self.num_dp}", f"ZeRO-{self.zero}"]
@@ -95,8 +94,9 @@ def check_layout(layout: Layout, shape: Shape) -> None:
     if layout.num_stages > shape.num_layers:
         allowed = f"at most {shape.num_layers}, the number of layers"
         raise invalid_value("The number of stages", layout.num_stages, allowed, "Use fewer stages or chunks.")
-    if shape.num_heads % layout.num_tp:
-        raise invalid_value("num_tp", layout.num_tp, f"a divisor of {shape.num_heads}, the number of attention heads")
+    for what, size in shape.tensor_sizes.items():
+        if size % layout.num_tp:
+            raise invalid_value("num_tp", layout.num_tp, f"a divisor of {size}, {what}")
     if layout.schedule == "interleaved":
         round_size(layout.num_pp, layout.num_micro_batches)
     else:

@@ -161,14 +161,16 @@ def rank_bytes(shape: Shape, layout: Layout, rank: int) -> RankBytes:
     counts = stage_layers(shape, layout)
     layers = sum(counts[stage] for stage in stages)
     is_first, is_last = 0 in stages, layout.num_stages - 1 in stages
-    end = (is_first or is_last) * shape.end_numel / layout.num_tp  # the head is a copy of the embedding on another rank
+    # If the head is tied, another rank has a copy of the embedding.
+    end = shape.ends_numel(is_first, is_last) / layout.num_tp
+    one_end = shape.end_numel / layout.num_tp
     numel = layers * shape.layer_numel / layout.num_tp + end
     activations = in_flight_bytes(shape, layout, rank, layers)
     if layout.published:
         state = published_bytes(numel, layout.zero, layout.num_dp, layout.offload)
         return RankBytes(rank, state, activations, _published_work(shape, layout, is_last), _gathered(shape, layout))
-    is_tied = layout.ties_ranks and bool(end)
-    peaks = _peaks(shape, layout, layers, activations, end if is_first else 0.0, end if is_last else 0.0, is_tied)
+    is_tied = layout.ties_ranks(shape) and bool(end)
+    peaks = _peaks(shape, layout, layers, activations, is_first * one_end, is_last * one_end, is_tied)
     working = max(0.0, *(peak - activations for peak in peaks))
     tied = WIDE * end if is_tied else 0.0
     staging = _staging(shape, layout, end, layers if rank else layers / layout.num_chunks)

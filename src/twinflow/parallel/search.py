@@ -82,9 +82,11 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
 
 
 def layouts(ask: LayoutAsk) -> Iterator[Layout]:
-    """Every valid layout: tensor ranks divide the heads, and there are not more stages than layers."""
+    """Every layout that the engine accepts: tensor ranks divide heads, MLP and vocabulary, and there are no more stages
+    than layers.
+    """
     shape, per_node = ask.shape, ask.cluster.machine.num_gpus
-    for tp in _divisors(math.gcd(ask.num_gpus, shape.num_heads)):
+    for tp in _divisors(math.gcd(ask.num_gpus, *shape.tensor_sizes.values())):
         if tp > 2 * per_node or (tp < per_node and per_node % tp):
             continue
         for pp in _divisors(ask.num_gpus // tp):

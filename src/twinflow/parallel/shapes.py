@@ -18,7 +18,7 @@ VOCAB_SIZE: Final = 51_200  # vocabulary of GPT-2, rounded up to a number that t
 
 @dataclass(frozen=True)
 class Shape:
-    """Equal layers between an embedding and a head that is tied to the embedding."""
+    """Equal layers between an embedding and a head of the same size."""
 
     num_layers: int
     hidden: int
@@ -28,6 +28,9 @@ class Shape:
     name: str = "GPT shape"
     layer_numel: int = 0  # 0: that of a GPT, 12 h^2 + 13 h
     keeps_scores: bool = False  # attention keeps its score matrices, as without fused kernels
+    tied: bool = True  # the head has the weight of the embedding
+    num_kv_heads: int = 0  # heads of keys and values. 0: as many as heads
+    inner: int = 0  # width of the MLP. 0: 4 h
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
@@ -38,13 +41,28 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Number of parameters. The tied head is not counted again."""
-        return self.num_layers * self.layer_numel + self.end_numel
+        """Number of parameters. A tied head is not counted again."""
+        return self.num_layers * self.layer_numel + self.ends_numel(True, True)
 
     @property
     def end_numel(self) -> int:
-        """Number of parameters of the embedding. The head is tied to it, so the last stage has as many."""
+        """Number of parameters of the embedding. The head has as many."""
         return self.vocab_size * self.hidden
+
+    def ends_numel(self, has_embedding: bool, has_head: bool) -> int:
+        """Number of parameters of embedding and head on a rank. A rank with both has a tied weight once."""
+        num_ends = has_embedding + has_head
+        return self.end_numel * (min(1, num_ends) if self.tied else num_ends)
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """The sizes that the number of tensor ranks must divide: the engine does not split a head, nor unevenly."""
+        return {
+            "the number of attention heads": self.num_heads,
+            "the number of heads of keys and values": self.num_kv_heads or self.num_heads,
+            "the width of the MLP": self.inner or 4 * self.hidden,
+            "the size of the vocabulary": self.vocab_size if self.vocab_size > 1 else 0,  # 1: no embedding
+        }
 
     def layer_flops(self, num_tokens: int) -> tuple[float, float]:
         """FLOPs of a layer's forward: matrix products with weights, and attention."""
@@ -68,7 +86,23 @@ def shape_like(numel: float, sequence: int = 2048) -> Shape:
 
 
 def shape_of(model: ModelCost, sequence: int) -> Shape:
-    """The shape of a planner model, with equal blocks. Heads are assumed to have width 128, or 64 in narrow models."""
-    heads = max(1, model.attention_width // (_HEAD_WIDTH if model.attention_width >= 2048 else 64))
-    layer_numel = round(sum(model.blocks) / len(model.blocks))
-    return Shape(len(model.blocks), model.hidden, heads, sequence, model.vocab_size, model.name, layer_numel)
+    """The shape of a planner model, with equal blocks. If the number of heads is not known, heads are assumed to have
+    width 128, or 64 in narrow models, and the name says so.
+    """
+    name, heads = model.name, model.num_heads
+    if not heads:
+        width = _HEAD_WIDTH if model.attention_width >= 2048 else 64
+        heads = max(1, model.attention_width // width)
+        name += f" (assuming heads of width {width})"
+    return Shape(
+        num_layers=len(model.blocks),
+        hidden=model.hidden,
+        num_heads=heads,
+        sequence=sequence,
+        vocab_size=model.vocab_size,
+        name=name,
+        layer_numel=round(sum(model.blocks) / len(model.blocks)),
+        tied=model.head_numel < model.head_products,  # the parameters of a tied head are those of the embedding
+        num_kv_heads=model.num_kv_heads,
+        inner=model.inner,
+    )

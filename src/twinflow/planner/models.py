@@ -41,6 +41,10 @@ class ModelCost:
     activations: Activations
     traffic_bytes: float  # memory traffic of a forward for each token and block, without matrix products
     launch_s: float  # time to launch the kernels of a block's forward
+    # Sizes that tensor ranks divide. 0: not known.
+    num_heads: int = 0
+    num_kv_heads: int = 0  # heads of keys and values
+    inner: int = 0  # width of the MLP
 
     @property
     def numel(self) -> int:
@@ -98,6 +102,9 @@ def gpt_cost(
         activations=gpt_activations(h, num_heads, vocab_size, width, has_dropout),
         traffic_bytes=GPT_TRAFFIC * h,
         launch_s=GPT_LAUNCH_S,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        inner=4 * h,
     )
 
 
@@ -114,12 +121,16 @@ def from_counts(
     inner: int | None = None,
     attention_width: int | None = None,
     num_wide: int = 2,
+    num_heads: int = 0,
+    num_kv_heads: int = 0,
 ) -> ModelCost:
     """Costs of any model from the elements of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
-    follows from the largest block. `num_wide`: activations of this width that a block keeps.
+    follows from the largest block. `num_wide`: activations of this width that a block keeps. `num_heads`,
+    `num_kv_heads`: 0 if they are not known.
     """
+    known_inner = inner or 0
     if inner is None:
         inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
     return ModelCost(
@@ -136,6 +147,9 @@ def from_counts(
         activations=hf_activations(hidden, inner, vocab_size, num_wide),
         traffic_bytes=HF_TRAFFIC * hidden,
         launch_s=HF_LAUNCH_S,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        inner=known_inner,
     )
 
 
@@ -189,6 +203,8 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
         inner=inner,
         attention_width=wide,
         num_wide=3,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
     )
 
 
@@ -199,41 +215,52 @@ def _opt(config: Mapping[str, Any], name: str) -> ModelCost:
     projections = 2 * h * narrow if narrow != h else 0
     embedding = config["vocab_size"] * narrow + (positions + 2) * h + projections
     head = 0 if config.get("_remove_final_layer_norm") or narrow != h else 2 * h
-    layers = config["num_hidden_layers"]
-    return _classic(name, config, h, config["ffn_dim"], layers, embedding, head, min(2048, positions))
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    return _classic(name, config, h, heads, config["ffn_dim"], layers, embedding, head, min(2048, positions))
 
 
 def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
     """GPT-2: learned positions, tied head."""
     h, positions = config["n_embd"], config["n_positions"]
     embedding = (config["vocab_size"] + positions) * h
-    return _classic(name, config, h, config.get("n_inner") or 4 * h, config["n_layer"], embedding, 2 * h, positions)
+    inner, layers, heads = config.get("n_inner") or 4 * h, config["n_layer"], config["n_head"]
+    return _classic(name, config, h, heads, inner, layers, embedding, 2 * h, positions)
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
     """GPT-NeoX and Pythia: rotary positions, untied head."""
-    h, layers = config["hidden_size"], config["num_hidden_layers"]
+    h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     embedding = config["vocab_size"] * h
     head = 2 * h + (0 if config.get("tie_word_embeddings") else embedding)
     context = min(2048, config.get("max_position_embeddings", 2048))
-    return _classic(name, config, h, config["intermediate_size"], layers, embedding, head, context)
+    return _classic(name, config, h, heads, config["intermediate_size"], layers, embedding, head, context)
 
 
 def _bert(config: Mapping[str, Any], name: str) -> ModelCost:
     """BERT with its masked-language head, which is tied except for a bias."""
     h, vocab, positions = config["hidden_size"], config["vocab_size"], config["max_position_embeddings"]
     embedding = (vocab + positions + config.get("type_vocab_size", 2)) * h + 2 * h
-    head, layers = h * h + 3 * h + vocab, config["num_hidden_layers"]
-    return _classic(name, config, h, config["intermediate_size"], layers, embedding, head, min(512, positions))
+    head, layers, heads = h * h + 3 * h + vocab, config["num_hidden_layers"], config["num_attention_heads"]
+    inner = config["intermediate_size"]
+    return _classic(name, config, h, heads, inner, layers, embedding, head, min(512, positions))
 
 
 def _classic(
-    name: str, config: Mapping[str, Any], h: int, inner: int, layers: int, embedding: int, head: int, context: int
+    name: str,
+    config: Mapping[str, Any],
+    h: int,
+    heads: int,
+    inner: int,
+    layers: int,
+    embedding: int,
+    head: int,
+    context: int,
 ) -> ModelCost:
     """A model whose blocks have full attention, a plain MLP, biases and two layer norms."""
     products = 4 * h * h + 2 * h * inner
     blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
-    return from_counts(name, blocks, embedding, head, h, vocab_size, context, products=products, inner=inner)
+    sizes: dict[str, int] = {"products": products, "inner": inner, "num_heads": heads}
+    return from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
 
 
 _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = {
