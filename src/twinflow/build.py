@@ -78,7 +78,7 @@ def initialize(
     refuse_groups(mpu=mpu, mesh_param=mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
-    for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler)]:
+    for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler), *_default_clipping(parsed, optimizer)]:
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined(timeout_s=TIMEOUT_S)
     found = axes_of(parsed, model, ranks, optimizer)
@@ -148,6 +148,17 @@ def _overruled(config: Config, optimizer: Any, lr_scheduler: Any) -> Iterator[st
     for name, given in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
         if given is not None and getattr(config, name) is not None:
             yield f"{name}: no effect here, because initialize() was called with an argument that overrides it"
+
+
+def _default_clipping(config: Config, optimizer: Any) -> Iterator[str]:
+    """A note if gradients are clipped although the config does not say so. A TwinOptimizer has its own setting."""
+    has_optimizer = optimizer is not None or config.optimizer is not None
+    if "gradient_clipping" in config.model_fields_set or isinstance(optimizer, TwinOptimizer) or not has_optimizer:
+        return
+    yield (
+        f"gradient_clipping: not given, so gradients are clipped to the norm {config.gradient_clipping}, as in current "
+        "versions of DeepSpeed. Older versions do not clip. Set 0 to turn clipping off"
+    )
 
 
 def add_config_arguments(parser: Any) -> Any:

@@ -265,26 +265,49 @@ def sums_replicas(config: Config) -> bool:
 
 def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
     """Sums the gradients of tied parameters, which several stages of a pipeline share. Call it after the last change of
-    the modules, and before the optimizer is built, which gets the summed gradients.
+    the modules, and before the optimizer is built, which gets the summed gradients. A frozen parameter is only copied,
+    so that all stages have the same values.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []
     along, own, ties = grid.ranks_along(PIPE), {tie.name: tie for tie in module.ties}, []
     group = new_group("gloo", along)
-    said = gather_json(group, [[tie.name, list(tie.ranks)] for tie in module.ties])
+    trained = {tie.name: module.get_parameter(tie.local).requires_grad for tie in module.ties}
+    said = gather_json(group, [[tie.name, list(tie.ranks), trained[tie.name]] for tie in module.ties])
+    _check_frozen(said)
     device = next(module.parameters()).device
     is_first = sums_replicas(config)
     replicas = new_group(backend_for(device), grid.ranks_along(DATA), TIMEOUT) if is_first else alone()
-    for name, holders in {name: holders for one in said for name, holders in one}.items():
+    for name, holders in {name: holders for one in said for name, holders, _ in one}.items():
         if name not in own:
             skip_group()
             continue
         param = module.get_parameter(own[name].local)
         members = [along[index] for index in holders]
         holders_group = new_group(backend_for(device), members, TIMEOUT)
-        ties.append(TiedGradients(param, holders_group, replicas, wire_dtype(config)))
-        ties[-1].start()
+        tie = TiedGradients(param, holders_group, replicas, wire_dtype(config))
+        tie.start()
+        if trained[name]:
+            ties.append(tie)
     return ties
+
+
+def _check_frozen(said: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raises ValueError on all ranks if some of them have frozen their copy of a tied parameter and others have not.
+    `said`: name, holders and requires_grad of each tied parameter of each pipeline rank.
+    """
+    trained: dict[str, dict[int, bool]] = {}
+    for rank, ties in enumerate(said):
+        for name, _, is_trained in ties:
+            trained.setdefault(name, {})[rank] = is_trained
+    for name, by_rank in trained.items():
+        if len(set(by_rank.values())) > 1:
+            frozen = [rank for rank, is_trained in by_rank.items() if not is_trained]
+            raise ValueError(
+                f"The tied parameter {name} is frozen on the pipeline ranks {frozen}, but must be frozen on all or on "
+                f"none of the ranks {list(by_rank)}, which have a copy. Set requires_grad to the same value on all of "
+                "them."
+            )
 
 
 def make_wire(module: PipelineModule, grid: Grid | None, device: torch.device) -> Wire:

@@ -417,6 +417,21 @@ def test_a_forgotten_engine_ends_by_itself() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("given", [None, 0.0, 2.0])
+def test_clipping_that_the_config_does_not_name_is_said(given: float | None, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {key: value for key, value in config().items() if key != "gradient_clipping"}
+    if given is not None:
+        asked["gradient_clipping"] = given
+    with caplog.at_level(logging.INFO, logger="twinflow"):
+        logging.getLogger("twinflow").propagate = True
+        engine = twinflow.initialize(model=gpt(), config=asked)[0]
+    lines = [record.getMessage() for record in caplog.records if "gradient_clipping" in record.getMessage()]
+    assert engine.gradient_clipping() == (1.0 if given is None else given)
+    assert len(lines) == (given is None)
+    assert all("not given, so gradients are clipped to the norm 1.0, as in current versions" in line for line in lines)
+    engine.destroy()
+
+
 def test_what_is_given_wins_over_the_config_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = gpt()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)

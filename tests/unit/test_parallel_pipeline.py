@@ -407,14 +407,13 @@ def test_data_that_ends_or_is_no_iterator_is_named() -> None:
 
     one = (torch.ones(1, 2), torch.ones(1, 2))
     engine = built()
-    remedy = r"Repeat the data, for example with itertools\.cycle\(loader\)\."
-    with pytest.raises(StopIteration, match=rf"^data_iter ended after 1 of 2 micro-batches\. {remedy}$"):
+    remedy = r"Pass a new iterator, or repeat the data, for example with itertools\.cycle\(loader\)\."
+    what = r"train_batch\(\) cannot run, because data_iter ended after 1 of 2 micro-batches\."
+    with pytest.raises(RuntimeError, match=rf"^{what} {remedy}$"):
         engine.train_batch(iter([one]))
-    engine.destroy()
-    engine = built()
     engine.set_dataiterator(iter([one, one, one]))
     engine.train_batch()
-    with pytest.raises(StopIteration, match=r"^The iterator of set_dataiterator\(\) ended after 1 of 2"):
+    with pytest.raises(RuntimeError, match=r"because the iterator of set_dataiterator\(\) ended after 1 of 2"):
         engine.train_batch()
     engine.destroy()
     engine = built()

@@ -293,6 +293,55 @@ def test_a_subclass_of_a_known_model() -> None:
     assert [type_name(part) for part in parts_of(mine)][:2] == ["Embedding", "LlamaDecoderLayer"]
 
 
+def ten_times(self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = super(type(self), self).forward(*args, **kwargs)
+    output.loss = 10.0 * output.loss
+    return output
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2"])
+def test_a_subclass_with_its_own_forward_is_not_split_as_its_base_class(name: str) -> None:
+    model = make_hf(name)
+    base: Callable[..., Any] = type(model)
+    mine = type("TenTimes", (base,), {"forward": ten_times})(model.config)  # type: ignore[arg-type]
+    reason = rf"TenTimes with its own forward\(\) .*pipeline stages.*{type(model).__name__}\.forward\(\) does"
+    with pytest.raises(ValueError, match=reason):
+        parts_of(mine)
+    mine.pipeline_parts = lambda: parts_of(model)  # a recipe of its own
+    assert len(parts_of(mine)) == 6
+    kind = type(model.base_model)
+    inner = model.base_model
+    inner.__class__ = type("Inner", (kind,), {"forward": ten_times})
+    with pytest.raises(ValueError, match=rf"Inner with its own forward\(\).*{kind.__name__}\.forward\(\) does"):
+        parts_of(model)
+    inner.__class__ = kind
+    assert len(parts_of(model)) == 6
+    model.forward = model.forward  # replaced on the instance
+    with pytest.raises(ValueError, match="with its own forward"):
+        parts_of(model)
+
+
+class Doubled(GPT):
+    """Inherits the parts of GPT, but not its forward."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(tokens, targets)._replace(loss=torch.zeros(()))
+
+
+class Redone(Doubled):
+    """With parts of its own."""
+
+    def pipeline_parts(self) -> list[Part]:
+        return super().pipeline_parts()
+
+
+def test_parts_of_a_base_class() -> None:
+    config = make_gpt().config
+    with pytest.raises(ValueError, match=r"Doubled with its own forward\(\) cannot be used with pipeline stages"):
+        split_model(Doubled(config), 2, 0)
+    assert len(parts_of(Redone(config))) == len(parts_of(GPT(config)))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):

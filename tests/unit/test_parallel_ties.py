@@ -79,3 +79,14 @@ def test_replicas_sum_first_where_that_changes_nothing() -> None:
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
     ):
         assert not sums_replicas(load_config(config_of(**more))), more
+
+
+def test_a_copy_that_only_this_rank_has_frozen_is_refused() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    tie = TiedGradients(param, Twice(), alone())
+    param.sum().backward()
+    param.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="this rank has frozen its copy and another pipeline rank has not"):
+        tie.finish()
+    tie.close()
+    TiedGradients(param, Twice(), alone()).close()  # no gradient to take

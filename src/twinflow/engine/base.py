@@ -19,6 +19,7 @@ from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.grid import Grid
+from twinflow.parallel.whole import WholeWeights
 from twinflow.state_dict import StateDict
 
 # Names of DeepSpeed's engine that twinflow's engine does not have, with the remedy.
@@ -89,6 +90,9 @@ class EngineBase:
         self.world_size = ranks.world_size
         self.dp_world_size = grid.num_data if grid is not None else ranks.world_size  # number of model replicas
         self.dp_rank = grid.data if grid is not None else ranks.rank  # index of the replica that contains this process
+        self._whole: WholeWeights | None = None  # gathers weights that tensor ranks have split
+        if grid is not None and grid.num_model > 1:
+            self._whole = WholeWeights(module, grid.model, writes=grid.data == 0 and grid.model.rank == 0)
         self.global_steps = 0  # steps of the optimizer, including skipped ones
         self.micro_steps = 0
         self.global_samples = 0
@@ -142,8 +146,12 @@ class EngineBase:
     # Weights.
 
     def module_state_dict(self) -> dict[str, object]:
-        """The module's state dict. Reading it waits for running updates."""
-        return self.module.state_dict()
+        """The module's state dict. Reading it waits for running updates.
+
+        With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. In a
+        pipeline: the layers of this rank.
+        """
+        return self.module.state_dict() if self._whole is None else self._whole.state_dict("module_state_dict()")
 
     def load_module_state_dict(
         self,
@@ -151,7 +159,11 @@ class EngineBase:
         strict: bool = True,
         custom_load_fn: Callable[[Mapping[str, object], nn.Module], object] | None = None,
     ) -> None:
-        """Loads weights into the module. `custom_load_fn(state_dict, module)` replaces `module.load_state_dict`."""
+        """Loads weights into the module. `custom_load_fn(state_dict, module)` replaces `module.load_state_dict`. Tensor
+        ranks take their parts of whole weights.
+        """
+        if self._whole is not None:
+            state_dict = self._whole.cut(state_dict)
         if custom_load_fn is not None:
             custom_load_fn(state_dict, self.module)
         else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twinflow.activations import Handle
+from twinflow.dist.agree import first_failure
 from twinflow.engine.base import EngineSettings, Scheduler
 from twinflow.engine.core import Engine
 from twinflow.engine.reports import Reports
@@ -67,13 +68,18 @@ class PipelineEngine(Engine):
 
         `data_iter` yields a pair (inputs, target) for each micro-batch. Only ranks of the first and the last stage read
         from it. Without `data_iter`, all ranks read from the engine's loader. Returns the mean loss over micro-batches
-        and replicas, on every rank.
+        and replicas, on every rank. A module in evaluation mode is put into training mode.
+
+        Raises RuntimeError on every rank if gradients are disabled, or if the data end before the last micro-batch.
+        Nothing has changed then, and the next call may pass a new iterator.
         """
         self._need_optimizer()
         self._beat("train_batch")
         self.settle()
         num = self.gradient_accumulation_steps()
-        runner, batches = self._runner(num), self._take(data_iter, num)
+        runner, batches = self._runner(num), self._take("train_batch()", data_iter, num)
+        if not self.module.training:  # modules that are in evaluation mode inside a training module stay so
+            self.module.train()
         self.module.seed_from(self.micro_steps)
         with self.reports.forward(self), self._autocast():
             losses = runner.train(batches)
@@ -107,7 +113,7 @@ class PipelineEngine(Engine):
             raise invalid_value("reduce_output", reduce_output, ("avg", None))
         self._beat("eval_batch")
         num = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
-        batches = self._take(data_iter, num)
+        batches = self._take("eval_batch()", data_iter, num)
         with _evaluating(self.module), self._autocast():
             # Any runner can evaluate any number of micro-batches.
             runner = next(iter(self._runners.values()), None) or self._runner(self.gradient_accumulation_steps())
@@ -127,26 +133,48 @@ class PipelineEngine(Engine):
             )
         return self._runners[num_micro_batches]
 
-    def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
-        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage."""
+    def _take(self, call: str, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
+        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage.
+
+        An error of one rank is raised on all ranks before they send anything, so that the pipeline can still be used.
+        """
+        self._links.wire.check()  # ranks that have failed must not wait for each other below
+        batches: list[tuple[object, object]] = []
+        error: BaseException | None = None
+        try:
+            if call == "train_batch()" and not torch.is_grad_enabled():
+                reason = "gradients are disabled by torch.no_grad(), inference_mode() or set_grad_enabled(False)"
+                raise wrong_state(f"{call} cannot run", reason, "Call it outside of them, or call eval_batch().")
+            batches = self._read(call, data_iter, num)
+        except BaseException as raised:
+            error = raised
+        team = self.optimizer.team if self.optimizer is not None else None
+        if team is not None and bool(team.everyone.gather_rows(torch.tensor([error is not None])).any()):
+            first = first_failure(team.everyone, error)
+            if error is None:
+                error = wrong_state(f"{call} cannot run", f"another rank has failed: {first}", "")
+        if error is not None:
+            raise error
+        return batches
+
+    def _read(self, call: str, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
         name = "data_iter"
         if data_iter is None:
-            data_iter, name = self._own_batches(), "The iterator of set_dataiterator()"
+            data_iter, name = self._own_batches(), "the iterator of set_dataiterator()"
         elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
-        try:
-            if not hasattr(data_iter, "__next__"):
-                raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
-            found = list(islice(data_iter, num))
-            if len(found) < num:
-                raise StopIteration(
-                    f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
-                    "itertools.cycle(loader)."
-                )
-            return [self._placed(batch) for batch in found]
-        except BaseException as error:
-            self._links.wire.fail(error)  # other ranks wait for the outputs of this rank
-            raise
+        if not hasattr(data_iter, "__next__"):
+            kind = type(data_iter).__name__
+            raise ValueError(f"{name} is a {kind}, but must be an iterator. Pass iter(data).")
+        found = list(islice(data_iter, num))
+        if len(found) < num:
+            # Not a StopIteration, which would end a loop or a generator of the caller without an error.
+            raise wrong_state(
+                f"{call} cannot run",
+                f"{name} ended after {len(found)} of {num} micro-batches",
+                "Pass a new iterator, or repeat the data, for example with itertools.cycle(loader).",
+            )
+        return [self._placed(batch) for batch in found]
 
     def _own_batches(self) -> Iterator[object]:
         if self._batches is None:
@@ -199,7 +227,7 @@ class PipelineEngine(Engine):
         self.training_dataloader, self._batches = loader, None
 
     def set_dataiterator(self, iterator: Iterator[object]) -> None:
-        """Sets an iterator for `train_batch()` without `data_iter`. Its end raises StopIteration."""
+        """Sets an iterator for `train_batch()` without `data_iter`. Its end raises RuntimeError."""
         self._batches = iterator
 
     def set_batch_fn(self, fn: Callable[[UserValue], object] | None) -> None:

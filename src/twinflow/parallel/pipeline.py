@@ -290,11 +290,11 @@ def _find_ties(
             for inner, param in module.named_parameters(prefix=name, remove_duplicate=False):
                 uses.setdefault(param, []).append((rank, inner))
     ties, aliases = [], {}
-    for param, its in uses.items():
+    for its in uses.values():
         first, names = its[0][1], [name for rank, name in its if rank == here]
         aliases.update({name: first for name in names if name != first})
         holders = tuple(sorted({rank for rank, _ in its}))
-        if names and len(holders) > 1 and param.requires_grad:
+        if names and len(holders) > 1:  # also a frozen one: its copies must start equal, and it may be trained later
             ties.append(Tie(first, names[0], holders))
     return tuple(ties), aliases
 

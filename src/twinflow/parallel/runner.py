@@ -50,10 +50,10 @@ class _Step:
 class Runner:
     """Trains with a schedule. `index`: position of this rank. `stages(stage, *inputs)` computes a stage of this rank.
 
-    A value between stages is a tensor, or a tuple of tensors and None. Gradients are those of the mean loss times
-    `scale()`, and accumulate in the parameters as usual. Without `loss_fn(output, target)` the output of the last stage
-    is the loss. Without a deferral, the action I runs the whole backward and the action W does nothing. `after` is
-    called after each action.
+    A value between stages is a tensor, or a tuple or list of tensors and None. A tuple is passed to a stage as several
+    inputs, and a list as one. Gradients are those of the mean loss times `scale()`, and accumulate in the parameters as
+    usual. Without `loss_fn(output, target)` the output of the last stage is the loss. Without a deferral, the action I
+    runs the whole backward and the action W does nothing. `after` is called after each action.
     """
 
     def __init__(
@@ -110,11 +110,14 @@ class Runner:
 
     def _forward(self, action: Action, step: _Step) -> None:
         inputs = self._inputs(action, step)
-        output = self._stages(action.stage, *map(_changeable, inputs))
+        output = self._stages(action.stage, *_arguments([_changeable(one) for one in inputs], inputs))
         if action.stage == self._last_stage:
             output = self._loss(output, action, step)
+            if not output.requires_grad:  # torch refuses the backward of such a loss too
+                remedy = "Compute it from the output of the model, without no_grad(), detach() or item()."
+                raise invalid_value("loss.requires_grad", False, [True], remedy)
             step.results[action.micro_batch] = output.detach()
-        outputs = _as_tuple(output)
+        outputs = _as_value(output)
         edges = [get_gradient_edge(one) if one is not None and one.requires_grad else None for one in outputs]
         step.kept[action[1:]] = inputs, edges
         self._send(action, outputs)
@@ -152,14 +155,17 @@ class Runner:
         return torch.autocast(self._wire.device.type, enabled=False)
 
     def _infer(self, action: Action, step: _Step, compute_loss: bool) -> None:
-        output = self._stages(action.stage, *self._inputs(action, step))
+        inputs = self._inputs(action, step)
+        output = self._stages(action.stage, *_arguments(inputs, inputs))
         if action.stage == self._last_stage:
             step.results[action.micro_batch] = self._loss(output, action, step) if compute_loss else output
-        self._send(action, _as_tuple(output))
+        self._send(action, _as_value(output))
 
     def _inputs(self, action: Action, step: _Step) -> Value:
         key = needed(self.schedule, action)
-        return _as_tuple(step.micro_batches[action.micro_batch][0]) if key is None else self._wire.receive(key)
+        if key is not None:
+            return self._wire.receive(key)
+        return tuple(_as_value(step.micro_batches[action.micro_batch][0]))  # loaders make lists of tuples
 
     def _loss(self, output: Any, action: Action, step: _Step) -> Tensor:
         loss: Tensor = output
@@ -172,10 +178,6 @@ class Runner:
             if self._loss_fn is None:
                 remedy = "Pass loss_fn to PipelineModule, or let the last layer return the loss."
             raise ValueError(f"The loss {given}, but must be a tensor with one element. {remedy}")
-        has_graph = any(isinstance(part, Tensor) and part.requires_grad for part in _as_tuple(output))
-        if has_graph and not loss.requires_grad:
-            remedy = "Compute it from the output of the model, without detach() or item()."
-            raise invalid_value("loss.requires_grad", False, [True], remedy)
         return loss
 
     def _send(self, action: Action, value: Value) -> None:
@@ -207,7 +209,12 @@ def _changeable(one: Tensor | None) -> Tensor | None:
     return entered
 
 
-def _as_tuple(value: Any) -> Value:
+def _arguments(values: Sequence[Tensor | None], given: Value) -> Sequence[Any]:
+    """The arguments of a stage that gets `values`, in place of `given`. A list stays a list, as inside a stage."""
+    return [list(values)] if isinstance(given, list) else values
+
+
+def _as_value(value: Any) -> Value:
     if isinstance(value, Tensor):
         return (value,)
     is_value = isinstance(value, tuple | list) and all(one is None or isinstance(one, Tensor) for one in value)
@@ -216,4 +223,4 @@ def _as_tuple(value: Any) -> Value:
             f"An input or output of a pipeline stage is of type {type(value).__name__}, but must be a tensor, or a "
             "tuple or list of tensors and None. Convert the value in the data or in the layer that returns it."
         )
-    return tuple(value)
+    return value if isinstance(value, list) else tuple(value)

@@ -38,6 +38,18 @@ class TensorShard:
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from the parts of all ranks in order."""
+        whole = parts[0].new_empty(self.whole_shape(parts[0].shape))
+        for rank, part in enumerate(parts):
+            ranges = even_shard(self.dim, self.full, rank, self.world, len(self.ranges)).ranges
+            assert rank != self.rank or ranges == self.ranges
+            offset = 0
+            for start, stop in ranges:
+                whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, offset, stop - start))
+                offset += stop - start
+        return whole
+
 
 def even_shard(dim: int, full: int, rank: int, world: int, num_fused: int = 1) -> TensorShard:
     """Equal parts of each of `num_fused` equal pieces of the dim. The dim must be divisible."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.specs import Part
 
@@ -57,15 +57,37 @@ def split_model(
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The parts of a model in the order of its forward."""
+    """The parts of a model in the order of its forward. Raises ValueError if a subclass has a forward of its own, which
+    the parts of its base class would not run.
+    """
     own: Callable[[], list[Part]] | None = getattr(model, "pipeline_parts", None)
     if own is not None:
+        recipe = next((cls for cls in type(model).__mro__ if "pipeline_parts" in vars(cls)), None)
+        if recipe is not None and hasattr(recipe, "forward"):
+            _check_forward(model, recipe)
         return own()
     for cls in type(model).__mro__:
         if cls.__name__ in ADAPTERS:
+            _check_forward(model, cls)
+            base: Any = getattr(model, "base_model", model)  # the layers without the head
+            # The class from the file of `cls`, or nn.Module, whose forward nobody runs.
+            own_file = (one for one in type(base).__mro__ if one.__module__ == cls.__module__)
+            _check_forward(base, next(own_file, nn.Module))
             return ADAPTERS[cls.__name__](model)
     remedy = "For another class, define a method pipeline_parts() that returns a list of twinflow.parallel.Part."
     raise invalid_value("The class of the model to split", type(model).__name__, ADAPTERS, remedy)
+
+
+def _check_forward(module: nn.Module, recipe: type) -> None:
+    """Raises ValueError unless the module runs the forward of `recipe`, the class for which the parts are defined."""
+    if type(module).forward is recipe.forward and "forward" not in vars(module):  # type: ignore[attr-defined]
+        return
+    raise incompatible(
+        f"{type(module).__name__} with its own forward()",
+        "pipeline stages",
+        f"the stages run the layers as {recipe.__name__}.forward() does, and would not call it",
+        f"Define a method pipeline_parts() in {type(module).__name__}, or use pipeline.stages=1.",
+    )
 
 
 def _gpt2(model: Any) -> list[Part]:
@@ -139,7 +161,7 @@ def _mask(config: Any, slides: bool, x: Tensor, positions: Tensor) -> Any:
     return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions)
 
 
-# Adapters by class. A subclass uses the adapter of its base class.
+# Adapters by class. A subclass without its own forward uses the adapter of its base class.
 ADAPTERS: Final = {
     "GPT2LMHeadModel": _gpt2,
     "LlamaForCausalLM": _decoder,

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.dist.group import Group
+from twinflow.errors import wrong_state
 from twinflow.offload.bucket import local_of
 
 
@@ -40,8 +41,10 @@ class TiedGradients:
         self._param, self._group, self._replicas, self._dtype = param, group, replicas, dtype or param.dtype
         self._sum: Tensor | None = None
         self._is_done = False  # the hook does not take the gradient, because it is the sum of all ranks
-        hooked: Any = param  # torch has no type for this method
-        self._handle: RemovableHandle = hooked.register_post_accumulate_grad_hook(self._take)
+        self._handle: RemovableHandle | None = None
+        if param.requires_grad:
+            hooked: Any = param  # torch has no type for this method
+            self._handle = hooked.register_post_accumulate_grad_hook(self._take)
 
     def start(self) -> None:
         """Copy the parameter of the first rank with a copy to all ranks with a copy."""
@@ -70,6 +73,12 @@ class TiedGradients:
         self._group.all_reduce(total, part, total.dtype)
         if not float(total[-1]):
             return
+        if not self._param.requires_grad:
+            raise wrong_state(
+                "The gradients of a tied parameter cannot be summed",
+                "this rank has frozen its copy and another pipeline rank has not",
+                "Set requires_grad to the same value on all ranks that have a copy.",
+            )
         grad = torch.zeros_like(here, memory_format=torch.contiguous_format)
         where = slice(own * size, min(here.numel(), (own + 1) * size))
         grad.view(-1)[where] = total[: max(0, where.stop - where.start)]
@@ -100,7 +109,8 @@ class TiedGradients:
             torch.autograd.backward([param.view_as(param)], [grad])
 
     def close(self) -> None:
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -40,8 +40,9 @@ from twinflow.launch.store import group_store, own_keys, wait_for
 from twinflow.parallel.schedules import Action, Schedule
 
 T = TypeVar("T")
-Value = tuple[Tensor | None, ...]
-Message = list[tuple[Tensor | None, bool]]  # a received value: each tensor, and whether it requires a gradient
+Value = tuple[Tensor | None, ...] | list[Tensor | None]  # the receiver gets a list if the sender's value is one
+# A received value: each tensor, and whether it requires a gradient.
+Message = tuple[tuple[Tensor | None, bool], ...] | list[tuple[Tensor | None, bool]]
 
 HEADER_NUMEL: Final = 512  # int64 numbers in a header; constant, because the receiver has to know the size
 DTYPES: Final = (
@@ -107,7 +108,7 @@ def incoming(schedule: Schedule, index: int) -> dict[int, tuple[Key, ...]]:
 
 def encode(key: Key, value: Value) -> Tensor:
     """Encode the header of a message."""
-    numbers = [_KINDS.index(key.kind), *key[1:], len(value)]
+    numbers = [_KINDS.index(key.kind), *key[1:], len(value), int(isinstance(value, list))]
     for tensor in value:
         if tensor is None:
             numbers += [-1]
@@ -125,11 +126,12 @@ def encode(key: Key, value: Value) -> Tensor:
     return header
 
 
-def decode(header: Tensor) -> tuple[Key, tuple[Spec | None, ...]]:
-    """Decode a header: the key, and the description of each tensor."""
+def decode(header: Tensor) -> tuple[Key, tuple[Spec | None, ...] | list[Spec | None]]:
+    """Decode a header: the key, and the description of each tensor, in a list if the value is one."""
     numbers = iter(header.tolist())
-    kind, stage, micro_batch, sender, receiver, num_tensors = (next(numbers) for _ in range(6))
-    return Key(_KINDS[kind], stage, micro_batch, sender, receiver), tuple(_spec(numbers) for _ in range(num_tensors))
+    kind, stage, micro_batch, sender, receiver, num_tensors, is_list = (next(numbers) for _ in range(7))
+    specs = [_spec(numbers) for _ in range(num_tensors)]
+    return Key(_KINDS[kind], stage, micro_batch, sender, receiver), specs if is_list else tuple(specs)
 
 
 def _spec(numbers: Iterator[int]) -> Spec | None:
@@ -143,8 +145,8 @@ def _spec(numbers: Iterator[int]) -> Spec | None:
 class Wire:
     """The connections of this rank. `ranks`: global ranks of the pipeline, in order. `index`: position of this rank.
 
-    Values are tuples of tensors and None. All ranks of the pipeline have to build their `Wire` at the same time. Only
-    one thread may use it.
+    Values are tuples or lists of tensors and None. All ranks of the pipeline have to build their `Wire` at the same
+    time. Only one thread may use it.
     """
 
     def __init__(self, ranks: Sequence[int], index: int, device: torch.device, timeout: timedelta = TIMEOUT) -> None:
@@ -180,9 +182,10 @@ class Wire:
         with self._changed:
             self._check()
             if key.receiver == self._index:
-                self._mailbox[key] = [
+                message: list[tuple[Tensor | None, bool]] = [
                     (one, False) if one is None else (one.detach(), one.requires_grad) for one in value
                 ]
+                self._mailbox[key] = message if isinstance(value, list) else tuple(message)
                 return
         tensors = [_bytes_of(one) for one in value if one is not None and one.numel()]
         self.sent_bytes += sum(one.numel() for one in tensors)
@@ -204,10 +207,16 @@ class Wire:
                     raise RuntimeError(f"{late} Look for the first error in the logs of all ranks.")
                 self._changed.wait(_PATIENCE_S)
             message = self._mailbox.pop(key)
-        return tuple(
+        values = [
             None if one is None else self._links.arrived(one).requires_grad_(requires_grad)
             for one, requires_grad in message
-        )
+        ]
+        return values if isinstance(message, list) else tuple(values)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the pipeline has failed or is closed."""
+        with self._changed:
+            self._check()
 
     def fail(self, error: BaseException) -> None:
         """Report an error. Ranks that wait for this one fail soon."""
@@ -338,13 +347,13 @@ class _Links:
             )
             raise RuntimeError(f"A message with {found} came, but {key} was expected. {differ}")
         device = self._device if self._is_direct else torch.device("cpu")
-        message: Message = []
+        message: list[tuple[Tensor | None, bool]] = []
         for spec in specs:
             tensor = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=device)
             message.append((tensor, spec is not None and spec.requires_grad))
         tensors = [_bytes_of(tensor) for tensor, _ in message if tensor is not None and tensor.numel()]
         self._bodies[up].receive(tensors, sender)
-        return message
+        return message if isinstance(specs, list) else tuple(message)
 
     def arrived(self, tensor: Tensor) -> Tensor:
         """The tensor on the device, ready for the stream of the computing thread."""

@@ -1,0 +1,117 @@
+"""Whole weights of a model that tensor ranks have split: a state dict, and `save_pretrained` of transformers.
+
+Both are collective: all tensor ranks of a replica have to call them. A script often saves on rank 0 only. Then rank 0
+would wait for the others, and they for rank 0 in the next forward. So ranks first meet in the store of the process
+group. If some do not come, the others raise an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinflow.dist.group import Group
+from twinflow.errors import invalid_value, wrong_state
+from twinflow.launch.store import group_store, own_keys, wait_for
+from twinflow.parallel.shard import shard_of
+
+PATIENCE_S = 60.0  # limit for the other tensor ranks to make the same call
+_GO, _STOP = "go", "stop"
+
+
+class WholeWeights:
+    """The whole weights of `module`, of which this rank has a part. `writes`: this rank writes files for all."""
+
+    def __init__(self, module: nn.Module, group: Group, writes: bool) -> None:
+        self._module = module
+        self._group = group
+        self._writes = writes
+        self._keys = own_keys(group_store(), f"whole/{'-'.join(map(str, group.ranks))}", group.rank)
+        self._num_meetings = 0
+        for part in module.modules():  # a model with a head contains one without, which has the method too
+            original: Any = getattr(part, "save_pretrained", None)
+            if original is not None:
+                vars(part)["save_pretrained"] = partial(self._save_pretrained, part, original)
+
+    def state_dict(self, call: str, part: nn.Module | None = None) -> dict[str, object]:
+        """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
+        `call` is the name for errors. Raises RuntimeError if not all tensor ranks make the call.
+        """
+        self._meet(call)
+        joined: dict[int, Tensor] = {}  # by the id of the parameter or buffer
+        found: dict[str, object] = {}
+        module = self._module if part is None else part
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                if id(value) not in joined:
+                    joined[id(value)] = self._joined(value)
+                found[name] = joined[id(value)]
+            else:
+                found[name] = value
+        return found
+
+    def cut(self, state_dict: Mapping[str, object]) -> dict[str, object]:
+        """The state dict of this rank's part. A tensor that does not have the shape of the whole one stays as it is."""
+        shards = {
+            name: (param, shard_of(param)) for name, param in self._module.named_parameters(remove_duplicate=False)
+        }
+        found = dict(state_dict)
+        for name, (param, shard) in shards.items():
+            value = found.get(name)
+            if shard is not None and isinstance(value, Tensor) and value.shape == shard.whole_shape(param.shape):
+                found[name] = shard.cut(value)
+        return found
+
+    def _joined(self, value: Tensor) -> Tensor:
+        shard = shard_of(value)
+        local = value.detach()
+        if shard is None:
+            return local.to("cpu", copy=True)
+        parts = torch.empty((self._group.world, *local.shape), dtype=local.dtype, device=local.device)
+        parts[self._group.rank] = local
+        self._group.all_gather(parts.view(-1))
+        return shard.join(list(parts.cpu()))
+
+    def _save_pretrained(self, part: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`save_pretrained` of transformers or PEFT with the whole weights, unless the caller passes a state dict."""
+        given = dict(zip(inspect.signature(original).parameters, args, strict=False)) | kwargs
+        if given.get("distributed_checkpoint"):
+            remedy = "Leave it out: the weights of all tensor ranks are gathered."
+            raise invalid_value("distributed_checkpoint", True, [False], remedy)
+        if given.get("state_dict") is not None:
+            return original(**given)
+        state = self.state_dict("save_pretrained()", part)
+        return original(**{**given, "state_dict": state}) if self._writes else None
+
+    def _meet(self, call: str) -> None:
+        """Wait until all tensor ranks have come to the same meeting. If some do not come in time, the meeting is
+        cancelled, and ranks that come later go to the next one. `outcome` makes sure that all ranks decide alike.
+        """
+        group = self._group
+        while True:
+            meeting = f"{self._num_meetings}"
+            self._num_meetings += 1
+            if self._keys.check([f"{meeting}/outcome"]) and self._decide(meeting, _STOP) == _STOP:
+                continue
+            self._keys.set(f"{meeting}/{group.rank}", "1")
+            missing = wait_for(self._keys, [f"{meeting}/{rank}" for rank in range(group.world)], PATIENCE_S)
+            if self._decide(meeting, _STOP if missing else _GO) == _GO:
+                return
+            if missing:
+                ranks = [int(name.rpartition("/")[2]) for name in missing]
+                raise wrong_state(
+                    f"{call} cannot run",
+                    f"each tensor rank has a part of the weights, and the tensor ranks {ranks} have not called it "
+                    f"within {PATIENCE_S:g} s",
+                    "Call it on all ranks of a replica, for example on those with engine.dp_rank == 0. Only the first "
+                    "of them writes files.",
+                )
+
+    def _decide(self, meeting: str, outcome: str) -> str:
+        """The outcome of a meeting: that of the first rank that decides."""
+        return self._keys.compare_set(f"{meeting}/outcome", "", outcome).decode()
