@@ -128,25 +128,39 @@ class PipelineEngine(Engine):
         return self._runners[num_micro_batches]
 
     def _take(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
-        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage."""
+        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage.
+
+        Raises ValueError on all ranks of a replica if they were given different batches.
+        """
+        try:
+            batches = self._read(data_iter, num)
+        except Exception as error:
+            if self._replica is not None:
+                self._replica.report_failure(error, self.device)  # the other ranks wait for this one
+            raise
+        except BaseException as error:  # such as KeyboardInterrupt, after which no collective should run
+            self._links.wire.fail(error)
+            raise
+        if self._replica is not None:
+            self._replica.check_batches(batches, self.device)
+            self._compare_copies()
+        return batches
+
+    def _read(self, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
         name = "data_iter"
         if data_iter is None:
             data_iter, name = self._own_batches(), "The iterator of set_dataiterator()"
         elif not (self.module.has_first or self.module.has_last):
             return [(None, None)] * num
-        try:
-            if not hasattr(data_iter, "__next__"):
-                raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
-            found = list(islice(data_iter, num))
-            if len(found) < num:
-                raise StopIteration(
-                    f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
-                    "itertools.cycle(loader)."
-                )
-            return [self._placed(batch) for batch in found]
-        except BaseException as error:
-            self._links.wire.fail(error)  # other ranks wait for the outputs of this rank
-            raise
+        if not hasattr(data_iter, "__next__"):
+            raise ValueError(f"{name} is a {type(data_iter).__name__}, but must be an iterator. Pass iter(data).")
+        found = list(islice(data_iter, num))
+        if len(found) < num:
+            raise StopIteration(
+                f"{name} ended after {len(found)} of {num} micro-batches. Repeat the data, for example with "
+                "itertools.cycle(loader)."
+            )
+        return [self._placed(batch) for batch in found]
 
     def _own_batches(self) -> Iterator[object]:
         if self._batches is None:
