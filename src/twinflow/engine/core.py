@@ -472,8 +472,11 @@ def _has_gradients(optimizer: TwinOptimizer) -> bool:
 
 
 def _settle(engine: Engine | None) -> None:
-    """Called before an update, which needs the learning rate that the scheduler sets after the last step."""
+    """Called before an update, which needs the learning rate that the scheduler sets after the last step, and must not
+    use a batch that differs between tensor ranks.
+    """
     if engine is not None:
+        engine._check_pending()
         engine.settle()
 
 

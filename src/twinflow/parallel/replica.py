@@ -110,8 +110,9 @@ class Replica:
         if self._grid.model.rank == 0 and not self._has_warned:
             ranks = self._grid.ranks_along(MODEL)
             LOGGER.warning(
-                f"The random states of the tensor ranks {_listed(ranks)} differ. All of them continue with the state of "
-                f"rank {ranks[0]}, because dropout of replicated activations needs one mask. This is logged only once."
+                f"The random states of the tensor ranks {_listed(ranks)} differ. All of them continue with the state "
+                f"of rank {ranks[0]}, because dropout of replicated activations needs one mask. This is logged only "
+                "once."
             )
         self._has_warned = True
 
@@ -148,7 +149,7 @@ class _Pending:
         self._ranks = ranks
         self._rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         self._rows.copy_(rows, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def check(self) -> None:
@@ -171,8 +172,8 @@ def _check_equal(found: Mapping[int, int]) -> None:
 
 def _random_digests(device: torch.device) -> tuple[int, int]:
     """Digests of the states of the random generators on the CPU and on the GPU."""
-    on_gpu = zlib.crc32(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else 0
-    return zlib.crc32(torch.get_rng_state().numpy()), on_gpu
+    on_gpu = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes()) if device.type == "cuda" else 0
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes()), on_gpu
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -227,5 +228,5 @@ def _integers(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
     if flat.numel():
         whole = flat.view(_INTEGERS[flat.element_size()])
-        for number, chunk in enumerate(whole.split(_CHUNK_NUMEL)):
-            yield number * _CHUNK_NUMEL, chunk.to(torch.int64)
+        for start in range(0, len(whole), _CHUNK_NUMEL):
+            yield start, whole[start : start + _CHUNK_NUMEL].to(torch.int64)
