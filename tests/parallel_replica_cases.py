@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from parallel_cases import SHAPE, config_of, digests, make, one_step, tokens
 from parallel_tensor_cases import refused
 from parallel_trap_cases import batches, layers, loss_of, pipe_config
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import twinflow
-from twinflow.parallel import PipelineModule
+from twinflow.models.gpt import GPT
+from twinflow.parallel import PipelineModule, replica
+from twinflow.parallel.replica import Digest, hash_values
 
 DROPOUT = 0.2
 
@@ -20,11 +25,45 @@ DROPOUT = 0.2
 def tensor_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Everything that two tensor ranks do, in one start."""
     config = config_of(1, max(world, 1), 1, num_micro=2)
-    return {
+    found: dict[str, Any] = {
         "drift": drift(rank, config, reseeds=False),
         "seeds": drift(rank, config, reseeds=True),
-        **({"batches": other_batches(rank, config), "inside": draws_inside(rank, config, folder)} if world > 1 else {}),
     }
+    if folder:
+        found["batches"] = other_batches(rank, config)
+        found["inside"] = draws_inside(rank, config, folder)
+    return found
+
+
+class _Later:
+    """Digests of all ranks, as if they came from a GPU: they are compared later."""
+
+    def __init__(self, rows: Tensor, ranks: list[int]) -> None:
+        self.found = dict(zip(ranks, rows.tolist(), strict=True))
+
+    def check(self) -> None:
+        replica._check_equal(self.found)
+
+
+def later_batches(rank: int, world: int) -> list[Any]:
+    """`other_batches` with values whose digest is known only after forward. Also with a plain backward."""
+
+    def digest(value: object) -> Digest:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return Digest(len(tensors), hash_values(torch.cat([tensor.flatten() for tensor in tensors])))
+
+    with mock.patch.object(replica, "digest", digest), mock.patch.object(replica, "_Pending", _Later):
+        engine = make(config_of(1, 2, 1, num_micro=1))
+        before = digests(engine)
+        batch = tokens(0)[8 * rank : 8 * rank + 8]
+        found: list[Any] = []
+        for backward in (engine.backward, Tensor.backward):
+            loss = engine(batch[:, :-1], batch[:, 1:]).loss  # no error yet
+            found.append(refused(lambda loss=loss, backward=backward: backward(loss)) or refused(engine.step))  # type: ignore[misc]
+        found.append(before == digests(engine))
+        engine.zero_grad()
+        engine.destroy()
+    return found
 
 
 def drift(rank: int, config: dict[str, Any], reseeds: bool) -> dict[str, Any]:
@@ -36,7 +75,7 @@ def drift(rank: int, config: dict[str, Any], reseeds: bool) -> dict[str, Any]:
         if reseeds:
             torch.manual_seed(10 * step + rank)
         elif rank == 1:
-            torch.rand(1)
+            torch.rand(1, device=engine.device)
         losses.append(one_step(engine, step))
     found = {"losses": losses, "digests": digests(engine)}
     engine.destroy()
@@ -47,14 +86,16 @@ def other_batches(rank: int, config: dict[str, Any]) -> list[Any]:
     """A sampler that divides the data by the rank of the process. Other shapes, and a mask that only one rank gives."""
     engine = make(config)
     before = digests(engine)
-    batch = tokens(0)[8 * rank : 8 * rank + 8]
+    whole = tokens(0).to(engine.device)
+    batch = whole[8 * rank : 8 * rank + 8]
     said = [
-        refused(lambda: engine(batch[:, :-1], batch[:, 1:])),
+        refused(lambda: engine.backward(engine(batch[:, :-1], batch[:, 1:]).loss)),
         refused(lambda: engine(batch[: 4 + rank, :-1])),
-        refused(lambda: engine(tokens(0)[:2, :-1], *([tokens(0)[:2, 1:]] if rank else []))),
+        refused(lambda: engine(whole[:2, :-1], *([whole[:2, 1:]] if rank else []))),
     ]
+    is_unchanged = before == digests(engine)
     loss = one_step(engine, 0)
-    found = [said, before != digests(engine), loss]
+    found = [said, is_unchanged, loss]
     engine.destroy()
     return found
 
@@ -65,7 +106,8 @@ def draws_inside(rank: int, config: dict[str, Any], folder: str) -> list[str]:
     for act in (lambda engine: one_step(engine, 1), lambda engine: engine.save_checkpoint(folder)):
         engine = make(config, dropout=DROPOUT)
         if rank == 1:
-            engine.module.blocks[0].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+            draw = partial(torch.rand, 1, device=engine.device)
+            engine.module.blocks[0].register_forward_pre_hook(lambda *_, draw=draw: (draw(), None)[1])
         one_step(engine, 0)
         said.append(refused(lambda act=act, engine=engine: act(engine)))  # type: ignore[misc]
         engine.destroy()
@@ -113,10 +155,7 @@ def one_process(rank: int, world: int) -> list[float]:
 def engine_loader(rank: int, world: int) -> list[list[int]]:
     """The batches of the engine's own loader, on ranks with different seeds. 2 tensor ranks x 2 replicas."""
     config = config_of(1, 2, 2, num_micro=2)
-    torch.manual_seed(0)
     data = [(torch.tensor([i]), torch.tensor([i])) for i in range(64)]
-    from twinflow.models.gpt import GPT
-
     torch.manual_seed(rank)
     engine, _, loader, _ = twinflow.initialize(model=GPT(SHAPE), config=config, training_data=data)
     assert loader is not None

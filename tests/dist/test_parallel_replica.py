@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from dist_support import run_ranks
-from parallel_replica_cases import engine_loader, one_process, stages, tensor_ranks
+from parallel_replica_cases import engine_loader, later_batches, one_process, stages, tensor_ranks
 
 REMEDY = "Divide the data by engine.dp_rank and engine.dp_world_size"
 
@@ -20,13 +20,19 @@ def test_tensor_ranks(tmp_path: Path) -> None:
             assert rank[name]["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5), name
             for param, digest in rank[name]["digests"].items():
                 assert seen.setdefault(f"{name} {param}", digest) == digest, param
-        said, was_trained, loss = rank["batches"]
+        said, is_unchanged, loss = rank["batches"]
         assert all(REMEDY in one and "Ranks 0 and 1" in one for one in said), said
-        assert was_trained
+        assert is_unchanged
         assert loss == ranks[0]["batches"][2]
         for one in rank["inside"]:
             assert "the copies of the parameter" in one
             assert "after step 1" in one
+
+
+def test_batches_that_are_compared_on_the_gpu() -> None:
+    for *said, is_unchanged in run_ranks(2, later_batches):
+        assert all(REMEDY in one for one in said), said
+        assert is_unchanged
 
 
 def test_stages() -> None:
