@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -30,6 +33,18 @@ def test_equal_batches() -> None:
 )
 def test_other_batches(other: object) -> None:
     assert digest(BATCH) != digest(other)
+
+
+@dataclass
+class Batch:
+    tokens: torch.Tensor
+
+
+def test_values_in_other_containers() -> None:
+    for kind in (UserDict, Batch):
+        first, same, other = (kind(**{"tokens": torch.tensor([i])}) for i in (1, 1, 2))
+        assert digest(first) == digest(same)
+        assert digest(first) != digest(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex128])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Final
 
 import torch
@@ -124,12 +124,11 @@ class Replica:
         is_due = is_due or step % CHECK_STEPS == 0 or step & (step - 1) == 0
         if self._grid.num_model == 1 or step == self._compared_step or not is_due:
             return
-        self._compared_step = step
         copies = {name: param for name, param in module.named_parameters() if shard_of(param) is None}
-        if not copies:
-            return
-        own = torch.stack([hash_values(param) for param in copies.values()])
-        rows = joined(own[None], self._grid.model, 0).tolist()
+        rows = []
+        if copies:
+            own = torch.stack([hash_values(param) for param in copies.values()])
+            rows = joined(own[None], self._grid.model, 0).tolist()
         for name, numbers in zip(copies, zip(*rows, strict=True), strict=True):
             if len(set(numbers)) > 1:
                 raise wrong_state(
@@ -140,6 +139,7 @@ class Replica:
                     "operation of the model is not deterministic, call torch.use_deterministic_algorithms(True). Then "
                     "load the last checkpoint.",
                 )
+        self._compared_step = step
 
 
 class _Pending:
@@ -194,22 +194,33 @@ class Digest:
 
 
 def digest(value: object) -> Digest:
-    """A digest of nested tuples, lists and dicts of tensors and numbers. Other objects count only by their types."""
+    """A digest of nested tuples, lists, mappings and dataclasses of tensors and numbers. Other objects count only by
+    their types.
+    """
     text, on_device = [], []
-    for leaf in tree_leaves(value):
-        text.append(type(leaf).__name__)
+    for leaf in _leaves(value):
         if isinstance(leaf, Tensor):
-            text.append(f"{leaf.dtype} {tuple(leaf.shape)} {leaf.device.type}")
+            text.append(f"tensor {leaf.dtype} {tuple(leaf.shape)} {leaf.device.type}")
             if leaf.layout is torch.strided and leaf.device.type in ("cpu", "cuda"):
                 found = hash_values(leaf)
                 if found.is_cuda:
                     on_device.append(found)
                 else:
                     text.append(str(int(found)))
-        elif isinstance(leaf, int | float):
-            text.append(repr(leaf))
+        else:
+            text.append(repr(leaf) if isinstance(leaf, int | float) else type(leaf).__name__)
     total = hash_values(torch.stack(on_device)) if on_device else None
     return Digest(zlib.crc32(" ".join(text).encode()), total)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Mapping):
+            yield from _leaves(list(leaf.values()))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in fields(leaf)])
+        else:
+            yield leaf
 
 
 @torch.no_grad()
