@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from twinflow.activations.partitioned import Partition
 from twinflow.activations.wrap import Checkpointed
@@ -232,6 +233,10 @@ def parts(rank: int, world: int, cases: list[Case]) -> dict[str, Any]:
         "meta": on_meta(group),
         "bytes": step_bytes(group),
         "own_plan": own_plan(group),
+        "found_dropout": {kind: found_dropout(group, kind) for kind in KINDS},
+        "inner": [refused(lambda k=kind: found_dropout(group, k)) for kind in ("inner", "inner reentrant")],  # type: ignore[misc]
+        "unsplit_random": refused(lambda: alpha_between(group)),
+        "outside": [token_error(group, tokens) for tokens in ([3, VOCAB], [-1, 3], [3, VOCAB - 1])],
     }
 
 
@@ -527,3 +532,75 @@ def own_plan(group: Group) -> dict[str, Any]:
         outs[-1].square().sum().backward()
     _compare_params(whole, model, group, found)
     return {"out": abs(outs[0] - outs[1]).max().item(), "grad": found.grad, "said": said, "repr": repr(model)}
+
+
+class Between(nn.Module):
+    """Layers with dropout between, of a kind that the plan does not name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Linear(2 * HIDDEN if kind == "halves" else 4 * HIDDEN, HIDDEN)
+        self.small = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind.startswith("inner"):
+            return checkpoint(self.run, x, use_reentrant=self.kind.endswith("reentrant"))
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        y = self.up(x).tanh()
+        if self.kind == "function":
+            y = F.dropout(y, 0.3, self.training)
+        elif self.kind == "halves":
+            first, second = y.chunk(2, -1)
+            y = self.drop(first) * second.sigmoid()
+        elif self.kind == "adapter":  # dropout of the whole input, after the column layer
+            y = y + self.small(self.drop(x.to(y)))
+        elif self.kind == "heads":
+            q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) * factor for factor in (1.0, 0.5, 0.1))
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).transpose(1, 2).flatten(2)
+        else:
+            y = self.drop(y)
+        return self.drop(self.down(y))
+
+
+KINDS = ("module", "function", "halves", "adapter", "heads", "image", "checkpoint")
+
+
+def found_dropout(group: Group, kind: str) -> dict[str, float]:
+    """Dropout between a column and a row layer without a style, beside the same in one process."""
+    torch.manual_seed(1)
+    whole = nn.ModuleDict({"block": Between(kind)})
+    model = copy.deepcopy(whole)
+    column = {"*.up": "column:2" if kind == "halves" else "column"}
+    parallelize(model, {**column, "*.down": "row", **({"*.small": "column"} if kind == "adapter" else {})}, group)
+    x = torch.randn((3, 5, 2, HIDDEN) if kind == "image" else (3, 5, HIDDEN), requires_grad=True)
+    found, outs = Found(), []
+    for one in (whole, model):
+        torch.manual_seed(2)
+        outs.append(checkpoint(one["block"], x, use_reentrant=False) if kind == "checkpoint" else one["block"](x))
+        outs[-1].square().sum().backward()
+    _compare_params(whole, model, group, found)
+    return {"out": abs(outs[0] - outs[1]).max().item(), "grad": found.grad}
+
+
+def alpha_between(group: Group) -> Tensor:
+    """A dropout that has no version for split features."""
+    model = Own()
+    model.drop = nn.AlphaDropout(0.1)
+    parallelize(model, {"up": "column", "down": "row"}, group)
+    return model(torch.randn(2, HIDDEN))
+
+
+def token_error(group: Group, tokens: list[int]) -> str:
+    """The type of the error of an embedding whose rows are split."""
+    model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN))
+    parallelize(model, {"0": "vocab"}, group)
+    try:
+        model(torch.tensor(tokens))
+    except Exception as error:
+        return type(error).__name__
+    return ""

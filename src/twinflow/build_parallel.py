@@ -116,7 +116,9 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
         with torch.no_grad():
             for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
                 grid.model.broadcast(tensor)  # Ranks may have created models with different weights.
-        parallelize(module, plan, grid.model, sequence=config.tensor_parallel.sequence, is_part=axes.pipe > 1)
+        options = config.tensor_parallel
+        is_part, is_given = axes.pipe > 1, options.plan is not None
+        parallelize(module, plan, grid.model, sequence=options.sequence, is_part=is_part, finds_dropout=is_given)
     now = dict(module.named_parameters(remove_duplicate=False))
     replaced: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(before.values())
     replaced |= {before[name]: param for name, param in now.items() if name in before}

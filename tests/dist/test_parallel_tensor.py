@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from parallel_tensor_cases import Case, compare_all, parts
+from parallel_tensor_cases import KINDS, Case, compare_all, parts
 from support import pairwise
 
 WORLDS = (2, 4)
@@ -192,3 +192,16 @@ def test_a_plan_of_ones_own(found: list[dict[str, Any]]) -> None:
         assert max(own["out"], own["grad"]) <= NEAR
         assert "write a plan" in own["said"]
         assert f"out_features={4 * 16 // len(found)}" in own["repr"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_between_a_column_and_a_row_layer(found: list[dict[str, Any]], kind: str) -> None:
+    for rank in found:
+        assert max(rank["found_dropout"][kind].values()) <= NEAR
+        assert "alpha_dropout() of features that are split" in rank["unsplit_random"]
+        assert all("Checkpoint the whole module" in said for said in rank["inner"])
+
+
+def test_a_token_outside_the_vocabulary_raises_as_in_one_process(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["outside"] == ["IndexError", "IndexError", ""]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dist_support import run_ranks
 from parallel_cases import config_of, train_all
+from parallel_replica_cases import tensor_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -28,6 +29,18 @@ def test_ranks_that_share_a_card_train_as_one_process() -> None:
     for name in configs:
         for rank in ranks:
             assert rank[name]["losses"] == pytest.approx(truth["losses"], rel=1e-4), name
+
+
+def test_ranks_of_one_replica_with_other_batches_or_seeds(tmp_path: Path) -> None:
+    ranks = run_ranks(2, tensor_ranks, str(tmp_path))
+    for rank in ranks:
+        for name in ("drift", "seeds"):
+            whole = {param: digest for param, digest in rank[name]["digests"].items() if "@" not in param}
+            assert whole.items() <= ranks[0][name]["digests"].items()
+        said, is_unchanged, _ = rank["batches"]
+        assert all("Divide the data by engine.dp_rank" in one for one in said), said
+        assert is_unchanged
+        assert all("the copies of the parameter" in one for one in rank["inside"])
 
 
 def test_planned_stages_run_alone_take_what_is_planned() -> None:

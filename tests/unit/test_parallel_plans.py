@@ -14,12 +14,13 @@ from twinflow.dist.group import alone
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.parallel.plans import READY, Style, match, parse_style, plan_for
 from twinflow.parallel.tensor import (
+    Split,
     dropout_part,
-    dropping_heads,
     own_targets,
     parallelize,
     plan_cuts,
     probabilities,
+    splitting_dropout,
     vocab_parallel_cross_entropy,
 )
 
@@ -192,7 +193,7 @@ def test_heads_drop_what_one_process_drops(kind: str) -> None:
 
     parts = []
     for rank in range(2):
-        with dropping_heads(of_rank(rank, 2), is_training=True):
+        with splitting_dropout(Split(of_rank(rank, 2), False, None), is_training=True, has_heads=True):
             parts.append(attend(*(part.chunk(2, 1)[rank] for part in (q, k, v))))
     torch.testing.assert_close(torch.cat(parts, 1), attend(q, k, v))
 

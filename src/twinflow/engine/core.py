@@ -37,6 +37,7 @@ from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
+from twinflow.parallel.replica import Replica
 from twinflow.parallel.tensor import same_randoms
 
 
@@ -71,6 +72,7 @@ class Engine(EngineBase):
         self.reports = reports
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
+        self._replica = Replica(settings.grid) if settings.grid is not None else None
         self._is_scaled = False  # the loss of this backward contains the loss scale
         self._is_last: bool | None = None  # set by set_gradient_accumulation_boundary()
         self._handles: list[RemovableHandle] = []  # hooks that scale gradients
@@ -118,8 +120,20 @@ class Engine(EngineBase):
         self._is_scaled = False
         if self.settings.input_dtype is not None:
             args, kwargs = cast_floats((args, kwargs), self.settings.input_dtype)
+        if self._replica is not None:
+            self._replica.check_inputs(args, kwargs, self.device)
+            self._compare_copies()
         with self.reports.forward(self), self._autocast():
             return self.module(*args, **kwargs)
+
+    def _compare_copies(self, is_due: bool = False) -> None:
+        if self._replica is not None and self.part == 0:
+            self._replica.compare_copies(self.module, self.global_steps, is_due)
+
+    def _check_pending(self) -> None:
+        """Raises ValueError if tensor ranks got different batches, which is not yet known in forward on a GPU."""
+        if self._replica is not None:
+            self._replica.check_pending()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.settings.autocast is None:
@@ -134,6 +148,7 @@ class Engine(EngineBase):
         optimizer = self._need_optimizer()
         check_loss(loss)
         self._beat("backward")
+        self._check_pending()
         self.settle()
         steps = self.gradient_accumulation_steps()
         if scale_wrt_gas and steps > 1:
@@ -164,6 +179,7 @@ class Engine(EngineBase):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss divided by the number of micro-batches, times the loss scale. Callers of this method call
         `.backward()` on the result instead of `engine.backward(loss)`."""
+        self._check_pending()
         self.settle()
         loss = loss / self.gradient_accumulation_steps()
         self.reports.add_loss(loss)
@@ -186,6 +202,7 @@ class Engine(EngineBase):
         """`step` without reports. Returns the learning rate of this step."""
         optimizer = self._need_optimizer()
         self._beat("step")
+        self._check_pending()
         lr = float(optimizer.param_groups[0]["lr"])  # of this step
         self._was_boundary = False
         if optimizer.team is None and not _has_gradients(optimizer):
@@ -300,6 +317,7 @@ class Engine(EngineBase):
         self._check_open("save_checkpoint()")
         self.wait_for_checkpoint()
         self.settle()
+        self._compare_copies(is_due=True)
         if self.part == 0 and self.optimizer is not None and self.optimizer.runtime.has_gradients:
             warnings.warn(
                 "save_checkpoint() was called between backward() and step(). The checkpoint does not contain the "
@@ -454,8 +472,11 @@ def _has_gradients(optimizer: TwinOptimizer) -> bool:
 
 
 def _settle(engine: Engine | None) -> None:
-    """Called before an update, which needs the learning rate that the scheduler sets after the last step."""
+    """Called before an update, which needs the learning rate that the scheduler sets after the last step, and must not
+    use a batch that differs between tensor ranks.
+    """
     if engine is not None:
+        engine._check_pending()
         engine.settle()
 
 

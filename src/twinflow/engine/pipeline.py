@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from twinflow.parallel.runner import Runner
 from twinflow.parallel.schedules import Schedule, make_schedule
 from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.wire import Wire
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -139,25 +141,34 @@ class PipelineEngine(Engine):
         An error of one rank is raised on all ranks before they send anything, so that the pipeline can still be used.
         """
         self._links.wire.check()  # ranks that have failed must not wait for each other below
-        batches: list[tuple[object, object]] = []
+        batches = self._on_all_ranks(call, lambda: self._read(call, data_iter, num))
+        replica = self._replica
+        if replica is not None:
+            self._on_all_ranks(call, lambda: replica.check_batches(batches, self.device))
+            self._compare_copies()
+        return batches
+
+    def _on_all_ranks(self, call: str, work: Callable[[], _Result]) -> _Result:
+        """Calls a function that may fail on some ranks. If it does, all ranks raise."""
         error: BaseException | None = None
         try:
-            if call == "train_batch()" and not torch.is_grad_enabled():
-                reason = "gradients are disabled by torch.no_grad(), inference_mode() or set_grad_enabled(False)"
-                raise wrong_state(f"{call} cannot run", reason, "Call it outside of them, or call eval_batch().")
-            batches = self._read(call, data_iter, num)
+            found = work()
         except BaseException as raised:
             error = raised
         team = self.optimizer.team if self.optimizer is not None else None
-        if team is not None and bool(team.everyone.gather_rows(torch.tensor([error is not None])).any()):
-            first = first_failure(team.everyone, error)
+        group = team.everyone if team is not None else self._replica.group if self._replica is not None else None
+        if group is not None and bool(group.gather_rows(torch.tensor([error is not None])).any()):
+            first = first_failure(group, error)
             if error is None:
                 error = wrong_state(f"{call} cannot run", f"another rank has failed: {first}", "")
         if error is not None:
             raise error
-        return batches
+        return found
 
     def _read(self, call: str, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
+        if call == "train_batch()" and not torch.is_grad_enabled():
+            reason = "gradients are disabled by torch.no_grad(), inference_mode() or set_grad_enabled(False)"
+            raise wrong_state(f"{call} cannot run", reason, "Call it outside of them, or call eval_batch().")
         name = "data_iter"
         if data_iter is None:
             data_iter, name = self._own_batches(), "the iterator of set_dataiterator()"

@@ -25,6 +25,7 @@ class Grid:
     num_model: int
     model: Group  # the tensor ranks with the other parts of this rank's layers
     everyone: Group  # all ranks; on the host, for small messages
+    replica: Group  # the ranks that together have this replica of the model; on the host, for small messages
 
     def ranks_along(self, axis: str) -> list[int]:
         """The ranks that differ from this one only on the given axis, in order. Includes this rank."""
@@ -44,7 +45,8 @@ def make_grid(num_pipe: int, num_model: int, num_data: int, device: torch.device
     check_product(num_pipe, num_model, num_data, world)
     topology = PipeModelDataParallelTopology(num_pipe, num_model, num_data)
     coord, everyone = topology.get_coord(rank), new_group("gloo", timeout=timeout)
-    grid = Grid(topology, rank, coord.pipe, coord.data, num_pipe, num_data, num_model, alone(), everyone)
+    replica = new_group("gloo", topology.filter_match(data=coord.data), timeout)
+    grid = Grid(topology, rank, coord.pipe, coord.data, num_pipe, num_data, num_model, alone(), everyone, replica)
     if num_model == 1:
         return grid
     return replace(grid, model=new_group(backend_for(device), grid.ranks_along(MODEL), timeout))

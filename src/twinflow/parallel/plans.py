@@ -10,7 +10,8 @@ A plan maps shell patterns (`*` also matches dots) to styles. If several pattern
   heads[:NAME,...]       an attention over this rank's heads; the named attributes (head counts, widths) are divided
   attention[:NAME,...]   like heads, for the attention of twinflow's GPT
   region                 a module around column layers with the same input, which share one collective on the input
-  dropout                an nn.Dropout of split features
+  dropout                an nn.Dropout of split features. Between a column layer and the next row layer, dropout without
+                         a style gets the same mask
   sequence               with a split sequence: a norm or an nn.Dropout that works on this rank's part
   stream:enter           with a split sequence: the layer that gets the whole sequence and takes this rank's part
   stream:leave           with a split sequence: the layer whose output is joined; stream:enter,leave for a single layer

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, update_wrapper
+from itertools import takewhile
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from twinflow.dist.group import Group
 from twinflow.errors import incompatible, invalid_value
@@ -41,7 +44,13 @@ HEADS_DIM = 1  # heads in [batch, heads, queries, keys]
 
 
 def parallelize(
-    model: nn.Module, plan: Mapping[str, str], group: Group, *, sequence: bool = False, is_part: bool = False
+    model: nn.Module,
+    plan: Mapping[str, str],
+    group: Group,
+    *,
+    sequence: bool = False,
+    is_part: bool = False,
+    finds_dropout: bool = True,
 ) -> None:
     """Split a model over the ranks of a group, in place. `plan`: from `plan_for`, or with the styles of `plans.py`.
 
@@ -49,6 +58,8 @@ def parallelize(
     model cannot be split. `sequence`: also split the sequence between the layers with the styles stream:enter and
     stream:leave.
     `is_part`: the model is a stage of a larger one, so patterns of the plan may match no module.
+    `finds_dropout`: dropout between a column layer and a row layer gets the mask of one process, also if it has no
+    style in the plan. The plans of `plan_for` have a style for each dropout that needs one.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     styles = match(modules, plan, is_part)
@@ -61,7 +72,7 @@ def parallelize(
     if group.world == 1:
         return
     _replace(modules.values(), cuts)
-    split = Split(group, sequence)
+    split = Split(group, sequence, SplitTensors() if finds_dropout else None)
     regions = [name for name, style in styles.items() if style.kind in REGIONS]
     for name, style in styles.items():
         is_inside = any(name.startswith(f"{region}.") for region in regions)
@@ -69,6 +80,10 @@ def parallelize(
         forward = _forward(modules[name], style, split, is_inside)
         if forward is not None:
             modules[name].forward = forward
+    for name in _scopes(styles) - set(regions) if finds_dropout else ():
+        forward = modules[name].forward
+        # The wrapper keeps the signature, because other libraries read the names of a model's arguments.
+        modules[name].forward = update_wrapper(partial(_between, modules[name], forward, split), forward)
 
 
 def same_randoms(group: Group, device: torch.device | None = None) -> None:
@@ -219,6 +234,7 @@ class Split:
 
     group: Group
     sequence: bool
+    tensors: SplitTensors | None  # None: the plan has a style for each dropout of split features
 
     def take_in(self, x: Tensor) -> Tensor:
         """The whole input of a split layer."""
@@ -244,11 +260,11 @@ def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callab
     input.
     """
     if style.kind == "column":
-        return partial(_column, module, None if is_inside else split)
+        return partial(_column, module, split, is_inside)
     if style.kind == "row":
         return partial(_row, module, split)
     if style.kind == "vocab":
-        return partial(_vocab, module, split.group, split.group.rank * len(module.weight))
+        return partial(_vocab, module, split.group)
     if style.kind == "head":
         return partial(_head, module, split.group)
     if style.kind == "dropout":
@@ -265,23 +281,29 @@ def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callab
     return partial(_norm, module, module.forward, split)
 
 
-def _column(module: Any, split: Split | None, x: Tensor) -> Tensor:
-    return linear(module, x if split is None else split.take_in(x), module.bias)
+def _column(module: Any, split: Split, is_inside: bool, x: Tensor) -> Tensor:
+    y = linear(module, x if is_inside else split.take_in(x), module.bias)
+    if split.tensors is not None:
+        split.tensors.add(y, y.dim())
+    return y
 
 
 def _row(module: Any, split: Split, x: Tensor) -> Tensor:
     y = split.give_out(linear(module, x, None))
+    if split.tensors is not None:
+        split.tensors.remove(y)
     split.sum_gradient(module.bias)
     return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
-def _vocab(module: Any, group: Group, start: int, tokens: Tensor) -> Tensor:
+def _vocab(module: Any, group: Group, tokens: Tensor) -> Tensor:
     """Look up tokens in this rank's rows of the embedding. Tokens in rows of other ranks give zeros here, and the sum
-    over the ranks adds their values.
+    over the ranks adds their values. Tokens that no rank has are looked up too, so that torch raises as in one process.
     """
     num_rows, padding = len(module.weight), module.padding_idx
+    start = group.rank * num_rows
     local = tokens - start
-    is_elsewhere = (local < 0) | (local >= num_rows)
+    is_elsewhere = ((local < 0) & (tokens >= 0)) | ((local >= num_rows) & (tokens < group.world * num_rows))
     own_padding = padding - start if padding is not None and 0 <= padding - start < num_rows else None
     rows = F.embedding(local.masked_fill(is_elsewhere, 0), module.weight, own_padding)
     return collectives.reduce_out(rows.masked_fill(is_elsewhere[..., None], 0.0), group)
@@ -315,7 +337,24 @@ def _region(
     **kwargs: Any,
 ) -> Any:
     args, kwargs = _changed(split.take_in, first, args, kwargs)
-    with dropping_heads(split.group, has_heads and module.training):
+    with splitting_dropout(split, module.training, has_heads):
+        return forward(*args, **kwargs)
+
+
+def _scopes(styles: Mapping[str, Style]) -> set[str]:
+    """The smallest module around each column layer and the next row layer. Dropout between them runs in its forward."""
+    layers = [(name.split("."), style.kind) for name, style in styles.items() if style.kind in ("column", "row")]
+    found = set()
+    for i, (column, kind) in enumerate(layers):
+        row = next((path for path, other in layers[i:] if other == "row"), None)
+        if kind == "column" and row is not None:
+            common = takewhile(lambda pair: pair[0] == pair[1], zip(column, row, strict=False))
+            found.add(".".join(part for part, _ in common))
+    return found
+
+
+def _between(module: nn.Module, forward: Callable[..., Any], split: Split, /, *args: Any, **kwargs: Any) -> Any:
+    with splitting_dropout(split, module.training):
         return forward(*args, **kwargs)
 
 
@@ -346,31 +385,76 @@ def _changed(
     return args, {**kwargs, first: change(kwargs[first])}
 
 
-# Dropout with the mask that a single process would draw. Every tensor rank draws the mask of all heads, from generators
-# in the same state, and takes its part. A fused kernel draws a mask only for the heads that it gets. So with dropout
-# the attention is computed here step by step, like torch does on the CPU, and needs memory for the square of the
-# sequence length. Without dropout nothing changes.
+# Dropout with the mask that a single process would draw. Every tensor rank draws the mask of all heads or features,
+# from generators in the same state, and takes its part. A fused kernel draws a mask only for the heads that it gets. So
+# with dropout the attention is computed here step by step, like torch does on the CPU, and needs memory for the square
+# of the sequence length. Without dropout nothing changes.
 
 
 def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
     """Dropout of `x`, this rank's part of a tensor along `dim`, with the mask of the whole tensor."""
     shape = list(x.shape)
     shape[dim] *= group.world
-    mask = F.dropout(x.new_ones(shape), p)
+    with torch._C.DisableTorchFunction():  # the modes below must not split this mask again
+        mask = F.dropout(x.new_ones(shape), p)
     return x * mask.chunk(group.world, dim)[group.rank].clone()  # the clone prevents that backward keeps the whole mask
 
 
-def dropping_heads(group: Group, is_training: bool) -> AbstractContextManager[object]:
-    """Context for an attention over this rank's heads: dropout of [batch, heads, ...] equals that of one process."""
-    return _HeadsDropout(group) if is_training and group.world > 1 else nullcontext()
+def splitting_dropout(split: Split, is_training: bool, has_heads: bool = False) -> AbstractContextManager[object]:
+    """Context in which dropout of this rank's part of a tensor equals that of one process. `has_heads`: of all tensors
+    [batch, heads, ...]. Otherwise only of tensors that are computed from the output of a column layer.
+    """
+    if not is_training or split.group.world == 1 or not (has_heads or split.tensors is not None):
+        return nullcontext()
+    return _SplitDropout(split.group, split.tensors, has_heads)
 
 
-class _HeadsDropout(TorchFunctionMode):
-    """Replaces the dropout of attention probabilities in any function that a model calls."""
+class SplitTensors:
+    """The tensors that are computed from the output of a column layer, which has only this rank's features, up to the
+    next row layer. The tensors themselves are not kept.
+    """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self) -> None:
+        # By id: the tensor, and the number of dims of the column layer's output from which it was computed.
+        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def add(self, x: Tensor, num_dims: int) -> None:
+        self._found[id(x)] = weakref.ref(x, partial(self._forget, id(x))), num_dims
+
+    def remove(self, x: Tensor) -> None:
+        self._found.pop(id(x), None)
+
+    def num_dims(self, value: object) -> int | None:
+        """The number of dims of the column layer's output from which a tensor, or a tensor of a list, was computed.
+        None if it was not computed from one.
+        """
+        if isinstance(value, tuple | list):
+            return next((dims for one in value if (dims := self.num_dims(one)) is not None), None)
+        ref, num_dims = self._found.get(id(value), (None, None))
+        return num_dims if ref is not None and ref() is value else None
+
+    def _forget(self, key: int, ref: weakref.ref[Tensor]) -> None:
+        if key in self._found and self._found[key][0] is ref:
+            del self._found[key]
+
+
+# Random functions for which there is no version with the numbers of one process.
+_UNSPLIT_RANDOM: Final = (
+    *(F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+    *(torch.rand_like, torch.randn_like, torch.bernoulli),
+)
+_CASTS: Final = (Tensor.to, Tensor.type_as)  # of their arguments only the first one has values
+
+
+class _SplitDropout(TorchFunctionMode):
+    """Replaces the dropout of split tensors in any function that a model calls."""
+
+    def __init__(self, group: Group, tensors: SplitTensors | None, has_heads: bool) -> None:
         super().__init__()
         self._group = group
+        self._tensors = tensors
+        self._has_heads = has_heads
+        self._checkpoint = _open_checkpoint()  # the checkpoint that runs this module
 
     def __torch_function__(
         self,
@@ -380,14 +464,39 @@ class _HeadsDropout(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **given)
-        if func is F.dropout and args[0].dim() == 4:
-            return self._dropout(*args, **given)
-        return func(*args, **given)
+        num_dims = None
+        if self._tensors is not None:
+            num_dims = self._tensors.num_dims((*(args[:1] if func in _CASTS else args), *given.values()))
+        is_split = num_dims is not None
+        if func is F.scaled_dot_product_attention and (is_split or self._has_heads):
+            result = self._attention(*args, **given)
+        elif func is F.dropout and (is_split or (self._has_heads and args[0].dim() == 4)):
+            result = self._dropout(num_dims, *args, **given)
+        elif is_split and func in _UNSPLIT_RANDOM and given.get("training", args[2] if len(args) > 2 else True):
+            raise incompatible(
+                f"{func.__name__}() of features that are split over tensor ranks",
+                "this plan",
+                "all ranks would draw the same random numbers for their parts",
+                "Use F.dropout or nn.Dropout, or call it after the row layer.",
+            )
+        else:
+            result = func(*args, **given)
+        if num_dims is not None and self._tensors is not None:
+            for tensor in _tensors_of(result):
+                self._tensors.add(tensor, num_dims)
+        return result
 
-    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return dropout_part(x, p, self._group, HEADS_DIM) if training and p > 0.0 else x
+    def _dropout(
+        self,
+        num_dims: int | None,
+        input: Tensor,  # the name in F.dropout
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        # Attention adds a dim for the heads, which are split then. Otherwise the last dim has the features.
+        dim = HEADS_DIM if input.dim() == 4 and num_dims != 4 else -1
+        return self._drop(input, p, dim) if training and p > 0.0 else input
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
@@ -397,7 +506,26 @@ class _HeadsDropout(TorchFunctionMode):
         if options.pop("enable_gqa", False):
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         probs = probabilities(q, k, attn_mask, **options)
-        return dropout_part(probs, dropout_p, self._group, HEADS_DIM) @ v
+        return self._drop(probs, dropout_p, HEADS_DIM) @ v
+
+    def _drop(self, x: Tensor, p: float, dim: int) -> Tensor:
+        if _open_checkpoint() != self._checkpoint:
+            # The function would run again in backward, without this mode.
+            raise incompatible(
+                "Activation checkpointing of a function inside a module",
+                "dropout of features that are split over tensor ranks in that function",
+                "backward runs the function again without the module, and would draw another mask",
+                "Checkpoint the whole module or the whole layer.",
+            )
+        return dropout_part(x, p, self._group, dim)
+
+
+def _open_checkpoint() -> object:
+    """Identifies the innermost activation checkpoint whose function is running."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_checkpoint = hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
+    # A reentrant checkpoint has no hooks, but disables gradients.
+    return (hooks[0] if is_checkpoint else None), torch.is_grad_enabled()
 
 
 def probabilities(
@@ -410,6 +538,12 @@ def probabilities(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1)
+
+
+def _tensors_of(value: object) -> Iterator[Tensor]:
+    for one in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(one, Tensor):
+            yield one
 
 
 # Cross entropy with the rows of the head's weight split across ranks. Each rank computes the logits of its own symbols,
