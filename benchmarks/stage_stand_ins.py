@@ -39,7 +39,7 @@ class Mirror(Group):
         parts = whole.view(self.world, -1)
         parts[1:] = parts[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """This rank is the first."""
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -70,6 +70,9 @@ class Void(Wire):
             scale = 1.0 if key.kind == "F" else 1e-4
             found = (torch.randn_like(self._like, device=self.device).mul_(scale),)
         return tuple(one.requires_grad_() if one is not None and key.kind == "F" else one for one in found)
+
+    def check(self) -> None:
+        """Nothing fails."""
 
     def fail(self, error: BaseException) -> None:
         """Nobody to tell."""

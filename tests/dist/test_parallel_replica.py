@@ -41,7 +41,7 @@ def test_stages() -> None:
     for rank in ranks:
         assert all(REMEDY in rank[name] for name in ("other", "other eval", "targets")), rank
         assert rank["losses"] == pytest.approx(alone, rel=1e-5)  # the pipeline is usable after the errors
-    assert ranks[0]["ended"].startswith("StopIteration: data_iter ended after 1 of 4")
+    assert ranks[0]["ended"].startswith("RuntimeError: train_batch() cannot run, because data_iter ended after 1 of 4")
     assert "data_iter ended after 1 of 4" in ranks[1]["ended"]
 
 

@@ -156,7 +156,7 @@ def test_hooks_see_sums(found: list[dict[str, Any]]) -> None:
 
 
 REFUSED = {
-    "vocabulary": "token_embedding.weight is 31",
+    "vocabulary": "The size of token_embedding.weight in dim 0 is 31",
     "heads": "qkv.weight is 3, but must be a multiple of 2",
     "style": "'diagonal'",
     "pattern": "'blocks.*.atention'",
