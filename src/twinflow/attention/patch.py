@@ -50,7 +50,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
 
 
 def unsparsify(model: Model) -> Model:
-    """Restore the attention that a model had before `sparsify`. A SparseSelfAttention keeps its pattern."""
+    """Restore transformers' former attention, and call `set_attention(None)`. SparseSelfAttention stays as it is."""
     for part in transformers_models(model):
         dense_transformers(part)
     for layer in _hooks(model):
