@@ -313,7 +313,7 @@ def bind_context(device: torch.device) -> None:
 
 
 def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False) -> Scratch:
-    """Scratch memory for a plan, empty if no row is cut. `has_second`, `has_weights`: with `second_sums`, `weights`."""
+    """Scratch memory for a plan, empty if no row is cut. The flags add `second_sums`, and `tops` and `weights`."""
     shape = (call.sizes.batch * plan.num_slots, plan.size.own, padded_dim(call.sizes.head_dim))
     new = partial(torch.empty, dtype=torch.float32, device=call.device)
     return Scratch(

@@ -85,7 +85,7 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
 
     A learned table (BERT, RoBERTa, GPT-2) is repeated, so that the distances between nearby positions keep the learned
     meaning. The rows that RoBERTa reserves for padding are kept. A rotary model has no table, and only its config
-    changes. Call it before `sparsify` and before an optimizer is built. Raises ValueError for other models.
+    changes. Call this function before `sparsify` and before an optimizer is built. Raises ValueError for other models.
     """
     check_count("max_position", max_position, 1)
     config: Any = getattr(model, "config", None)

@@ -50,7 +50,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
 
 
 def unsparsify(model: Model) -> Model:
-    """Restore transformers' former attention, and call `set_attention(None)`. SparseSelfAttention stays as it is."""
+    """Undo `sparsify` in transformers models and by `set_attention(None)`. A SparseSelfAttention keeps its pattern."""
     for part in transformers_models(model):
         dense_transformers(part)
     for layer in _hooks(model):

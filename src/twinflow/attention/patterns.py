@@ -210,8 +210,7 @@ class VariableSparsityConfig(SparsityConfig):
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
     """Random blocks, a sliding window, and global blocks at the start. Global blocks see all blocks, and all blocks see
-    them; in a unidirectional pattern, no block sees a later one.
-    """
+    them; in a unidirectional pattern, no block sees a later one."""
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -229,7 +228,8 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window and given global blocks, which see and are seen by all (unidirectional: no later ones)."""
+    """A sliding window and given global blocks. Global blocks see all blocks, and all blocks see them; in a
+    unidirectional pattern, no block sees a later one."""
 
     num_sliding_window_blocks: int = 3
     global_block_indices: Sequence[int] = (0,)

@@ -52,7 +52,7 @@ class _Late:
 
 
 class Reports:
-    """Writes the reports. In a step, only log lines and scalars that are more than _MOST_LATE steps late wait."""
+    """Writes the reports. In a step, only log lines and scalars over _MOST_LATE steps old wait for the device."""
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class Replica:
     def compare_copies(self, module: nn.Module, step: int, is_due: bool = False) -> None:
         """Compares the parameters that all tensor ranks have whole. Raises RuntimeError if one differs.
 
-        Does nothing if `step` was compared before. Without `is_due`, only the steps in the module's docstring count.
+        Does nothing if `step` was compared before. Without `is_due`, it compares only after steps of the module's list.
         """
         is_due = is_due or step % CHECK_STEPS == 0 or step & (step - 1) == 0
         if self._grid.num_model == 1 or step == self._compared_step or not is_due:

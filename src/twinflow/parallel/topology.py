@@ -145,8 +145,8 @@ class Mapped:
 def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
     """The machine and the coordinates of every rank.
 
-    The ranks fill one machine after the other (see above). `world`: the number of ranks, which must be the product of
-    the three sizes.
+    The module's docstring explains the order of ranks. `world`: the number of ranks, which must be the product of the
+    three sizes.
     """
     if per_node < 1:
         raise invalid_value("The number of GPUs in a machine", per_node, "a whole number >= 1")
