@@ -86,7 +86,7 @@ def shades(layout: Layout, pattern: int, max_cells: int) -> Shades:
 
 
 def text_lines(grid: Shades) -> list[str]:
-    """The grid as text, two rows of cells per line, in half-block characters, or in shades if cells are partly kept."""
+    """The grid as text, two rows of cells per line: half-block characters, or shades if some cell is partly kept."""
     if grid.shape[0] % 2:
         grid = torch.cat([grid, torch.zeros_like(grid[:1])])
     upper, lower = grid[0::2], grid[1::2]

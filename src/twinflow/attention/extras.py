@@ -197,7 +197,7 @@ def _mix(x: T) -> T:
 
 def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """The hash of each score, 0 to 2**32 - 1, as int64. `heads` has batch index * number of heads + head.
-    All arguments are int64 and broadcast."""
+    The tensors are int64 and broadcast."""
     head = _mix(heads * HEAD & WORD ^ seed_word(seed))
     row = _mix(queries * QUERY & WORD ^ head)
     return _mix(keys * KEY & WORD ^ row)

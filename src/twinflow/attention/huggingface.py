@@ -107,7 +107,7 @@ def _not_applicable(model: str, reason: str, remedy: str) -> ValueError:
 
 
 def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
-    """Raise ValueError for a model whose attention cannot be replaced in all layers."""
+    """Raise ValueError unless the attention of all layers of the model can be replaced by these patterns."""
     name, config = type(model).__name__, model.config
     transformers = sys.modules["transformers"]
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):

@@ -289,7 +289,7 @@ def forward(q, k, v, out, lse, strides, plan, scratch, extras, drop, sizes, S: t
 @triton.jit
 def _walk(state, q_tile, query, keys, values, codes, start, stop, next_code, where, extras, drop, sizes,
           MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the key tiles start to stop to the state: the weighted sum, the maximum in base 2, and the sum of weights."""
+    """Add the key tiles from start up to stop to the state: weighted sum, maximum in base 2, and sum of weights."""
     acc, top, weight = state
     factor = sizes.scale * LOG2E
     rows = query[:, None]
@@ -366,8 +366,8 @@ def reduce_outputs(out, lse, strides, plan, scratch, sizes, ROWS: tl.constexpr, 
 
 @triton.jit
 def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: tl.constexpr, S: tl.constexpr):
-    """Probabilities from products of queries and keys. `lse` broadcasts. It is infinite for queries outside of the
-    call.
+    """Probabilities from products of queries and keys. `lse` broadcasts. For queries outside of the call, it is
+    infinite or `keep` is false.
     """
     scores = scores * (sizes.scale * LOG2E)
     if S.HAS_BIAS:
@@ -429,8 +429,8 @@ def query_gradients(q, k, v, out, lse, grad, delta, dq, strides, plan, scratch, 
 @triton.jit
 def _walk_keys(acc, tiles, lines, query, keys, values, codes, start, stop, next_code, where, extras, drop, sizes,
                MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the contributions of the key tiles start to stop to the gradient of queries. The caller multiplies by the
-    scale.
+    """Add the contributions of the key tiles from start up to stop to the gradient of queries. The caller multiplies by
+    the scale.
     """
     q_tile, grad_tile = tiles
     lse, delta = lines
@@ -505,8 +505,8 @@ def key_gradients(q, k, v, lse, grad, delta, dk, dv, strides, plan, scratch, ext
 @triton.jit
 def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, start, stop, next_code, where, extras, drop,
                   sizes, MASKED: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Add the contributions of the query tiles start to stop to the gradients of keys and values. The caller multiplies
-    the gradient of keys by the scale.
+    """Add the contributions of the query tiles from start up to stop to the gradients of keys and values. The caller
+    multiplies the gradient of keys by the scale.
     """
     k_tile, v_tile = tiles
     rows = key[:, None]
@@ -562,7 +562,7 @@ def reduce_gradients(first, second, strides, plan, scratch, sizes, count, start,
 
 @triton.jit
 def _sum_pieces(scratch, start, stop, own, ROWS: tl.constexpr, S: tl.constexpr):
-    """The sum of the pieces start to stop, in their order."""
+    """The sum of the pieces from start up to stop, in their order."""
     acc = tl.full([ROWS, S.PADDED_DIM], 0.0, tl.float32)
     for place in tl.range(start, stop):
         acc += tl.load(scratch_rows(scratch, place, own, S))

@@ -73,7 +73,7 @@ def corner(head, num_rows, places, NUMBER: gl.constexpr):
 
 @gluon.jit
 def buffers(rows, NUM: gl.constexpr):
-    """Shared memory for NUM copies of a TMA descriptor."""
+    """Shared memory for NUM blocks of rows that a TMA descriptor copies."""
     return gl.allocate_shared_memory(rows.dtype, [NUM] + rows.block_type.shape, rows.layout)  # noqa: RUF005
 
 

@@ -30,8 +30,8 @@ _BOUND = threading.local()  # devices whose CUDA context is bound to a thread
 
 
 class ExtraArgs(NamedTuple):
-    """The tensors of Extras, expanded to all scores by strides of zero. The strides are in SizeArgs and Shape, because
-    Triton 3.6 confuses the positions in nested tuples if a number is 1.
+    """The tensors of Extras; mask and bias are expanded to all scores by strides of zero. The strides are in SizeArgs
+    and Shape, because Triton 3.6 confuses the positions in nested tuples if a number is 1.
     """
 
     padding: Tensor | None
@@ -141,7 +141,7 @@ class Call:
 
     @property
     def in_program(self) -> int:
-        """Query heads of a group that one program can sum: all if they have one pattern, otherwise one."""
+        """Query heads that one program can sum: all of a group if in each group they have equal patterns, else one."""
         group, patterns = self.sizes.group, self.layout.head_to_pattern
         is_shared = all(pattern == patterns[i // group * group] for i, pattern in enumerate(patterns))
         return group if is_shared else 1
@@ -269,8 +269,8 @@ class Rows:
 
 
 def rows_of(tensor: Tensor) -> Rows | None:
-    """The rows of a tensor for a TMA descriptor, or None. Heads may follow each other, or be adjacent in a row as in
-    the output of a projection.
+    """The rows of a tensor for a TMA descriptor. None if its strides or its address do not allow one. Heads may follow
+    each other, or be adjacent in a row as in the output of a projection.
     """
     batch, heads, length, dim = tensor.shape
     of_batch, of_head, of_token, of_element = tensor.stride()
@@ -313,7 +313,7 @@ def bind_context(device: torch.device) -> None:
 
 
 def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False) -> Scratch:
-    """Scratch memory for a plan, empty if no row is cut. `has_second`: of two gradients; `has_weights`: of forward."""
+    """Scratch memory for a plan, empty if no row is cut. The flags add `second_sums`, and `tops` and `weights`."""
     shape = (call.sizes.batch * plan.num_slots, plan.size.own, padded_dim(call.sizes.head_dim))
     new = partial(torch.empty, dtype=torch.float32, device=call.device)
     return Scratch(
@@ -364,7 +364,7 @@ def _reduce(
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:
-    """The tensor expanded to all scores, its strides, and its last stride, which is 0 or 1."""
+    """The tensor expanded to all scores, its strides of batch, head and query, and that of keys, which is 0 or 1."""
     if tensor is None:
         return None, (0, 0, 0), 0
     tensor = as_4d(tensor.detach())

@@ -50,7 +50,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
 
 
 def unsparsify(model: Model) -> Model:
-    """Restore the attention that a model had before `sparsify`. A SparseSelfAttention keeps its pattern."""
+    """Undo `sparsify` in transformers models and by `set_attention(None)`. A SparseSelfAttention keeps its pattern."""
     for part in transformers_models(model):
         dense_transformers(part)
     for layer in _hooks(model):

@@ -125,8 +125,8 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows and global blocks. The last blocks of each window are global: all rows see them. In a
-    unidirectional pattern, only later rows see them.
+    """Local windows and global blocks. The last `num_global_blocks` of each window are global: all rows see them. In a
+    unidirectional pattern, only their own and later rows see them.
 
     With `num_different_global_patterns`, heads use different global blocks in turn: each head uses the blocks before
     those of the previous head.
@@ -210,8 +210,7 @@ class VariableSparsityConfig(SparsityConfig):
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
     """Random blocks, a sliding window, and global blocks at the start. Global blocks see all blocks, and all blocks see
-    them.
-    """
+    them; in a unidirectional pattern, no block sees a later one."""
 
     num_random_blocks: int = 1
     num_sliding_window_blocks: int = 3
@@ -229,7 +228,8 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window and given global blocks. Global blocks see all blocks, and all blocks see them."""
+    """A sliding window and given global blocks. Global blocks see all blocks, and all blocks see them; in a
+    unidirectional pattern, no block sees a later one."""
 
     num_sliding_window_blocks: int = 3
     global_block_indices: Sequence[int] = (0,)
@@ -244,7 +244,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """Each token sees the tokens in a window around it, and no others."""
+    """Each block sees only the blocks in a window around it; in a unidirectional pattern, none of the later ones."""
 
     different_layout_per_head: bool = field(default=False, init=False)
     num_sliding_window_blocks: int = 3
@@ -302,13 +302,13 @@ def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal:
 
 
 def _rows(chosen: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
-    """All blocks of the chosen rows."""
+    """All blocks of the chosen rows, or those up to the diagonal if causal."""
     return _spans(chosen, torch.zeros_like(chosen), torch.full_like(chosen, num_blocks), num_blocks, is_causal)
 
 
 def _globals(chosen: Tensor, num_blocks: int, is_causal: bool, has_rows: bool) -> list[Tensor]:
-    """The chosen blocks as columns that all rows see (later rows only if causal), and with `has_rows` also as rows that
-    see all columns.
+    """The chosen blocks as columns that all rows see (if causal: their own and later rows), and with `has_rows` also as
+    rows that see all columns (if causal: up to their own).
     """
     chosen = torch.unique(chosen)
     first = chosen if is_causal else torch.zeros_like(chosen)
@@ -318,7 +318,7 @@ def _globals(chosen: Tensor, num_blocks: int, is_causal: bool, has_rows: bool) -
 
 
 def _sliding(num_blocks: int, width: int, is_causal: bool) -> Tensor:
-    """For each row its own column and width // 2 columns on each side."""
+    """For each row its own column and width // 2 columns on each side (if causal: only on the left)."""
     rows, half = torch.arange(num_blocks), width // 2
     return _spans(rows, (rows - half).clamp(min=0), (rows + half + 1).clamp(max=num_blocks), num_blocks, is_causal)
 

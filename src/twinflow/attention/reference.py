@@ -3,7 +3,7 @@ without a GPU.
 
 `dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Block rows
 with similar numbers of blocks form a group, and the keys of a group are gathered. Each row of scores is complete, so
-that an ordinary softmax is applied. Backward recomputes the scores, so that only q, k and v are saved. Groups are
+that an ordinary softmax is applied. Backward recomputes the scores, so that only the inputs are saved. Groups are
 divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a single head.
 """
 
@@ -115,7 +115,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of some (batch, head) pairs, which are called lanes. All rows have the same number of blocks.
+    """Some rows of some (batch, head) pairs, which are called lanes. All rows are filled to `width` blocks.
 
     The positions of scores broadcast to [lanes, rows, block, width * block].
     """
@@ -138,7 +138,7 @@ class _Piece:
         return keys.flatten(1, 2)[None, :, None]
 
     def index(self, tensor: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices of the scores in a four-dimensional mask or bias, whose dimensions may be one."""
+        """Indices of the scores in a four-dimensional mask or bias, whose dimensions may have size one."""
         size_b, size_h, size_q, size_k = tensor.shape
         return (
             _lanes(self.batch, size_b),

@@ -11,7 +11,7 @@ block of the layout:
 - units that every sub-row keeps whole come first and need no mask; units that do not fill a tile are added to the rest.
 
 A unit is described by one int32, its code: number << 8 | bits. Rows that are much longer than others (global tokens)
-are cut into pieces. Each piece writes its result to a slot of scratch memory, and a second kernel sums these results.
+are cut into pieces. Each piece writes its result to a slot of scratch memory, and a second kernel combines them.
 The work of one program is an item: an own tile, or a piece of it.
 
 The kernels for Hopper have plans of their own, see `cell_plan`.
@@ -104,7 +104,7 @@ class TilePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors in bytes."""
+        """Size of `tables` in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tables)
 
     def to(self, device: torch.device) -> TilePlan:
@@ -122,7 +122,7 @@ def device_plan(
 
 
 def cells(layout: Layout, pattern: int, span: Span, width: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns of all squares of `width` tokens, at most the block, that contain scores of a pattern."""
+    """Rows and columns of all squares of `width` (at most the block) that contain kept scores of a pattern."""
     rows, cols = _expanded(layout.block, layout.row_starts[pattern], layout.cols, width, width, span.queries)
     inside = _overlaps(rows, width, span.queries) & _overlaps(cols, width, span.keys)
     if layout.is_causal:

@@ -1,9 +1,9 @@
 """Attention over a layout (the kept blocks of scores) with Triton: forward, and gradients of q, k, v, bias and relative
 positions.
 
-Forward launches one kernel, or two if long rows are cut. Backward launches two to four kernels, and more for gradients
-of bias and relative positions. The host never waits for the device. Plans are computed on the host once for each layout
-and shape, and cached.
+Forward launches one kernel, or two if long rows are cut. Backward launches up to four kernels, and more for gradients
+of bias and relative positions. The host waits only when it copies tables to the device: those of a new plan, and those
+for the gradients of bias and relative positions. Plans are cached by layout and shape.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class EngineBase:
         return self.settings.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Number of samples in a step, over all ranks."""
+        """Number of samples in a step, over all replicas of the model."""
         return self.settings.micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -215,15 +215,15 @@ class EngineBase:
         return self.settings.stage >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether this rank has all weights and can save them."""
+        """Whether ZeRO does not partition weights, so that they can be saved: no stage 3, or only one rank."""
         return self.settings.stage < 3 or self.world_size == 1
 
     def fp16_enabled(self) -> bool:
-        """Whether any parameter is fp16."""
+        """Whether at least one parameter is fp16."""
         return torch.float16 in {param.dtype for param in self.module.parameters()}
 
     def bfloat16_enabled(self) -> bool:
-        """Whether any parameter is bf16."""
+        """Whether at least one parameter is bf16."""
         return torch.bfloat16 in {param.dtype for param in self.module.parameters()}
 
     def gradient_clipping(self) -> float:

@@ -190,8 +190,8 @@ class Engine(EngineBase):
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Call it after every micro-batch. The optimizer steps after the last one of a step.
 
-        `lr_kwargs` are passed to the scheduler's step(). A call before the first backward of a step changes nothing,
-        neither counters nor the scheduler. With several ranks the call is counted, because other ranks may have
+        `lr_kwargs` are passed to the scheduler's step(). On one rank, a call without gradients changes nothing, neither
+        counters nor the scheduler. With several ranks such a call is counted, because other ranks may have
         gradients.
         """
         lr = self._count_step(lr_kwargs)
@@ -233,7 +233,7 @@ class Engine(EngineBase):
         return self.watch.pause(doing) if self.watch is not None else nullcontext()
 
     def train(self, mode: bool = True) -> Engine:
-        """Puts the module into training mode."""
+        """Puts the module into training mode, or with `mode=False` into evaluation mode."""
         self.module.train(mode)
         return self
 

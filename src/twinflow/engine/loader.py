@@ -61,7 +61,7 @@ class ResumableLoader:
         return num_samples // self.batch_size if self._drop_last else -(-num_samples // self.batch_size)
 
     def __iter__(self) -> Iterator[UserValue]:
-        """The rest of this epoch. The next call starts the next epoch."""
+        """The rest of this epoch. After its last batch, the next call starts the next epoch."""
         for batch in self._rest():
             self.position += 1  # before `yield`, because a checkpoint that is saved then must count this batch
             yield batch
@@ -107,7 +107,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues from a saved position, also with another number of ranks. Iterators in use are not affected.
 
-        Raises ValueError if the position is not a whole number of batches with this batch size and number of ranks.
+        Raises ValueError if only the batch size has changed, or if the position is not a whole number of batches now.
         """
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
             raise ValueError(

@@ -136,7 +136,7 @@ class PipelineEngine(Engine):
         return self._runners[num_micro_batches]
 
     def _take(self, call: str, data_iter: Iterator[object] | None, num: int) -> list[tuple[object, object]]:
-        """The micro-batches on this rank's device; (None, None) on ranks without the first and the last stage.
+        """The micro-batches on this rank's device; (None, None) each if the rank does not read from `data_iter`.
 
         An error of one rank is raised on all ranks before they send anything, so that the pipeline can still be used.
         """
@@ -270,7 +270,7 @@ class PipelineEngine(Engine):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to other stages."""
+        """Bytes of tensors that this rank has sent to other pipeline ranks."""
         return self._links.wire.sent_bytes
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

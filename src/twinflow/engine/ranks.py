@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def data(self) -> Group:
-        """The ranks with the same weights as this one."""
+        """The ranks with the same stages and tensor shards as this one, itself included."""
         return self.group if self.replicas is None else self.replicas
 
     @property

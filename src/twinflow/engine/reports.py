@@ -24,7 +24,7 @@ _MOST_LATE = 64  # number of scalars whose copies may be running; with more, the
 
 
 class LateScalar:
-    """A scalar tensor that is copied to the host on the current stream. Reading it waits for the copy only."""
+    """A scalar tensor that is copied to the host on the current stream. Reading it waits until the copy is done."""
 
     def __init__(self, value: Tensor) -> None:
         self._host = value.detach().to("cpu", non_blocking=True)
@@ -52,7 +52,7 @@ class _Late:
 
 
 class Reports:
-    """Writes the reports. Only log lines, every `steps_per_print` steps, wait for the device."""
+    """Writes the reports. In a step, only log lines and scalars over _MOST_LATE steps old wait for the device."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class What:
 
 
 def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[str | None, dict[str, UserValue]]:
-    """Loads `root`/`tag`, or the latest checkpoint. Returns its path and the client state."""
+    """Loads `root`/`tag`, or the latest checkpoint. Returns its path and client state, or (None, {}) if none exists."""
     if engine.optimizer is not None and engine.optimizer.runtime.steps.job is not None:
         raise wrong_state(
             "load_checkpoint() cannot run between backward() and step()",
@@ -178,7 +178,7 @@ def _own_groups(
 
 
 def _own_random(found: Checkpoint, first: StateDict, ranks: Ranks) -> StateDict:
-    """This rank's random states. A rank that the checkpoint does not have gets those of rank 0 with another seed."""
+    """This rank's random states. A rank that the checkpoint lacks gets those of rank 0, with another seed for torch."""
     saved, rank = found.meta.get("ranks"), ranks.rank
     if saved is None:
         return first

@@ -1,6 +1,6 @@
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-State is streamed to the files, so that the state of only one parameter is in memory at a time. restore.py loads it.
+State is streamed to the files, so that only one parameter's state is copied in memory at a time. restore.py loads it.
 
 With `background_bytes` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
 starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then wait
@@ -259,7 +259,7 @@ class _Own:
             self.said["errors"] = self._take(engine.optimizer.exchange_errors(), f"ranks/{ranks.rank}/errors")
 
     def _take(self, value: object, path: str, is_saved: bool = True) -> JSON:
-        """Adds the tensors in `value` to this rank's entries. Returns `value` with references to them."""
+        """Adds the tensors in `value` to this rank's entries if `is_saved`. Returns `value` with references to them."""
         stripped: JSON
         stripped, found = take_apart(value, path)
         if is_saved:
@@ -324,7 +324,7 @@ def names_of(engine: EngineBase) -> dict[str, None]:
 
 
 def shards_of(module: nn.Module) -> dict[str, TensorShard]:
-    """The shards of parameters that tensor ranks share, by every name of the parameter."""
+    """The shards of parameters that tensor ranks have split, by every name of the parameter."""
     named = ((name, shard_of(param)) for name, param in module.named_parameters(remove_duplicate=False))
     return {name: shard for name, shard in named if shard is not None}
 

@@ -282,7 +282,7 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
 
 
 def _run_again(block: Any, x: Tensor) -> Any:
-    """Run a block with activation checkpointing, as GPTConfig.checkpoint_activations requests."""
+    """Run a block, with activation checkpointing if it is in training mode and gradients are enabled."""
     if block.training and torch.is_grad_enabled():
         return checkpoint(block, x, use_reentrant=False, preserve_rng_state=block.dropout.p > 0)
     return block(x)

@@ -30,7 +30,7 @@ def copy_in(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_out(x: Tensor, group: Group) -> Tensor:
-    """The sum of the tensors of all ranks, replicated."""
+    """The sum of the tensors of all ranks, replicated. Backward passes the gradient on unchanged."""
     return x if group.world == 1 else _go(x, partial(summed, group=group), _same)
 
 
@@ -40,14 +40,14 @@ def split_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """The parts of all ranks, for a computation that every rank repeats. The gradient of the result is equal on all
-    ranks, and backward returns this rank's part of it.
+    """The parts of all ranks, concatenated, for a computation that every rank repeats. The gradient of the result is
+    equal on all ranks, and backward returns this rank's part of it.
     """
     return _along(x, group, dim, joined, own_part)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = SEQUENCE_DIM) -> Tensor:
-    """The parts of all ranks, for a layer that is split by features. Backward reduce-scatters the gradient."""
+    """The concatenated parts of all ranks, for a layer split by features. Backward reduce-scatters the gradient."""
     return _along(x, group, dim, joined, summed_part)
 
 
@@ -65,7 +65,7 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def joined(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The parts of all ranks along a dim. Not differentiable."""
+    """The parts of all ranks, concatenated along a dim. Not differentiable."""
     parts = x.new_empty((group.world, *x.shape))
     parts[group.rank] = x
     group.all_gather(parts.view(-1))

@@ -61,7 +61,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Amplified:
-    """The number of data groups (ranks that sum gradients), and the rate of all of them together."""
+    """The number of data groups (a group: ranks that sum their gradients), and the rate of all groups together."""
 
     num_groups: int
     times: float  # total rate relative to the network rate of one machine
@@ -120,7 +120,7 @@ def ring_count(layout: Layout) -> int:
     """Number of ring collectives over all gradients or all weights in a step.
 
     One ring reduces gradients and one gathers weights. ZeRO-2 without a pipeline keeps no unsharded sums, so it reduces
-    gradients in every micro-batch. ZeRO-3 also gathers weights in every forward and every backward.
+    gradients in every micro-batch. ZeRO-3 does so too, and gathers weights in every forward and every backward.
     """
     if layout.num_dp == 1:
         return 0
@@ -198,12 +198,12 @@ class Estimate:
 
 
 def host_bytes(fullest: RankBytes, layout: Layout, cluster: Cluster) -> float:
-    """Host memory of a machine if all its GPUs need as much as the fullest one."""
+    """Host memory for the optimizer state of a machine, if all its GPUs need as much as the fullest one."""
     return fullest.state.host_states * min(cluster.machine.num_gpus, layout.world)
 
 
 def lacking_bytes(shape: Shape, layout: Layout, cluster: Cluster) -> float:
-    """Bytes that the fullest GPU and the host memory of a machine lack. 0 if the layout fits."""
+    """Bytes that the fullest GPU lacks plus those that the host memory of a machine lacks. 0 if the layout fits."""
     memory, fullest = cluster.memory(cluster.machine.num_gpus), fullest_rank(shape, layout)
     over_host = host_bytes(fullest, layout, cluster) - memory.host_bytes
     return max(0.0, fullest.gpu_bytes - memory.gpu_bytes) + max(0.0, over_host)
@@ -228,7 +228,7 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTim
 
 
 def stage_times(shape: Shape, layout: Layout, cluster: Cluster) -> tuple[StageTime, ...]:
-    """Time of every stage: its layers, the head on the last stage, and the communication that compute does not hide.
+    """Time of every stage for a micro-batch: its layers, the head, and the communication that compute does not hide.
 
     ZeRO-2 without a pipeline reduce-scatters gradients during every backward. ZeRO-3 also gathers weights during
     forward and backward.
@@ -272,7 +272,7 @@ def seconds_of(shape: Shape, layout: Layout, cluster: Cluster, plays: bool = Tru
 
 
 def rough_seconds(pipe: Pipeline) -> float:
-    """The makespan by a formula: the work of the slowest rank, and the time to fill and drain the pipeline."""
+    """The time of all micro-batches by a formula: work of the slowest rank, fill and drain of the pipeline, sends."""
     totals = rank_seconds(pipe)
     p, mean = pipe.num_ranks, sum(totals) / pipe.num_ranks
     if p == 1:
@@ -283,7 +283,7 @@ def rough_seconds(pipe: Pipeline) -> float:
 
 
 def largest_numel(shape: Shape, layout: Layout) -> float:
-    """The largest number of parameters of a rank, with the embedding, its copy or an untied head."""
+    """The largest number of parameters of a rank, with the embedding, its copy or the head if the rank has them."""
     layers = rank_layers(shape, layout)
     ends = (0, rank_of(layout.num_stages - 1, layout.num_pp, layout.placement))
     numels = (

@@ -34,7 +34,7 @@ class Batch:
         return len(self._jobs)
 
     def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
-        """Record `make`, which returns one addend of a weight's gradient. It is called once, on any thread."""
+        """Record `make`, which returns one addend of a weight's gradient. It is called once, on whichever thread."""
         self._jobs.append((weight, make))
 
     def run(self) -> None:
@@ -105,7 +105,7 @@ def defer(module: nn.Module, deferral: Deferral) -> None:
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The output of a linear layer with this bias. The weight gradient is deferred if the module has a deferral."""
+    """The output of a linear layer with this bias. A module with a deferral can defer its weight gradient."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     deferral: Deferral | None = module.__dict__.get(_MARK)
     is_in_out = is_conv1d(module)

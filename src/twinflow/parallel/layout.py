@@ -110,7 +110,7 @@ def stream_bytes(shape: Shape, layout: Layout) -> int:
 
 @lru_cache(maxsize=1024)
 def layers_of(num_layers: int, num_stages: int, end: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage as the engine assigns them: the largest number of weights in a stage is minimal.
+    """Layers of each stage, without embedding and head, as the engine assigns them: the largest stage is minimal.
 
     `end`: size of the embedding, and of the head, in units of a layer.
     """

@@ -4,7 +4,7 @@ it, and as published tables compute it.
 Bytes of the engine for each parameter, with bf16 weights and Adam:
 
     weights     2
-    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 only of its rows
+    sums        4   fp32 sums over micro-batches, on every data rank of a pipeline; with ZeRO-3 its own part
     gradients   2   gradients that wait for the global norm; from ZeRO-1 on only the rank's own part
     state      10   without the bf16 weight, which is the upper half of its master; from ZeRO-1 on the rank's own part
 
@@ -121,8 +121,8 @@ def put_off_bytes(shape: Shape, layout: Layout) -> float:
 
 @lru_cache(maxsize=4096)
 def most_held(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Possible memory peaks of a rank with the ZBV schedule. A peak is the number of (stage, micro-batch) pairs that
-    wait between the actions F and I, and the number that wait between I and W.
+    """Possible memory peaks of a rank with the ZBV schedule. A peak is the number of (stage, micro-batch) pairs between
+    the actions F (forward) and I (input gradients), and the number between I and W (weight gradients).
     """
     kept = deferred = 0
     most = dict[int, int]()  # largest number of pairs between I and W, by the number of pairs between F and I
@@ -245,14 +245,14 @@ def _gathered(shape: Shape, layout: Layout) -> float:
 
 
 def _published_work(shape: Shape, layout: Layout, is_last: bool) -> float:
-    """The larger of the activations of one layer and all logits."""
+    """The activations of one layer, twice with checkpointing. `is_last`: all logits instead if they are larger."""
     working = layer_bytes(shape, layout) * (2.0 if layout.checkpointing else 1.0)
     logits = LOGIT_BYTES * shape.sequence * layout.micro_batch * shape.vocab_size / layout.num_tp
     return max(working, logits) if is_last else working
 
 
 def fullest_rank(shape: Shape, layout: Layout) -> RankBytes:
-    """The rank with the most memory.
+    """The rank that needs the most GPU memory.
 
     The candidates are the first and the last rank. Of the other ranks with the same number of layers, the first one has
     the most micro-batches in flight, and the last one has the most deferred gradients with ZBV. Both are candidates.

@@ -46,14 +46,14 @@ def bounds(method: str, layers: Sequence[LayerFacts], num_stages: int) -> tuple[
 
 
 def partition_uniform(num: int, parts: int) -> tuple[int, ...]:
-    """Equal numbers of layers. The first parts have one more if the number is not divisible."""
+    """Bounds of parts with equal numbers of layers. If `parts` does not divide `num`, the first parts have one more."""
     _check_parts(num, parts)
     size, more = divmod(num, parts)
     return tuple(i * size + min(i, more) for i in range(parts + 1))
 
 
 def partition_balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """The parts whose largest sum of weights is minimal. No part is empty.
+    """Bounds of the parts whose largest sum of weights is minimal. No part is empty.
 
     Of all such partitions the most even one is chosen: a huge embedding that determines the largest sum does not make
     the other parts uneven. So the minimal largest sum is found first, and then the minimal sum of squares within that
@@ -93,7 +93,7 @@ def _least_largest(sums: Matrix, parts: int) -> float:
 
 
 def _most_even(costs: Matrix, parts: int) -> tuple[int, ...]:
-    """The bounds of the parts with the minimal sum of costs."""
+    """The bounds of the parts with the minimal sum of costs. `costs[start, stop]` is the cost of a part."""
     best, starts = costs[0], []
     for _ in range(parts - 1):
         totals = best[:, None] + costs
@@ -115,7 +115,7 @@ def _seconds(layers: Sequence[LayerFacts]) -> list[float]:
 
 
 def _matches(pattern: str, layers: Sequence[LayerFacts]) -> list[int]:
-    """1 for each layer whose class matches the pattern, 0 for the others."""
+    """1 for each layer whose class name contains a match of the pattern (in any case), 0 for the others."""
     try:
         compiled = re.compile(pattern, re.IGNORECASE)
     except re.error as error:

@@ -1,7 +1,7 @@
 """The layers of one pipeline rank.
 
-Names and initial values do not depend on the number of ranks: layer i is "layers.{i}" on any rank and is built from its
-own seed. So checkpoints load with any number of ranks, and training does not depend on the number of stages.
+Names and initial values do not depend on the number of ranks: layer i is named "layers.{i}" (a part of a model keeps
+its names), and a spec is built from its own seed. So checkpoints load with any number of ranks.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ class PipelineModule(nn.Module):
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank needs inputs."""
+        """Whether this rank has the first stage, which needs the inputs."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank needs targets."""
+        """Whether this rank has the last stage, which needs the targets."""
         return self.num_stages - 1 in self.stages
 
     @property
@@ -189,8 +189,8 @@ class PipelineModule(nn.Module):
         self._num_runs = dict.fromkeys(self.stages, num_micro_batches)
 
     def _seeds(self, stage: int) -> Seed | None:
-        """A function that seeds a layer by its index. Seeds differ between micro-batches and from those of the initial
-        values.
+        """A function that seeds a layer by its index, or None without seeds. Seeds differ between micro-batches and
+        from those of the initial values.
 
         Every schedule runs the micro-batches of a stage in order, so it is sufficient to count them.
         """
@@ -219,7 +219,7 @@ def _num_ranks(num_stages: int | None, topology: ProcessTopology | None) -> int:
 
 
 def _index(index: int | None, num_ranks: int, topology: ProcessTopology | None) -> int:
-    """Position of this rank in the pipeline. Without a topology, consecutive ranks have the same stage."""
+    """Position of this rank in the pipeline. Without a topology, groups of consecutive ranks share a position."""
     if index is not None:
         if not 0 <= index < num_ranks:
             raise invalid_value("index", index, f"a number from 0 to {num_ranks - 1}")

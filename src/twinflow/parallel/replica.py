@@ -80,8 +80,8 @@ class Replica:
         self._exchange([(any(one is not None for one in half), digest(half).total()) for half in halves], device)
 
     def _exchange(self, parts: Sequence[tuple[bool, int]], device: torch.device) -> None:
-        """Exchanges digests of a batch, and of the random states. `parts`: whether this rank has a part of the batch,
-        and its digest.
+        """Compares digests of a batch, and makes the random states of tensor ranks equal. `parts`: for each part of the
+        batch, whether this rank has it, and its digest.
         """
         grid = self._grid
         numbers = [*_random_digests(device), *(number for part in parts for number in part)]
@@ -107,7 +107,7 @@ class Replica:
     def compare_copies(self, module: nn.Module, step: int, is_due: bool = False) -> None:
         """Compares the parameters that all tensor ranks have whole. Raises RuntimeError if one differs.
 
-        Does nothing between two intervals, unless `is_due`, and if the parameters of this step were compared already.
+        Does nothing if `step` was compared before. Without `is_due`, it compares only after steps of the module's list.
         """
         is_due = is_due or step % CHECK_STEPS == 0 or step & (step - 1) == 0
         if self._grid.num_model == 1 or step == self._compared_step or not is_due:

@@ -25,7 +25,7 @@ MicroBatch = tuple[Any, Any]
 
 
 def forward_only(schedule: Schedule, num_micro_batches: int) -> Schedule:
-    """All forwards of a rank's stages, one stage after the other."""
+    """A schedule of forwards only: each rank runs its stages one after the other, each for all micro-batches."""
     lists = tuple(
         tuple(Action("F", stage, i) for stage in schedule.stages_of(rank) for i in range(num_micro_batches))
         for rank in range(schedule.num_ranks)
@@ -202,7 +202,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _changeable(one: Tensor | None) -> Tensor | None:
-    """The input of a stage. Its first layer may change it in place, as it may change the output of a local layer."""
+    """A stage's input in a form that its first layer may change in place, like the output of a layer in the stage."""
     if one is None or not (one.requires_grad and one.is_leaf):
         return one
     entered: Tensor = _Entry.apply(one)  # type: ignore[no-untyped-call]

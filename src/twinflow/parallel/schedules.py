@@ -108,7 +108,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> 
 def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V of two chunks.
 
-    Each phase is a pattern of (kind, chunk). The n-th occurrence of a step is micro-batch n. With p ranks, the patterns
+    Each phase is a pattern of (kind, chunk). Occurrence n (from 0) of a step is micro-batch n. For p ranks, patterns
     need 2p - 1 micro-batches. With fewer micro-batches, the surplus steps are dropped.
     """
     _check_sizes(num_ranks, num_micro_batches)
@@ -152,8 +152,8 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
 
 
 def warmup(rank: int, num_ranks: int, num_micro_batches: int, num_chunks: int) -> int:
-    """Number of forwards before the first backward: one for each later rank. With several chunks: two for each later
-    rank, and one round for each chunk except the last."""
+    """Number of forwards in advance, before pairs of a forward and a backward: one for each later rank. With several
+    chunks: two for each later rank, and one round for each chunk except the last."""
     behind = num_ranks - 1 - rank
     if num_chunks == 1:
         return min(num_micro_batches, behind)
@@ -186,7 +186,7 @@ def count_in_flight(actions: Sequence[Action]) -> int:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise a ValueError unless every stage has one forward and backward of each micro-batch, on its rank, in order."""
+    """Raise a ValueError unless every stage has, on its rank, one forward of each micro-batch and then one backward."""
     seen: Counter[tuple[str, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
@@ -217,7 +217,7 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 
 
 def _numbered(steps: Sequence[str], stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
-    """Convert steps such as F1 (kind and chunk) to actions. The n-th occurrence of a step is micro-batch n."""
+    """Convert steps such as F1 (kind and chunk) to actions. Occurrence n (from 0) of a step is micro-batch n."""
     times: Counter[str] = Counter()
     made = []
     for step in steps:

@@ -2,7 +2,7 @@
 all layouts by a formula, the best ones by simulating their schedules.
 
 GPipe is not tried, because 1F1B takes equally long and needs less memory. Tensor groups over more than two machines and
-micro-batches of more than 8 sequences are not tried either. Of equally fast layouts the simplest one is chosen: no
+micro-batches of more than 8 sequences are not tried either. Of about equally fast layouts the simplest is chosen: no
 offload, a lower ZeRO stage, fewer chunks.
 """
 
@@ -51,7 +51,7 @@ class Found:
 
 
 def search(ask: LayoutAsk, count: int = 5) -> Found:
-    """The `count` best layouts with different sizes of the three axes. Raises a ValueError for invalid numbers."""
+    """At most `count` layouts, the best ones with different axis sizes. Raises a ValueError for invalid numbers."""
     for name, value in (("--gpus", ask.num_gpus), ("--batch", ask.batch), ("--layouts", count)):
         if value < 1:
             raise invalid_value(name, value, "a whole number >= 1")
@@ -82,8 +82,8 @@ def search(ask: LayoutAsk, count: int = 5) -> Found:
 
 
 def layouts(ask: LayoutAsk) -> Iterator[Layout]:
-    """Every layout that the engine accepts: tensor ranks divide heads, MLP and vocabulary, and there are no more stages
-    than layers.
+    """The layouts to try. The engine accepts them: tensor ranks divide heads, MLP and vocabulary, and there are no more
+    stages than layers.
     """
     shape, per_node = ask.shape, ask.cluster.machine.num_gpus
     for tp in _divisors(math.gcd(ask.num_gpus, *shape.tensor_sizes.values())):
@@ -99,8 +99,8 @@ def layouts(ask: LayoutAsk) -> Iterator[Layout]:
 
 
 def _ways(ask: LayoutAsk, layout: Layout) -> Iterator[Layout]:
-    """The layout with every schedule and every ZeRO stage that the engine supports, with and without checkpointing and
-    offload."""
+    """The layout with every schedule, and with the ZeRO stages (with one data rank: only the first), checkpointing and
+    offload of `ask` that the engine supports."""
     zeros = [zero for zero in ask.zeros if not any(broken(Combination(layout.num_pp, layout.num_tp, zero)))]
     zeros = zeros if layout.num_dp > 1 else zeros[:1]
     schedules = _schedules(layout, ask.shape.num_layers)

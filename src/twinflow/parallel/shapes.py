@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        """The sizes that the number of tensor ranks must divide: the engine does not split a head, nor unevenly."""
+        """The sizes that the number of tensor ranks must divide: the engine splits evenly, and never inside a head."""
         return {
             "the number of attention heads": self.num_heads,
             "the number of heads of keys and values": self.num_kv_heads or self.num_heads,

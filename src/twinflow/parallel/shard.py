@@ -52,7 +52,7 @@ class TensorShard:
 
 
 def even_shard(dim: int, full: int, rank: int, world: int, num_fused: int = 1) -> TensorShard:
-    """Equal parts of each of `num_fused` equal pieces of the dim. The dim must be divisible."""
+    """The shard of `rank`: its part of each of `num_fused` equal pieces. `num_fused` * `world` must divide `full`."""
     piece = full // num_fused
     part = piece // world
     assert part * world * num_fused == full

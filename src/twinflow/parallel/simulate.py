@@ -55,7 +55,7 @@ class Played:
 
     @property
     def efficiency(self) -> float:
-        """Busy time of all ranks relative to the makespan. 1 means no bubble."""
+        """Mean busy time of the ranks relative to the makespan. 1 means no bubble."""
         return sum(self.busy_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 1.0
 
     @property
@@ -151,7 +151,7 @@ class Pipeline:
 
 
 def step_seconds(pipe: Pipeline) -> float:
-    """The makespan. The middle of a long step is extrapolated, because every round of micro-batches takes equally long.
+    """The time from first start to last end. The middle of a long step is extrapolated: its rounds take equally long.
 
     The time of a round is the difference of two short steps, and at least the work of the slowest rank.
     """

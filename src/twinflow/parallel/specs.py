@@ -134,7 +134,7 @@ def type_name(item: Item) -> str:
 
 
 def num_params(item: Item, counts_specs: bool) -> int | None:
-    """Number of trainable parameters of a layer. Shared ones count once. With `counts_specs`, the layer of a spec is
+    """Number of trainable parameters of a layer, each counted once. With `counts_specs`, the layer of a spec is
     built on the meta device to count its parameters. Otherwise the result for a spec is None."""
     modules = list(item.modules.values()) if isinstance(item, Part) else [item] if isinstance(item, nn.Module) else []
     if isinstance(item, LayerSpec):
@@ -151,7 +151,7 @@ def num_params(item: Item, counts_specs: bool) -> int | None:
 
 
 def seeded(spec: LayerSpec, seed: int, seed_fn: Callable[[int], object]) -> nn.Module:
-    """Build a layer from a seed. The states of the random generators do not change."""
+    """Build a layer from a seed. The states of the random generators (CPU and current GPU) do not change."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         seed_fn(seed)
@@ -185,7 +185,7 @@ def make_layers(
 
 
 def _first_use(items: Sequence[Item], index: int) -> int:
-    """The first layer with the same module: by its key, or because the module is listed twice."""
+    """Index of the first layer with the same module: with the same key, or the same nn.Module in the list."""
     item = items[index]
     if isinstance(item, TiedLayerSpec):
         return next(i for i, other in enumerate(items) if isinstance(other, TiedLayerSpec) and other.key == item.key)

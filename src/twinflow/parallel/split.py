@@ -57,8 +57,8 @@ def split_model(
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The parts of a model in the order of its forward. Raises ValueError if a subclass has a forward of its own, which
-    the parts of its base class would not run.
+    """The parts of a model in the order of its forward. Raises ValueError for an unknown class, and for a subclass with
+    a forward of its own, which the parts of its base class would not run.
     """
     own: Callable[[], list[Part]] | None = getattr(model, "pipeline_parts", None)
     if own is not None:

@@ -87,7 +87,7 @@ def parallelize(
 
 
 def same_randoms(group: Group, device: torch.device | None = None) -> None:
-    """Set the random generators of all ranks, on CPU and GPU, to the state of the first rank."""
+    """Set the random generators of all ranks, of the CPU and of a GPU `device`, to the state of the first rank."""
     state = torch.get_rng_state()
     group.broadcast(state)
     torch.set_rng_state(state)
@@ -245,7 +245,7 @@ class Split:
         return collectives.scatter_sequence(x, self.group) if self.sequence else collectives.reduce_out(x, self.group)
 
     def sum_gradient(self, param: Tensor | None) -> None:
-        """Sum the gradient of a whole parameter over the ranks before it is accumulated.
+        """With `sequence`: let backward sum the gradient of a whole parameter over the ranks before it is accumulated.
 
         A whole parameter that is applied to a part of the sequence has only a part of its gradient. This is called in
         every forward, because a parameter may be replaced, or may start to require a gradient.
@@ -342,7 +342,7 @@ def _region(
 
 
 def _scopes(styles: Mapping[str, Style]) -> set[str]:
-    """The smallest module around each column layer and the next row layer. Dropout between them runs in its forward."""
+    """Names of the smallest modules around a column layer and the next row layer. Dropout between them runs inside."""
     layers = [(name.split("."), style.kind) for name, style in styles.items() if style.kind in ("column", "row")]
     found = set()
     for i, (column, kind) in enumerate(layers):
@@ -401,8 +401,8 @@ def dropout_part(x: Tensor, p: float, group: Group, dim: int) -> Tensor:
 
 
 def splitting_dropout(split: Split, is_training: bool, has_heads: bool = False) -> AbstractContextManager[object]:
-    """Context in which dropout of this rank's part of a tensor equals that of one process. `has_heads`: of all tensors
-    [batch, heads, ...]. Otherwise only of tensors that are computed from the output of a column layer.
+    """Context in which dropout of split tensors equals that of one process. Split are the tensors computed from the
+    output of a column layer (if `split.tensors` is set), and with `has_heads` all tensors [batch, heads, ...].
     """
     if not is_training or split.group.world == 1 or not (has_heads or split.tensors is not None):
         return nullcontext()
@@ -565,7 +565,7 @@ def vocab_parallel_cross_entropy(
 
 
 class SharedSoftmax:
-    """Softmax over the symbols of all ranks. All ranks have the same number of rows."""
+    """Softmax over the symbols of all ranks. All ranks have the same number of rows of the head's weight."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -33,8 +33,8 @@ class TiedGradients:
     """The gradients of one tied parameter, on one of the ranks that hold a copy.
 
     All of these ranks have to call `finish` after the last backward of every step, with the ties in the same order.
-    `replicas`: the ranks with the same part of the model, or this rank alone. `dtype`: the dtype in which sums are
-    sent. None: that of the parameter.
+    `group`: the pipeline ranks with a copy. `replicas`: the ranks with the same part of the model, or this rank alone.
+    `dtype`: the dtype in which sums are sent. None: that of the parameter.
     """
 
     def __init__(self, param: nn.Parameter, group: Group, replicas: Group, dtype: torch.dtype | None = None) -> None:
@@ -63,7 +63,7 @@ class TiedGradients:
         param.grad = None
 
     def finish(self) -> None:
-        """Set the sum over all ranks with a copy as the gradient. Does nothing if no such rank has a gradient."""
+        """Set this replica's part of the sum over all ranks with a copy as the gradient, if some rank has one."""
         here = _local(self._param)
         size, own = -(-here.numel() // self._replicas.world), self._replicas.rank
         rows = self._take_rows(here, size)

@@ -2,7 +2,7 @@
 
 The last axis varies fastest, and ranks fill one machine after the other. With the axes pipe, data, model, the ranks of
 a tensor group are neighbours, those of a data group come next, and stages are furthest apart. So the groups that
-communicate most are in one machine, and those that communicate least use the network.
+communicate most are the first to fit into one machine, and those that communicate least use the network.
 """
 
 from __future__ import annotations
@@ -138,15 +138,15 @@ class Mapped:
     groups: Mapping[str, tuple[Group, ...]]  # by axis
 
     def crosses(self, axis: str) -> bool:
-        """Whether any group of an axis spans several machines."""
+        """Whether at least one group of an axis spans several machines."""
         return any(len(group.nodes) > 1 for group in self.groups[axis])
 
 
 def map_ranks(num_pp: int, num_mp: int, num_dp: int, per_node: int, world: int | None = None) -> Mapped:
     """The machine and the coordinates of every rank.
 
-    Tensor groups are inside a machine, data groups are if they fit, and stages span machines. `world`: the number of
-    ranks, which must be the product of the three sizes.
+    The module's docstring explains the order of ranks. `world`: the number of ranks, which must be the product of the
+    three sizes.
     """
     if per_node < 1:
         raise invalid_value("The number of GPUs in a machine", per_node, "a whole number >= 1")

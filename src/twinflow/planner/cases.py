@@ -1,4 +1,4 @@
-"""Compares cases, the ways to place the optimizer state: no offload, full offload and best ratio, in each format."""
+"""Compares cases: the state in one format, with no offload, full offload or the best ratio (share on the host)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run, with its memory and its predicted step."""
+    """A run with one placement of its optimizer state, the memory that it uses and its predicted step."""
 
     kind: str
     run: Run
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """All cases of a run on a machine."""
+    """The cases of a run on a machine, and the recommended one."""
 
     run: Run
     setting: Setting
@@ -62,7 +62,7 @@ class Plan:
         return self.best or min(self.cases, key=lambda case: case.missing.gpu_bytes + case.missing.host_bytes)
 
     def largest_numel(self, states: str) -> int:
-        """Elements of the largest model that fits. 0 if not even one block fits."""
+        """Parameters of the largest model that fits with the state format `states`. 0 if not even one block fits."""
         num_layers = self.largest[states]
         return self.run.model.with_layers(num_layers).numel if num_layers else 0
 
@@ -78,7 +78,7 @@ def make_plan(run: Run, setting: Setting, states: Sequence[str] = STATES, ratio:
 
 
 def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
-    """A case for each way to place the state and for each state format, grouped by way."""
+    """A case for each pair of a way to place the state and a state format, grouped by way."""
     runs = [replace(run, states=name) for name in states]
     none = [case_at("no offload", r, setting, 0.0) for r in runs]
     full = [case_at("full offload", r, setting, 1.0) for r in runs]
@@ -97,7 +97,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 
 
 def best_case(run: Run, setting: Setting) -> Case:
-    """The case with the fastest ratio that fits. If no ratio fits, the case that lacks the least memory."""
+    """The case with the ratio of `best_ratio`. If no ratio fits, the case with as much state on the GPU as fits."""
     room, size = costs.room_of(run, setting.memory), costs.placing_size(run, setting.memory)
     if not costs.fits(run, setting.memory):
         resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
@@ -113,8 +113,8 @@ def best_case(run: Run, setting: Setting) -> Case:
 def recommended(cases: Sequence[Case]) -> Case | None:
     """The recommended case: the fastest that fits.
 
-    A wider state format is preferred if it is nearly as fast. Of equally fast cases the one with less GPU memory is
-    preferred.
+    A wider state format is preferred if it is nearly as fast. Of the cases that are then about equally fast, the one
+    without offload is preferred, and otherwise the one with the least GPU memory.
     """
     fitting = [case for case in cases if case.fits]
     if not fitting:
@@ -130,7 +130,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
 
 
 def largest_layers(run: Run, memory: Memory) -> int:
-    """Number of blocks of the deepest model of this shape that fits. 0 if not even one block fits."""
+    """Blocks of the deepest model of this shape that fits with some ratio. 0 if not even one block fits."""
 
     def is_too_large(num_layers: int) -> bool:
         return not costs.fits(replace(run, model=run.model.with_layers(num_layers)), memory)

@@ -30,7 +30,7 @@ BACKWARD: Final = 1.83
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU and of the host, which all GPUs of the machine share: available, free for state, or missing."""
+    """Bytes of one GPU and of the host (for all GPUs; in `room_of` for one), available, left for state or missing."""
 
     gpu_bytes: int
     host_bytes: int
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def size(self) -> StateBytes:
-        """Bytes of optimizer state for each parameter."""
+        """Bytes of optimizer state for each parameter, by the place of the state."""
         return state_bytes(self.states, self.weights, self.delayed, self.num_moments)
 
     @property
@@ -81,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Placed:
-    """Elements of the optimizer state of one GPU, by place."""
+    """Numbers of the parameters whose optimizer state belongs to one GPU, by the place of the state."""
 
     host: int  # in host memory, updated by the CPU
     resident: int = 0  # in GPU memory
@@ -104,12 +104,12 @@ class Bytes:
         return sum(self.host.values())
 
     def missing(self, memory: Memory) -> Memory:
-        """Bytes that the run lacks. Zeros if the run fits."""
+        """Bytes that the run needs beyond `memory`. Zeros if the run fits."""
         return Memory(max(0, self.gpu_total - memory.gpu_bytes), max(0, self.host_total - memory.host_bytes))
 
 
 def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
-    """Bytes that the runtime allocates, including the smaller buffers that it chooses if memory is short."""
+    """Bytes that the runtime allocates for a run. If `memory` is short, it chooses smaller buffers."""
     width, size = WEIGHT_BYTES[run.weights], run.size
     weights = _weight_bytes(run)
     resident = int(placed.resident * size.resident)
@@ -153,7 +153,8 @@ class GradientPlan:
 
 
 def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
-    """Where gradients wait: on the GPU if they take at most half of its free memory, else on the host."""
+    """Where gradients wait for their update: on the host if updates are delayed, or if the gradients or their sums over
+    micro-batches need more than half of `free_bytes`, else on the GPU. Those of resident state never leave the GPU."""
     width, own = WEIGHT_BYTES[run.weights], run.own_numel
     all_bytes, off = width * own, placed.host
     flat = min(FLAT_BYTES, free_bytes // 8, all_bytes)
@@ -185,13 +186,13 @@ def bucket_numel(run: Run) -> int:
 
 
 def _even(numel: int) -> int:
-    """Elements of a bucket if `numel` elements are split into the least number of equal buckets."""
+    """Elements of a bucket if `numel` elements are split evenly into the fewest buckets of at most BUCKET_NUMEL."""
     return -(-numel // max(1, -(-numel // BUCKET_NUMEL)))
 
 
 def room_of(run: Run, memory: Memory) -> Memory:
-    """Memory that is left for optimizer state beside weights, activations, gradients, page-locked buffers and the
-    process.
+    """Memory that is left for one GPU's optimizer state beside weights, activations, gradients, page-locked buffers,
+    the process and a reserve.
 
     The numbers are negative if these do not fit. Gradients are counted as if all state were on the host. `placing_size`
     adds the GPU memory that the gradients of resident state then need.
@@ -213,7 +214,7 @@ def placing_size(run: Run, memory: Memory) -> StateBytes:
 
 
 def fits(run: Run, memory: Memory) -> bool:
-    """Whether the run fits with any share of the state on the host."""
+    """Whether there is a share of the state on the host (0 to 1) with which the run fits."""
     room, size = room_of(run, memory), placing_size(run, memory)
     resident = min(run.own_numel, room.gpu_bytes / size.resident)
     return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes
@@ -226,14 +227,13 @@ def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
 
 
 def ways_of(run: Run) -> Ways:
-    """Bytes that are copied for each parameter."""
+    """Bytes and limits of the copies between GPU and host."""
     width = float(WEIGHT_BYTES[run.weights])
     return Ways(grad_bytes=width, weight_bytes=width, num_slots=NUM_SLOTS, delayed=run.delayed)
 
 
 def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
-    """Time of forward and backward of a micro-batch: matrix products, memory traffic, and communication between
-    GPUs."""
+    """Times of a forward and a backward, from matrix products, memory traffic and communication between GPUs."""
     model, num_tokens, parts = run.model, run.batch * run.tokens, run.tensor_parallel
     products = num_tokens * model.forward_flops(run.tokens) / rates.flops
     traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes

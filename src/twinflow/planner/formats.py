@@ -86,8 +86,8 @@ def gpt_activations(
 ) -> Activations:
     """Activations of the GPT of `twinflow train`, with weights of `width` bytes.
 
-    The loss keeps its input, the gradients of its input and of the head, and a chunk of logits with `width` bytes and a
-    copy of it in fp32.
+    The loss keeps its input, the gradients of its input and of the head, and a chunk of logits twice: with `width`
+    bytes for each logit, and in fp32 (or wider, like the weights).
     """
     masks = hidden if has_dropout else 0  # dropout masks, one byte per value: two in a block, one after the embedding
     return Activations(
@@ -102,7 +102,7 @@ def gpt_activations(
 
 
 def hf_activations(hidden: int, inner: int, vocab_size: int, num_wide: int) -> Activations:
-    """Activations of transformers models. `num_wide`: activations of MLP width that a block keeps.
+    """Activations of transformers models. `num_wide`: number of activations of MLP width that a block keeps.
 
     Measured with checkpointing on two Llama shapes (within 0.1%): inputs of blocks, three fp32 copies of the logits,
     four times the hidden state. The activations within a block are an estimate.

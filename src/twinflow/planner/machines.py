@@ -92,7 +92,7 @@ _A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
 
 
 def gpu_named(name: str, option: str = "--gpu") -> Gpu:
-    """The GPU with this short name. `option`: the option for the error message."""
+    """The GPU with this short name. `option`: the name of the option, for the error message."""
     plain = _WITH_SIZE.get(name.lower(), name.lower())
     if plain not in GPUS:
         raise invalid_value(option, name, GPUS)

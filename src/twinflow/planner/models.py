@@ -124,10 +124,10 @@ def from_counts(
     num_heads: int = 0,
     num_kv_heads: int = 0,
 ) -> ModelCost:
-    """Costs of any model from the elements of its blocks.
+    """Costs of any model from the number of elements of each of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
-    follows from the largest block. `num_wide`: activations of this width that a block keeps. `num_heads`,
+    follows from the largest block. `num_wide`: number of activations of this width that a block keeps. `num_heads`,
     `num_kv_heads`: 0 if they are not known.
     """
     known_inner = inner or 0
@@ -228,7 +228,7 @@ def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
-    """GPT-NeoX and Pythia: rotary positions, untied head."""
+    """GPT-NeoX and Pythia: rotary positions, a head that is untied by default."""
     h, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     embedding = config["vocab_size"] * h
     head = 2 * h + (0 if config.get("tie_word_embeddings") else embedding)
@@ -237,7 +237,7 @@ def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
 
 
 def _bert(config: Mapping[str, Any], name: str) -> ModelCost:
-    """BERT with its masked-language head, which is tied except for a bias."""
+    """BERT with its masked-language head: a dense layer, a norm, and a projection that is tied except for its bias."""
     h, vocab, positions = config["hidden_size"], config["vocab_size"], config["max_position_embeddings"]
     embedding = (vocab + positions + config.get("type_vocab_size", 2)) * h + 2 * h
     head, layers, heads = h * h + 3 * h + vocab, config["num_hidden_layers"], config["num_attention_heads"]
@@ -256,7 +256,7 @@ def _classic(
     head: int,
     context: int,
 ) -> ModelCost:
-    """A model whose blocks have full attention, a plain MLP, biases and two layer norms."""
+    """A model whose blocks have equally many query, key and value heads, a plain MLP, biases and two layer norms."""
     products = 4 * h * h + 2 * h * inner
     blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
     sizes: dict[str, int] = {"products": products, "inner": inner, "num_heads": heads}

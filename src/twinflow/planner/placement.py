@@ -5,7 +5,7 @@ The input side of the model needs its weights first in forward and has its gradi
 time for an update on the host. Its state is therefore the first that becomes resident, which means that it stays on the
 GPU. More resident state means less work for the host. Once the GPU alone determines the time of a step, more resident
 state would only need memory. The state of a streamed bucket is in host memory, is copied to the GPU for its update, and
-is copied back. Streamed buckets are chosen only if the step becomes clearly faster.
+is copied back. Streamed buckets are chosen only if the step becomes clearly faster, or if nothing else fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_RATIOS: Final = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """The place of every item, in the order of the items."""
+    """The place of every item, in the order of the items, with the predicted step and a line for the log."""
 
     places: tuple[str, ...]
     prediction: Prediction
@@ -49,7 +49,7 @@ def choose(
     ways: Ways | None = None,
 ) -> Choice:
     """The placement with the shortest predicted step. Of placements that are nearly as fast, it is the one with the
-    least GPU memory.
+    fewest resident items.
 
     The places of `items` are ignored. Raises a MemoryError if nothing fits.
     """
@@ -85,9 +85,9 @@ def best_ratio(
     size: StateBytes | None = None,
     ways: Ways | None = None,
 ) -> tuple[float, Prediction]:
-    """The best share of elements whose state is on the host, without streamed buckets. A bucket may be split.
-
-    Raises a MemoryError if nothing fits.
+    """The share of elements with state on the host that gives the shortest step (of nearly equal steps: the largest
+    share), and the prediction. No bucket is streamed. A bucket may be split. Raises a MemoryError if nothing
+    fits.
     """
     size = size or state_bytes(states)
     total = max(1, sum(item.numel for item in items))
@@ -130,7 +130,7 @@ def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
 
 
 def _used(items: Sequence[Item], size: StateBytes) -> Memory:
-    """Bytes of the state of items in their places."""
+    """Bytes of the state of items on GPU and host, with the buffers for streamed state."""
     numel = {place: sum(item.numel for item in items if item.place == place) for place in PLACES}
     largest = max((item.numel for item in items if item.place == "streamed"), default=0)
     gpu = numel["resident"] * size.resident + NUM_STAGES * largest * size.streamed
@@ -183,7 +183,7 @@ def _fewest(
 
 
 def _edges(tried: Callable[[int], object | None], num_items: int) -> set[int]:
-    """The fewest and the most resident items that fit. Memory is monotone, so the numbers that fit are contiguous."""
+    """The fewest and the most resident items that fit. Memory is monotone in their number, so all between them fit."""
     fits = next((n for n in range(num_items + 1) if tried(n) is not None), None)
     if fits is None:
         return set()

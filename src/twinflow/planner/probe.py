@@ -157,7 +157,7 @@ def read_rates(path: Path, facts: Facts) -> Rates | None:
 
 
 def is_sane(rates: Rates) -> bool:
-    """Whether all rates are positive numbers, and the rates of the host exist for every state format."""
+    """Whether all rates are positive and finite, and the rates of the host exist for every state format."""
     hosts = (rates.host_params, rates.host_params_copying)
     if not all(isinstance(host, Mapping) and set(STATES) <= set(host) for host in hosts):
         return False
@@ -184,7 +184,7 @@ def write_rates(path: Path, facts: Facts, rates: Rates) -> None:
 
 
 def measure(device: torch.device, formats: Sequence[str] = STATES, budget_s: float = 3.0) -> Rates:
-    """Measure the rates in `budget_s` seconds plus the time for allocations."""
+    """Measure the rates in about `budget_s` seconds, plus the time for allocations and first calls."""
     for format in formats:
         check_format(ADAMW, format)
     if not budget_s > 0:
@@ -221,7 +221,7 @@ def _halve_until_it_fits(work: Callable[[int], T], first_part: int) -> T | None:
 
 
 def _fitting_part(free_bytes: int) -> int:
-    """The smallest power of two by which to divide all buffers, so that they need at most a quarter of `free_bytes`."""
+    """The least power of two (limit: _SMALLEST_PART) that divides all buffers to at most a quarter of `free_bytes`."""
     part = 1
     while part < _SMALLEST_PART and free_bytes * part < 4 * _PEAK_BYTES:
         part *= 2

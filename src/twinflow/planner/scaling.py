@@ -50,7 +50,7 @@ class Cluster:
         return -(-world // self.machine.num_gpus)
 
     def local(self, world: int) -> Machine:
-        """One of the machines, with the GPUs that are used."""
+        """One of the machines, with only the GPUs of it that are used."""
         return replace(self.machine, num_gpus=-(-world // self.num_nodes(world)))
 
     def memory(self, world: int) -> Memory:
@@ -143,12 +143,12 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """Speed of ZeRO-Offload relative to ZeRO-2, or None if one of them does not fit."""
+        """Speed of ZeRO-Offload relative to ZeRO-2, or None if at least one of them does not fit."""
         return self.offload.tflops / self.plain.tflops if self.offload and self.plain else None
 
     @property
     def ahead(self) -> str:
-        """The faster method. Empty if both are equally fast or neither fits."""
+        """The faster method, or the only one that fits. Empty if both are about equally fast or neither fits."""
         if self.gain is None:
             return OFFLOAD if self.offload else PLAIN if self.plain else ""
         return OFFLOAD if self.gain > CLOSE else PLAIN if self.gain * CLOSE < 1.0 else ""
@@ -242,7 +242,7 @@ def with_talk(run: Run, compute: Timing, rate: float, gathers_first: bool) -> tu
 
 
 def _one_by_one(starts: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """End times of tasks that run one at a time, each at its start time or after the previous one."""
+    """End times of tasks that run one at a time, each from its start time or the previous end, whichever is later."""
     done, now = [0.0] * len(starts), 0.0
     for i in sorted(range(len(starts)), key=lambda i: starts[i]):
         now = done[i] = max(now, starts[i]) + seconds[i]
@@ -250,7 +250,7 @@ def _one_by_one(starts: Sequence[float], seconds: Sequence[float]) -> list[float
 
 
 def _as_late_as_may_be(ends: Sequence[float], seconds: Sequence[float], order: Sequence[int]) -> list[float]:
-    """Latest start times of tasks that run one at a time in `order` and must be done at `ends`."""
+    """Latest start times of tasks that run one at a time in `order` and must be done by their times in `ends`."""
     starts, following = [0.0] * len(ends), float("inf")
     for i in reversed(order):
         following = starts[i] = min(following, ends[i]) - seconds[i]
@@ -266,9 +266,9 @@ def efficiency(points: Sequence[Point | None]) -> list[float | None]:
 
 
 def crossover(rows: Sequence[Row]) -> tuple[int, int] | None:
-    """The last number of GPUs on which ZeRO-Offload is faster, and the next number.
+    """The last number of GPUs on which ZeRO-Offload is ahead (see `Row.ahead`), and the next number.
 
-    None if ZeRO-Offload is never faster, or is faster on the last number.
+    None if ZeRO-Offload is never ahead, or is ahead on the last number.
     """
     ahead = [row.ahead == OFFLOAD for row in rows]
     if not any(ahead) or ahead[-1]:

@@ -3,8 +3,8 @@ parameters that are copied and updated together.
 
 Four units work concurrently: the GPU, a copy channel in each direction, and the update worker of the host. Between two
 events each unit has a constant rate. The rate depends on the other units: copies slow down each other and the host. The
-simulation advances from event to event, so a step of sixty buckets takes some milliseconds. Steps are simulated until
-two consecutive ones take equally long. Such a step also includes the updates that continue into the next forward.
+simulation advances from event to event, so sixty buckets take some milliseconds. Steps are simulated until two
+consecutive ones take nearly equally long (at most seven). Such a step also includes the updates of the previous step.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Play:
         return seconds
 
     def _start(self) -> None:
-        """Start the next task of every idle unit."""
+        """Start the next task of every idle unit that has one."""
         if _HOST not in self.tasks and self.arrived:
             self._begin(_HOST, "update", heappop(self.arrived)[1], 1.0, _HOST_TASK_S)
         if _OUT not in self.tasks:
