@@ -265,7 +265,7 @@ def _finish(partial: Path, final: Path, pointer: Path, raw_meta: bytes, manifest
 
 
 def clear_leftovers(root: Path) -> None:
-    """Deletes incomplete folders of processes that have ended, and restores folders that they had renamed."""
+    """Deletes temporary folders of ended processes. A replaced folder is restored if its tag has no other folder."""
     for path, side in abandoned(root):
         if side.kind != "old":
             remove(path)
