@@ -67,10 +67,10 @@ def initialize(
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
     """Builds an engine for `model`. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that creates a model, or a model on the meta device. Without pipeline and tensor
-    ranks, the model is then created layer by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
-    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other arguments are those of
-    deepspeed.initialize(). `mpu` and `mesh_param` must be None.
+    `model` may also be a function that creates a model or, without pipeline and tensor ranks, a model on the meta
+    device. Without these ranks, both are created layer by layer on the training device. Optimizer and scheduler come
+    from the config, or from `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other
+    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` must be None.
     """
     _log_to_stdout()
     if model is None:

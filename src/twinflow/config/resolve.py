@@ -88,7 +88,7 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     """The name of an update rule of twinflow or of a torch.optim class, and the options to build it with.
 
-    For an update rule, these are all its options, with DeepSpeed's defaults, some of which differ from torch's.
+    For an update rule, these are all its options. Those that are not given have DeepSpeed's defaults.
     """
     if config.optimizer is None:
         remedy = "Add the section optimizer to the config, or pass an optimizer."

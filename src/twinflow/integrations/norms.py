@@ -73,8 +73,8 @@ class Clipping:
         optimizer.register_step_post_hook(self._after_step)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> PendingNorm:
-        """Check the arguments and return the norm of the current step. Raises ValueError if the limit differs from that
-        of the optimizer.
+        """Check the arguments and return the norm of the current step. Raises ValueError if a finite limit differs from
+        that of the optimizer.
         """
         optimizer = self._optimizer()
         assert optimizer is not None

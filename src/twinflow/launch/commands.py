@@ -79,7 +79,7 @@ def choose_hosts(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> list[Host]:
-    """The hosts and slots to use, in the order of `pool`. `num_nodes`: only the first hosts. `num_gpus`: only their first slots."""
+    """The chosen hosts in the order of `pool`. `num_nodes`: only the first hosts. `num_gpus`: only the first slots."""
     options = {"--include": include, "--exclude": exclude, "--num_nodes": num_nodes, "--num_gpus": num_gpus}
     given = [option for option, value in options.items() if value not in (None, "")]
     if (include or exclude) and len(given) > 1:

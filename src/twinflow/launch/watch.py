@@ -105,8 +105,8 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
     for a rank that works.
 
     A rank works if its pause is within its limit, or if it is not ahead of this rank and made progress recently. If no
-    rank works, the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall hangs: the other
-    ranks went further and wait for it.
+    rank works, the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall
+    hangs: the other ranks went further and wait for it.
     """
     for other in others:
         waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
