@@ -214,7 +214,7 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config. Returns None if no layer here is checkpointed."""
+    """Applies the section `activation_checkpointing` of the config. None if no layer of this rank is checkpointed."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None

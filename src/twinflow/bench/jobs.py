@@ -189,7 +189,7 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """`make` builds a DeepSpeedCPUAdam, and `about` is its version. Without it: None, and the reason."""
+    """`make` builds a DeepSpeedCPUAdam of the version `about`, or is None, and `about` is the reason."""
 
     make: MakeOptimizer | None
     about: str

@@ -406,7 +406,7 @@ def _of_tensor(tensor: Tensor) -> Values:
 
 
 def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. `paddings`: after each parameter."""
+    """Stages 1 and 2: a group's parameters, from its parts on all ranks. `paddings`: values after each (or none)."""
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):

@@ -111,8 +111,9 @@ def export_checkpoint(
 ) -> Exported:
     """Writes the model folder `out` from the checkpoint `source`, which is a folder of tags or the folder of one tag.
 
-    A parameter comes from its fp32 master, if any, unless the weight was changed after the last update and no update
-    is delayed. The folder is written under a temporary name and renamed. One tensor is in memory at a time.
+    A parameter comes from its fp32 master, if it has one. A weight that was changed after the last update is exported
+    instead of its master, unless a delayed update is in progress. The folder is written under a temporary name and
+    renamed. One tensor is in memory at a time.
     """
     if dtype not in DTYPES:
         raise invalid_value("dtype", dtype, DTYPES)
@@ -167,7 +168,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
 
 
 def _check_out(out: Path, replace: bool) -> None:
-    """Raises ValueError unless `out` is free or an empty folder. `replace`: it may have files that an export writes."""
+    """Raises ValueError unless `out` is missing or an empty folder. `replace`: files of an export may be in it."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():

@@ -266,7 +266,8 @@ def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
 
 
 def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
-    """Opens the checkpoint `tag` under `root`, or (if None) of the file `latest`. None if `root` has no checkpoint.
+    """Opens the checkpoint `tag` under `root`. ValueError if it does not exist. Without `tag`: the checkpoint that the
+    file `latest` names, or None if `root` has no checkpoint.
 
     Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. No file is
     changed: a checkpoint that a crash left under a temporary name is read under that name. If the file `latest` is

@@ -71,7 +71,7 @@ def parse_side(name: str) -> Side | None:
 
 
 def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) -> Iterator[tuple[Path, Side]]:
-    """Temporary paths under `root` of this process, of ended ones, and of others that are idle for `LEASE_S`."""
+    """Temporary paths under `root` whose owner is this process, has ended, or is elsewhere and idle for `LEASE_S`."""
     for path in sorted(root.iterdir()):
         side = parse_side(path.name)
         if side is None or not is_wanted(side):

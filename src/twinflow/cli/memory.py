@@ -221,7 +221,7 @@ def has_room(case: Case, available: Available) -> bool:
 
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
-    """Whether the run fits with the reserves on the GPU and on the host. With ratio "auto": at one ratio or more."""
+    """Whether the run fits with the reserves on the GPU and on the host. Ratio "auto": one fitting ratio is enough."""
     if isinstance(case.ratio, str) and any(all(_rooms_at(case, available, ratio)) for ratio in _RATIOS):
         return True, True
     return _rooms_at(case, available)

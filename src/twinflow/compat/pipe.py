@@ -207,7 +207,7 @@ class TrainSchedule(PipeSchedule):
     """The schedule 1F1B (one forward, then one backward), followed by the update."""
 
     def num_pipe_buffers(self) -> int:
-        """The number of stages from this one to the last, but at least two, and at most one for each micro-batch."""
+        """The number of stages from this one to the last, but at least two, and at most `micro_batches`."""
         return min(max(2, self.stages - self.stage_id), self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

@@ -48,7 +48,7 @@ class TextSource:
 
 
 class Piece(NamedTuple):
-    """A part of a document, at most about PIECE_BYTES long."""
+    """A part of a text file, at most about PIECE_BYTES long, or a whole document of a JSONL file."""
 
     text: bytes
     is_last: bool  # this piece ends the document
