@@ -118,7 +118,7 @@ def compression_choice(config: Config) -> dict[str, Any] | None:
 
 
 def notes(config: Config) -> list[str]:
-    """A line for each given key without effect, and for each old name of a key."""
+    """A line for each given key without effect, for each old name of a key, and for OneBitAdam with stage 0 or 2."""
     lines = [*config._renamed, *_without_effect(config, ())]
     for name, kind_of in (("optimizer", optimizer_kind), ("scheduler", schedule_kind)):
         chosen = getattr(config, name)
