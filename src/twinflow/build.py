@@ -67,10 +67,10 @@ def initialize(
 ) -> tuple[Engine, TwinOptimizer | None, ResumableLoader | None, Any]:
     """Builds an engine for `model`. Returns engine, optimizer, data loader and scheduler.
 
-    `model` may also be a function that creates a model, or a model on the meta device. The model is then created layer
-    by layer on the training device. The optimizer and the scheduler come from the config, or from the arguments
-    `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other arguments are those of
-    deepspeed.initialize(). `mpu` and `mesh_param` must be None.
+    `model` may also be a function that creates a model or, without pipeline and tensor ranks, a model on the meta
+    device. Without these ranks, both are created layer by layer on the training device. Optimizer and scheduler come
+    from the config, or from `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other
+    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` must be None.
     """
     _log_to_stdout()
     if model is None:
@@ -202,7 +202,7 @@ def own_device() -> torch.device:
 
 
 def place(model: Model, config: Config) -> nn.Module:
-    """Moves the model to the training device and converts it to the precision of the config."""
+    """Converts the model to the config's precision and moves it to the training device, or keeps it on the host."""
     device = own_device()
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     is_for_host = offloads_params(config)
@@ -214,7 +214,7 @@ def place(model: Model, config: Config) -> nn.Module:
 def checkpoint_activations(
     config: Config, module: nn.Module, twin: TwinOptimizer | None, grid: Grid | None = None
 ) -> Handle | None:
-    """Applies the section `activation_checkpointing` of the config. Returns None if it checkpoints nothing."""
+    """Applies the section `activation_checkpointing` of the config. None if no layer of this rank is checkpointed."""
     options = config.activation_checkpointing
     if not options.is_asked_for:
         return None

@@ -54,7 +54,7 @@ def make_optimizer(
     ranks: RankEnvironment | None = None,
     grid: Grid | None = None,
 ) -> TwinOptimizer | None:
-    """Builds a TwinOptimizer from the optimizer `given`, or from the config. None if neither names an optimizer."""
+    """A TwinOptimizer: `given` itself, or built from `given` or from the config. None if neither has an optimizer."""
     if isinstance(given, TwinOptimizer):
         return _as_given(given, config, batch, module, ranks)
     rule: Any = given
@@ -208,7 +208,7 @@ def _as_given(
 
 
 def _try_out(kind: Any, options: Mapping[str, Any]) -> None:
-    """Runs one step of a separate optimizer with these options, because torch checks most options only in the first
+    """Runs one step of a separate optimizer with these options, because torch checks some options only in the first
     step. The error is then raised here, and not in the thread that runs the steps.
     """
     param = nn.Parameter(torch.zeros(2, 2, device="cpu"))

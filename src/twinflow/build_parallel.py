@@ -142,7 +142,7 @@ def _note_without_axes(config: Config) -> None:
 
 def _plan(module: nn.Module, config: Config, grid: Grid) -> Mapping[str, str]:
     """How tensor ranks divide modules, by patterns of module names (parallel/plans.py). Raises ValueError on all ranks
-    for a pattern that matches no module of any rank.
+    for a pattern of the config that matches no module of any rank.
     """
     given = config.tensor_parallel.plan
     plan: Mapping[str, str] = plan_for(module) if given is None else given
@@ -228,7 +228,7 @@ def check_trained(module: nn.Module, grid: Grid | None) -> None:
 
 
 def settle(module: nn.Module, grid: Grid | None) -> None:
-    """Marks copies of a parameter, so that norms and checkpoints contain the parameter once. Gives tensor ranks the
+    """Marks all copies of a parameter but one, so that norms and checkpoints contain it once. Gives tensor ranks the
     same random numbers.
     """
     if grid is None:
@@ -266,9 +266,9 @@ def sums_replicas(config: Config) -> bool:
 
 
 def make_ties(module: nn.Module, grid: Grid | None, config: Config) -> list[TiedGradients]:
-    """Sums the gradients of tied parameters, which several stages of a pipeline share. Call it after the last change of
-    the modules, and before the optimizer is built, which gets the summed gradients. A frozen parameter is only copied,
-    so that all stages have the same values.
+    """Prepares the sums of gradients of tied parameters, which several stages of a pipeline share. Call it after the
+    last change of the modules, and before the optimizer is built, which gets the summed gradients. A frozen parameter
+    is only copied, so that all stages have the same values.
     """
     if grid is None or not isinstance(module, PipelineModule):
         return []

@@ -350,7 +350,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
 
 
 def conflict(group: str, name: str, /, **values: object) -> ValueError:
-    """The error for the conflict `name` of the table."""
+    """The error for the conflict `name` of `group` in the table. `values` replace the names in braces."""
     return CONFLICTS[group][name].error(**values)
 
 

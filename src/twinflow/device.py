@@ -180,7 +180,7 @@ class Device:
         return None
 
     def peak_bytes(self) -> int:
-        """Return the largest amount of device memory in use since `reset_peak`."""
+        """Return the largest amount of device memory in use since `reset_peak`; 0 if the device is the host."""
         return 0
 
     def reset_peak(self) -> None:

@@ -1,4 +1,4 @@
-"""Compares the results of the native kernels with those of the references, bit for bit, on this machine."""
+"""Compares the native kernels with their references (`rules.reference`), bit for bit, on this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every rule in all its formats, for three pairs of dtypes, every kind of master, in place and out of place."""
+    """Every rule and format, in place and out of place, with each pair of `_DTYPES`, bf16 also with split master."""
     formats = [(rule, format) for rule in RULES.values() for format in rule.formats]
     for (rule, format), (grad_dtype, weight_dtype) in product(formats, _DTYPES):
         for split in (False, True) if weight_dtype == torch.bfloat16 else (False,):

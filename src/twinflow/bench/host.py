@@ -55,7 +55,7 @@ class Result:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Memory traffic per second, by `update_bytes`."""
+        """Memory traffic per second; None for a rival."""
         return self.params_per_s * self.bytes_per_param if self.bytes_per_param is not None else None
 
     @property
@@ -117,7 +117,7 @@ def choose_settings(
 
 
 def fitting_numel(available_bytes: int, largest: int) -> int:
-    """The largest power of two up to `largest` whose buffers fill at most half of the memory."""
+    """`largest`, halved until its buffers fill at most half of the memory or `SMALLEST_NUMEL` is reached."""
     numel = largest
     while numel > SMALLEST_NUMEL and numel * jobs.PEAK_BYTES > available_bytes // 2:
         numel //= 2

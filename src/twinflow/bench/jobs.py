@@ -69,9 +69,9 @@ class Contender:
 def update_bytes(
     rule: Rule, format: str, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None, split: bool | None = None
 ) -> float:
-    """Bytes of memory traffic per parameter in one update. Each buffer is read once and written once.
+    """Bytes of memory traffic per parameter in one update, in place or out of place.
 
-    The number is the same for updates in place and out of place.
+    The gradient is read, states and master are read and written, the weight is written (if split, also read).
     """
     store = huge_store(rule, format, BLOCK, weight_dtype, split)  # one block has whole scales
     kept = [tensor.nbytes for tensor in (store.master, *store.states, *store.scales) if tensor is not None]
@@ -189,7 +189,7 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """The class DeepSpeedCPUAdam, or None and the reason why it cannot be used."""
+    """`make` builds a DeepSpeedCPUAdam of the version `about`, or is None, and `about` is the reason."""
 
     make: MakeOptimizer | None
     about: str
@@ -232,7 +232,7 @@ def update_work(rule: Rule, grad: Tensor, store: Store, target: Store | None = N
 def kernel(
     name: str, rule: Rule, format: str, run: Work, prepare: Work | None = None, split: bool | None = None
 ) -> Contender:
-    """Our update of a bf16 gradient and a bf16 weight."""
+    """A contender with the traffic of our update from a bf16 gradient to a bf16 weight."""
     return Contender(name, run, prepare, update_bytes(rule, format, torch.bfloat16, torch.bfloat16, split))
 
 
@@ -297,7 +297,7 @@ def subnormal_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
-    """Adam and AdamW on fp32 parameters in place, against torch's three implementations."""
+    """Adam against torch's three implementations, AdamW against the fused one, on fp32 parameters in place."""
     grad, store = huge_random(numel), huge_store(ADAMW, "fp32", numel, None)
     num_bytes = update_bytes(ADAMW, "fp32", torch.float32, None)
     rival = TorchJob(numel, torch_optimizer("AdamW", fused=True))
@@ -315,7 +315,7 @@ def fp32_job(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
 
 
 def rule_job(rule: Rule, title: str, rival_name: str, make: MakeOptimizer) -> Build:
-    """A job for another rule with fp32 state, from bf16 gradients to bf16 weights."""
+    """A job for `rule` with fp32 state, from bf16 gradients to bf16 weights."""
 
     def build(numel: int, deepspeed: DeepSpeed) -> list[Contender]:
         grad = huge_random(numel, torch.bfloat16)

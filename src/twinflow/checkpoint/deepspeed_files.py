@@ -1,12 +1,12 @@
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.
-Padding at the end makes the length divisible by the number of ranks. Some files include the padding and others do not,
-so the tensors of fp32 masters and of optimizer states may differ in length. Newer versions may also pad after each
-parameter.
+Padding at the end makes the length a multiple of twice the number of ranks. Some files include the padding and others
+do not, so the tensors of fp32 masters and of optimizer states may differ in length. Newer versions may also pad after
+each parameter.
 
-Stage 3 splits each parameter into equal parts, pads the last one and concatenates the parts of all parameters on a
-rank.
+Stage 3 pads each parameter, splits it into one part of equal length for each rank, and concatenates the parts of all
+parameters on a rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by rank. Stages 0 to 2 have one model file. Stage 0 has no optimizer files."""
+    """The files of one tag, by rank. Stages 0 to 2 have one model file. Stage 0 has optimizer files only for bf16."""
 
     folder: Path  # named after the tag
     model: tuple[Path, ...]
@@ -80,14 +80,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a checkpoint. `states` contains the step (key "step") and the states of each updated
-    parameter."""
+    """The contents of a checkpoint. `states` maps the name of each updated parameter to its step (key "step") and its
+    state tensors by name."""
 
     stage: int
     model: Mapping[str, Any]  # contents of the first model file
     optimizer: Mapping[str, Any]  # optimizer state dict of the first rank
     weights: Mapping[str, Values]
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str]  # maps each further name of a tied weight to its first name
     groups: tuple[Group, ...]
     masters: Mapping[str, Values]
     states: Mapping[str, Mapping[str, Any]]
@@ -162,7 +162,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
 
 
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
-    """Reads the contents of the files. Tensors are not read: they are references to places in the files."""
+    """Reads the files. Tensors stay mapped from them. `weights_only`: the optimizer of stage 0 is not read."""
     models = [_dict(load_torch_file(path), path, "module") for path in files.model]
     key = "optimizer_state_dict"
     states = [_dict(_dict(load_torch_file(path), path, key)[key], path) for path in files.optim]
@@ -193,7 +193,7 @@ def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
 
 
 def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
-    """The ZeRO stage. ValueError if the files of a rank are missing."""
+    """The ZeRO stage. ValueError if the number of files does not fit the stage and the number of ranks."""
     if not states:
         if len(files.model) > 1:  # Only stage 3 has several model files.
             raise ValueError(f"{files.folder}: The files *_optim_states.pt with the weights are missing. Copy them.")
@@ -214,7 +214,7 @@ def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes of the parameters by group. They map the values in the other files to parameters."""
+    """The shapes of the parameters by group. They determine which values of a flat tensor belong to a parameter."""
     shapes = head.get("param_shapes")
     if not isinstance(shapes, list):
         raise ValueError(f"{path} has no list param_shapes. Save it again with a newer version of DeepSpeed.")
@@ -222,7 +222,7 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
 
 
 def _flat_groups(files: Files, states: Sequence[Mapping[str, Any]], key: str) -> list[list[Tensor]]:
-    """The flat fp32 masters of each rank and group."""
+    """The flat fp32 masters under `key`: for each rank, a list of one tensor for each group."""
     found: list[Any] = [state.get(key) for state in states]
     for path, values in zip(files.optim, found, strict=True):
         if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
@@ -231,7 +231,7 @@ def _flat_groups(files: Files, states: Sequence[Mapping[str, Any]], key: str) ->
 
 
 def _states(entries: Sequence[Mapping[str, Any]], step: Any, place: Place) -> dict[str, dict[str, Any]]:
-    """The states of each parameter, from flat tensors. `entries`: the saved states of each rank and group."""
+    """The states of each parameter. `entries`: dicts of flat state tensors, by rank (in stage 3 also by group)."""
     names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
         raise ValueError(f"Some ranks have other optimizer states than rank 0, which has {names[0]}. {_MISMATCH}")
@@ -269,7 +269,7 @@ def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[st
 
 
 def _base_entry(base: Any, group: int) -> dict[str, Any]:
-    """The state of a group on one rank. It is in torch's format, or in a list (elastic checkpoints)."""
+    """The state of a group in `base`: one rank's optimizer state, as torch's dict or as a list (if elastic)."""
     if isinstance(base, list):
         return dict(base[group])
     if not isinstance(base, dict):
@@ -303,8 +303,8 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
 
 
 def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Read:
-    """Reads a checkpoint without a ZeRO stage: torch's state with whole parameters in the optimizer's order.
-    Half-precision training adds masters.
+    """Reads a checkpoint of stage 0: the state dict of a torch optimizer, with states of whole parameters. That of
+    half-precision training also contains fp32 masters.
     """
     optimizer = _dict(head["optimizer"], path)
     base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
@@ -338,8 +338,8 @@ def _unmatched(reason: str) -> ValueError:
 
 
 def _match(shapes: Sequence[tuple[int, ...] | None], candidates: Shapes, num_groups: int) -> list[str]:
-    """The name of the parameter of each state. Files of stage 0 do not contain it, so it must follow from order and
-    shapes.
+    """The parameter name for each of these shapes of states. It must follow from order and shapes, because the file has
+    no names.
     """
     names = list(candidates)
     if len(shapes) != len(names):  # Some parameters are frozen. The shapes may still identify the others.
@@ -362,7 +362,7 @@ def _read_fused(base: Mapping[str, Any], flats: Sequence[Tensor], shapes: Shapes
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Maps the names of tied weights to the first name: tensors at the same place in the file are one weight."""
+    """Maps each further name of a tied weight to its first name. Tied tensors have the same place in the file."""
     first: dict[Any, str] = {}
     tensors = {name: value for name, value in module.items() if isinstance(value, Tensor) and value.numel()}
     places = {name: (t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
@@ -406,7 +406,7 @@ def _of_tensor(tensor: Tensor) -> Values:
 
 
 def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what: str) -> dict[str, Values]:
-    """Stages 1 and 2: the parameters of one group, from its parts on all ranks. Empty `paddings`: no padding."""
+    """Stages 1 and 2: a group's parameters, from its parts on all ranks. `paddings`: values after each (or none)."""
     found: dict[str, Values] = {}
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
@@ -437,7 +437,7 @@ def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> d
 
 
 def _cut(row: Sequence[Tensor], start: int, numel: int, what: str) -> tuple[Tensor, ...]:
-    """Values `start` to `start + numel` of concatenated tensors."""
+    """Values [start, start + numel) of the concatenated tensors `row`, as views."""
     parts = []
     at = 0
     for tensor in row:

@@ -42,7 +42,7 @@ def check_tag(tag: object) -> str:
 
 
 class DurableFile:
-    """A new file whose bytes are on the disk when its `with` block ends. Errors contain its path."""
+    """A new file whose bytes are on the disk when its `with` block ends without an error. Errors contain its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder. If this fails, no error is raised, and the next save deletes what is left."""
+    """Deletes a temporary file or folder. If this fails, no error is raised, and the next save deletes what is left."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

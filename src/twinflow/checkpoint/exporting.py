@@ -111,8 +111,9 @@ def export_checkpoint(
 ) -> Exported:
     """Writes the model folder `out` from the checkpoint `source`, which is a folder of tags or the folder of one tag.
 
-    A parameter comes from its fp32 master if it has one and if the weight is still the rounded master. The folder is
-    written under a temporary name and renamed. One tensor is in memory at a time.
+    A parameter comes from its fp32 master, if it has one. A weight that was changed after the last update is exported
+    instead of its master, unless a delayed update is in progress. The folder is written under a temporary name and
+    renamed. One tensor is in memory at a time.
     """
     if dtype not in DTYPES:
         raise invalid_value("dtype", dtype, DTYPES)
@@ -167,7 +168,7 @@ def find_checkpoint(source: Path, tag: str | None) -> Checkpoint:
 
 
 def _check_out(out: Path, replace: bool) -> None:
-    """Raises ValueError if `out` exists. With `replace`, only if `out` has files that an export never writes."""
+    """Raises ValueError unless `out` is missing or an empty folder. `replace`: files of an export may be in it."""
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():
@@ -206,9 +207,7 @@ def masters_of(found: Checkpoint) -> dict[str, str]:
 
 
 def make_entry(found: Checkpoint, name: str, master: str | None, dtype: torch.dtype) -> Entry:
-    """The entry that exports one weight in `dtype`. Its values are read when it is written, from the fp32 master if
-    there is one.
-    """
+    """The entry that exports one weight, in `dtype` if it is floating-point. Its values are read when it is written."""
     own = found.dtype("model", name)
     shape = found.shape("model", name)
     if not own.is_floating_point:  # such as a mask or a counter

@@ -65,8 +65,8 @@ def import_deepspeed(
 ) -> Imported:
     """Writes `root/<tag>` from the DeepSpeed checkpoint `source`. Without `tag`, its file `latest` determines the tag.
 
-    `rule` is the update rule. It is needed if the files do not name it, because `Adam` and `AdamW` have the same
-    states. One parameter is in memory at a time. No code in the pickles is run, see `torch_files`.
+    `source` may also be the folder of a tag. `rule` is the update rule (default: that of the files, or AdamW if they
+    only have Adam's states). One parameter is in memory at a time. No code in the pickles is run, see `torch_files`.
     """
     files = find_files(Path(source), tag)
     path = Path(root) / check_tag(files.folder.name)
@@ -118,7 +118,7 @@ def _counters(saved: Saved) -> dict[str, Any]:
 
 
 def _choose_rule(given: str | None, saved: Saved) -> str:
-    """The update rule: `given`, or the one in the saved config, or the one that has these states."""
+    """The update rule: `given`, or the one in the saved config, or the one with the saved states."""
     names = tuple(sorted(key for key in next(iter(saved.states.values())) if key != "step"))
     config = saved.model.get("ds_config")
     section = config.get("optimizer") if isinstance(config, dict) else None
@@ -233,7 +233,7 @@ def _step(value: Any, name: str, saved: Saved) -> int:
 
 
 def _rest(saved: Saved, meta: dict[str, Any], notes: list[str]) -> list[Entry]:
-    """The schedule, the client state and extra state of modules, as far as they consist of plain values."""
+    """Adds schedule, client state and extra state of modules to `meta`, if they are plain. Returns their tensors."""
     client = {key: value for key, value in saved.model.items() if key not in OWN_KEYS}
     extra = {k: v for k, v in saved.model["module"].items() if not isinstance(v, Tensor) and v is not None}
     parts: dict[str, Any] = {

@@ -73,7 +73,7 @@ class Piece:
 
     def fill(self, start: int, into: Tensor, sums: Sums | None) -> None:
         """Fills `into` with elements of the whole tensor from `start` on, all of which are in this piece. Compares the
-        checksum when the end of the piece is reached. `sums`: see `Stored.fill`.
+        checksum if the piece is read to its end and all of it was read in order. `sums`: see `Stored.fill`.
         """
         key = self.path, self.info.name
         stop = start + into.numel()
@@ -168,8 +168,8 @@ class Checkpoint:
     def cut(self, file: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of one tensor, flat. No other elements are read.
 
-        A checksum covers all values that a rank saved, so only pieces that are read completely are checked. Call
-        `verify` first to check all values.
+        A checksum covers all values of a tensor that a rank saved, so only pieces that are read completely are checked.
+        Call `verify` first to check all values.
         """
         one = self._one(file, name)
         made = _empty_cut(name, math.prod(one.shape), start, numel, one.dtype)
@@ -179,7 +179,7 @@ class Checkpoint:
     def cut_shard(self, file: str, name: str, shard: TensorShard | None, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of a shard (a tensor rank's part), flat. `shard=None`: of the whole tensor.
 
-        Only rows of the stored shards that contain these elements are read. As with `cut`, call `verify` before.
+        Only rows of the stored tensors that contain these elements are read. As with `cut`, call `verify` before.
         """
         if shard is None:
             return self.cut(file, name, start, numel)
@@ -253,7 +253,7 @@ def _empty_cut(name: str, whole: int, start: int, numel: int, dtype: torch.dtype
 
 def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
     """The items of one rank. Ranks get about the same number of bytes: the largest items come first, each to the rank
-    with the fewest bytes.
+    with the fewest bytes so far.
     """
     loads = [(0, other) for other in range(world)]
     own = []
@@ -266,7 +266,8 @@ def deal(items: Sequence[Sized], rank: int, world: int) -> list[Sized]:
 
 
 def open_checkpoint(root: Path, tag: str | None = None) -> Checkpoint | None:
-    """Opens the checkpoint `tag` under `root`, or the one that the file `latest` names. None if there is no checkpoint.
+    """Opens the checkpoint `tag` under `root`. ValueError if it does not exist. Without `tag`: the checkpoint that the
+    file `latest` names, or None if `root` has no checkpoint.
 
     Sizes, headers and `meta` are checked here, and each tensor when it is read. `verify` checks all tensors. No file is
     changed: a checkpoint that a crash left under a temporary name is read under that name. If the file `latest` is

@@ -89,10 +89,10 @@ def save(
 ) -> Path:
     """Writes the checkpoint `root/<tag>`, replaces an existing one of that tag, and returns its folder.
 
-    `files` are written as safetensors, each in parts of at most `part_bytes`. One tensor is in memory at a time. `meta`
-    is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, the new checkpoint is opened
-    by default from now on. `keep_last` deletes the oldest checkpoints beyond that number, but never the latest one.
-    `on_progress` is called with the number of bytes written and the total.
+    `files` are written as safetensors, each in parts of at most `part_bytes` or of one larger tensor. One tensor is in
+    memory at a time. `meta` is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, the
+    new checkpoint is opened by default from now on. `keep_last` deletes the oldest checkpoints beyond that number, but
+    never the latest one. `on_progress` is called with the number of bytes written and the total.
 
     With `together`, all ranks call this function, each with its own tensors and parts of tensors in `files`. Every
     element must be in the files of exactly one rank. `meta`, `save_latest` and `keep_last` of rank 0 are used.
@@ -265,7 +265,7 @@ def _finish(partial: Path, final: Path, pointer: Path, raw_meta: bytes, manifest
 
 
 def clear_leftovers(root: Path) -> None:
-    """Deletes incomplete folders of processes that have ended, and restores folders that they had renamed."""
+    """Deletes temporary folders of ended processes. A replaced folder is restored if its tag has no other folder."""
     for path, side in abandoned(root):
         if side.kind != "old":
             remove(path)

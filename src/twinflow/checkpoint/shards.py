@@ -1,8 +1,8 @@
 """Tensors that tensor ranks store in parts: which elements each rank has, and how to read elements of the whole tensor.
 
-A part is not a contiguous range of the flattened whole tensor. It contains some indices of one dim. In a view [outer,
-dim, inner] of the whole tensor, with all dims before and after this dim flattened, every outer row contains elements of
-each part. Each tensor rank stores its part as one tensor. A reader selects indices of the dim: all indices for the
+A part contains some indices of one dim. In general it is therefore not a contiguous range of the flattened whole
+tensor: in a view [outer, dim, inner], with all dims before and after this dim flattened, every outer row has elements
+of each part. Each tensor rank stores its part as one tensor. A reader selects indices of the dim: all indices for the
 whole tensor, or the indices of its own part, which may differ from the stored parts.
 """
 
@@ -50,8 +50,8 @@ def stored_name(name: str, rank: int) -> str:
 
 
 def local_shape(shard: TensorShard | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of this rank's part of a whole tensor. A shape that does not fit the shard is returned unchanged, so
-    that the caller's comparison fails.
+    """The shape of this rank's part of a whole tensor. Without a shard, `shape` is returned. It is also returned if it
+    does not fit the shard, so that the caller's comparison fails.
     """
     if shard is None or shard.dim >= len(shape) or shape[shard.dim] != shard.full:
         return tuple(shape)
@@ -120,7 +120,7 @@ def gather(selection: Selection, fills: Sequence[Fill], start: int, into: Tensor
 
     Parts of a row are read range by range. Many short rows are read as blocks of whole rows of the sources, because one
     read for each range would cost more than also reading the elements between the ranges. A caller that reads the whole
-    selection from start to end reads each source from start to end.
+    selection in order reads each source in order.
     """
     at, stop = start, start + into.numel()
     inner, row_numel = selection.inner, selection.size * selection.inner
@@ -211,8 +211,8 @@ def parse_splits(where: str, value: object) -> dict[str, dict[str, Split]]:
 
 
 def parse_split(what: str, entry: object) -> Split:
-    """A split from JSON. ValueError about `what` unless each index of the dim is in exactly one rank's ranges, in
-    order.
+    """A split from JSON. ValueError about `what` unless each index of the dim is in exactly one range and the ranges
+    of each rank ascend.
     """
     if not isinstance(entry, dict) or set(entry) != {"shape", "dim", "ranges"}:
         raise damaged(f"{what} must have exactly the keys shape, dim and ranges")

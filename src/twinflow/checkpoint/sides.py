@@ -5,7 +5,7 @@ an existing folder of the tag is renamed to `.<tag>.old-<owner>`, and the new fo
 renames the tag has no folder, and a reader uses the old folder. A folder that is to be deleted is first renamed to
 `.<tag>.removed-<owner>`, so that a partly deleted folder never has a name that is loaded. The file `latest` is replaced
 last, and atomically. Therefore a crash at any time leaves the old or the new checkpoint complete. The next save removes
-folders that a crash left behind.
+or restores folders that a crash left behind.
 
 Ownership. The owner is the process that creates and renames the folder. If several ranks write one checkpoint, it is
 rank 0. If the owner has ended, nobody completes the folder. The folder's name contains the process id of the owner, and
@@ -71,7 +71,7 @@ def parse_side(name: str) -> Side | None:
 
 
 def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) -> Iterator[tuple[Path, Side]]:
-    """The temporary files and folders under `root` on which no other process can be working."""
+    """Temporary paths under `root` whose owner is this process, has ended, or is elsewhere and idle for `LEASE_S`."""
     for path in sorted(root.iterdir()):
         side = parse_side(path.name)
         if side is None or not is_wanted(side):
@@ -85,7 +85,7 @@ def abandoned(root: Path, is_wanted: Callable[[Side], bool] = lambda _: True) ->
 
 
 def _machine() -> str:
-    """A hash of the machine, its boot and the namespaces of this container. Process ids are unique for each hash."""
+    """A hash of machine, boot and container namespaces. Two running processes of one hash have different ids."""
     words = [platform.node()]
     with suppress(OSError):
         words.append(Path("/proc/sys/kernel/random/boot_id").read_text())

@@ -10,7 +10,7 @@ attributes are never set, and instructions that torch.save does not write are re
 code (CVE-2026-24747). With mmap it does not compare the sizes of storages with those of the entries in the archive. It
 does not read pickles of protocol 4.
 
-Every DeepSpeed checkpoint contains objects of three classes of DeepSpeed. They are read as records of their values,
+DeepSpeed checkpoints contain objects of the DeepSpeed classes in `RECORDS`. They are read as records of their values,
 without DeepSpeed.
 """
 
@@ -122,7 +122,7 @@ class _Archive:
         return self._raw[start : start + size]
 
     def storage(self, key: str, dtype: torch.dtype, numel: int) -> Tensor:
-        """The values of a storage. ValueError if its size does not fit."""
+        """The values of a storage. ValueError if its size is not that of `numel` values of `dtype`."""
         start, size = self._place(f"data/{key}")
         if numel < 0 or size != numel * dtype.itemsize:
             raise ValueError(f"the storage {key!r} has {size} bytes for {numel} values of {dtype}")
@@ -166,7 +166,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-    """`_rebuild_tensor_v2`. The arguments after the stride (requires_grad, hooks, metadata) are ignored."""
+    """Replaces torch's `_rebuild_tensor` and `_rebuild_tensor_v2`. Arguments after the stride are ignored."""
     (offset,), shape, stride = _sizes([offset]), _sizes(shape), _sizes(stride)
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     numel = math.prod(shape)
@@ -178,7 +178,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tens
 
 
 def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any) -> Any:
-    """`_rebuild_tensor_v3`: a tensor with an untyped storage and a dtype."""
+    """Replaces torch's `_rebuild_tensor_v3`: a tensor with an untyped storage and a dtype."""
     numel = _same_tensor(storage).numel() // dtype.itemsize
     return _tensor(storage[: numel * dtype.itemsize].view(dtype), offset, shape, stride)
 

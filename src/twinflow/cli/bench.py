@@ -127,8 +127,8 @@ def make_page(machine: Machine, report: Report) -> Page:
 
 
 def kernel_row(result: Result, results: Sequence[Result]) -> Row:
-    """Row of a twinflow kernel, or of another implementation of it. The latter row shows how much faster the twinflow
-    kernel is.
+    """Row of a twinflow kernel, or of another implementation of it. The latter row shows the speed of the twinflow
+    kernel divided by that of the other implementation.
     """
 
     def cell(value: float | None, format: str, unit: float = 1.0) -> str:

@@ -126,7 +126,7 @@ def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | N
 
 
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
-    """Rendezvous address of the nodes. A run on one machine uses a free port, so that two runs do not collide."""
+    """Rendezvous of the nodes. Without `port`, a run on this machine uses a free one, so that runs do not collide."""
     check_whole("--max_restarts", max_restarts, least=0)
     if port is not None and not 1 <= port <= 65535:
         raise invalid_value("--master_port", port, "a port from 1 to 65535")

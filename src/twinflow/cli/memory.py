@@ -103,7 +103,7 @@ def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int)
 def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     """The memory case of a run, from its settings and the config of the engine.
 
-    The ranks of all machines share the optimizer state. With ZeRO stage 0 only the ranks of one replica share it.
+    The optimizer state is divided among the ranks of all machines. ZeRO stage 0: among those of one replica.
     """
     shape, checked = settings.model, load_config(config)
     offload = checked.zero_optimization.offload_optimizer
@@ -161,9 +161,9 @@ def _rule(config: Config) -> tuple[tuple[str, ...], int]:
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     """Choose the state format of a run.
 
-    `states`: a format, or "auto". "auto" selects the widest format with which the run fits on the GPU and on the
-    host, or at least wherever it fits with the narrowest format. Raises a MemoryError if weights, state and waiting
-    gradients do not fit in any format.
+    `states`: a format, or "auto". "auto" selects the widest format with which the run fits at least where it
+    fits with the narrowest one: on the GPU, on the host, or on both. Raises a MemoryError if weights, state and waiting
+    gradients fit in none of these formats.
     """
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
@@ -221,7 +221,7 @@ def has_room(case: Case, available: Available) -> bool:
 
 
 def _rooms(case: Case, available: Available) -> tuple[bool, bool]:
-    """Whether the run fits with the reserves on the GPU and on the host. With ratio "auto": at any ratio."""
+    """Whether the run fits with the reserves on the GPU and on the host. Ratio "auto": one fitting ratio is enough."""
     if isinstance(case.ratio, str) and any(all(_rooms_at(case, available, ratio)) for ratio in _RATIOS):
         return True, True
     return _rooms_at(case, available)
@@ -267,7 +267,7 @@ _Change = tuple[str, dict[str, Any]]  # the option, and the fields of `Run` that
 
 
 def _too_large(case: Case, available: Available) -> MemoryError:
-    """The error for a run that exceeds the lower limit: needed and available bytes, and options with which it fits."""
+    """The error for a run whose lower limit exceeds the memory: needed and available bytes, and ways to make it fit."""
     sure, missing = _sure(case, available), _missing(case, available)
     is_gpu = missing.gpu_bytes > 0
     parts, lacks = (sure.gpu, missing.gpu_bytes) if is_gpu else (sure.host, missing.host_bytes)

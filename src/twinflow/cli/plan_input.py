@@ -151,7 +151,7 @@ def _built_model(name: str) -> ModelCost:
 
 
 def count_module(model: nn.Module, name: str) -> ModelCost:
-    """Count the parameters of a module by block. Its embeddings determine the vocabulary and the width."""
+    """Count the parameters of a module by block. Its largest embedding determines vocabulary and width."""
     blocks = find_blocks(model)
     numel = [0] * len(blocks)
     root = []

@@ -87,7 +87,7 @@ def choose_shape(options: PlanOptions) -> Shape:
 
 
 def _per_node(options: PlanOptions) -> int:
-    """GPUs in a machine: 16 for V100 (DGX-2), 8 for later GPUs."""
+    """GPUs in a machine: --per-node, or else 16 for V100 (DGX-2) and 8 for later GPUs."""
     if options.per_node is not None:
         return options.per_node
     return 16 if options.gpu is not None and gpu_named(options.gpu).pcie == 3 else 8

@@ -107,7 +107,7 @@ def _steps(plan: Plan) -> str:
 
 
 def _row(plan: Plan, case: Case, full: str, parts: Iterable[tuple[str, float, str]], mark: str, total: str) -> str:
-    """A bar of parts: color, width in percent, and title."""
+    """A line with a case, its bar and a total. `parts` of the bar: color, width in percent, and title."""
     bar = "".join(f'<i class="fill-{c}" style="width:{width:.2f}%" title="{text}"></i>' for c, width, text in parts)
     return (
         f'<div class="stack{" best" if case is plan.best else ""}"><b>{escape(case.kind)}, {case.run.states}</b>'

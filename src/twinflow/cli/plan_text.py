@@ -141,7 +141,7 @@ def _gain(best: Case, cases: Sequence[Case]) -> str:
 
 
 def _remedy(plan: Plan) -> str:
-    """A sentence with changes that reduce memory. Activations are named only if they exceed the missing GPU memory."""
+    """Changes that reduce memory, as a sentence. Smaller activations only if these exceed the missing GPU memory."""
     case, found = plan.nearest, []
     if case.missing.gpu_bytes:
         if case.used.gpu["activations"] > case.missing.gpu_bytes:

@@ -75,8 +75,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """If an error occurs inside the `with` block on any rank, raise it on all ranks, as a `SharedError` with the
-        same message.
+        """If an error that the user can fix occurs inside the `with` block on any rank, all ranks raise a `SharedError`
+        with its message.
 
         The ranks must not communicate inside the `with` block.
         """
@@ -152,8 +152,8 @@ def join() -> Ranks:
 
 
 def watched(engine: Engine, doing: str = "") -> AbstractContextManager[Any]:
-    """Report an exception inside the `with` block to the other ranks. `doing`: name of an activity that takes longer
-    than a step.
+    """A context that reports an exception to the other ranks. With `doing`, the name of work that takes longer than a
+    step: a pause, in which no rank counts as hanging.
     """
     if engine.watch is None:
         return nullcontext()

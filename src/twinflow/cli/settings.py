@@ -229,7 +229,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
 
 
 def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Format, placement and delay of the optimizer state, from the command line or from the config file."""
+    """Format, ratio, placement and delay of the optimizer state, from the command line or from the config file."""
     offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     ratio = only_one("--ratio", parse_ratio(options.ratio), offload, "ratio")
     placement = only_one("--placement", options.placement, offload, "placement")
@@ -248,7 +248,7 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
 def _batch(
     batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
 ) -> tuple[int, int]:
-    """Sequences in a micro-batch of a rank and micro-batches in a step, from the command line or the config file."""
+    """Sequences in a micro-batch of a replica and micro-batches in a step, from command line or config file."""
     keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
@@ -405,7 +405,7 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
-    """Name and shape of the model: a preset, or a shape given by options with the vocabulary and context of GPT-2."""
+    """Name and shape of the model: a preset with the sizes that options give. With sizes alone, the preset is GPT-2."""
     sizes = {name: getattr(options, name) for name in ("num_layers", "hidden", "num_heads")}
     given = {name: value for name, value in sizes.items() if value is not None}
     preset = options.preset

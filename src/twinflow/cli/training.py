@@ -163,7 +163,7 @@ class Talk:
         }
 
     def of_all(self, record: StepRecord) -> StepRecord:
-        """The record of this rank with the numbers of all ranks."""
+        """The record of this rank, with loss, memory and load of all ranks."""
         return replace(record, **self._totals) if self.ranks.group is not None else record
 
     def mean(self, total: float, count: int, wanted: int) -> float | None:
@@ -201,10 +201,9 @@ class Loop:
         self._flops = flops_per_token(settings.model) * settings.tokens
 
     def records(self, measured: Container[int] = ()) -> Iterator[Record]:
-        """Yield a record of each step and each validation as it happens, until a signal to stop.
+        """Yield a record of each step and each validation as it happens, until the last step or a signal to stop.
 
-        A step whose loss or gradient is not finite does not change the weights. Its record is yielded, and it is the
-        last one.
+        If training must stop after a step (`is_bad`), the record of that step is the last one.
 
         `measured`: steps after which the resumed run has already validated. A run can end between a checkpoint and the
         validation after the same step.

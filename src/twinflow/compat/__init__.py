@@ -90,7 +90,7 @@ def join(path: str, name: str) -> str:
 
 
 def missing(path: str, name: str) -> str:
-    """The error message for a name that does not exist here."""
+    """The error message for a name that is unknown or refused."""
     whole, entry = f"{NAME}.{join(path, name)}", entries(path).get(name)
     if isinstance(entry, Refused):
         return f"{whole} is not available in twinflow.compat. {entry.remedy}."
@@ -123,7 +123,7 @@ class CompatFinder(MetaPathFinder, Loader):
     """A finder for sys.meta_path that provides `deepspeed`, the modules below it and its version."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of a module. Raises ModuleNotFoundError with a remedy for a module that does not exist here."""
+        """The spec of a module of `deepspeed`, None for other packages. ModuleNotFoundError if the table lacks it."""
         top, _, below = fullname.partition(".")
         if top != NAME:
             return None

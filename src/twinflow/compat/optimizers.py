@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizers by name. They also work without `initialize`. `initialize` uses only their update rule and
-options.
+"""DeepSpeed's optimizers by name. They also work without `initialize`, which uses only their update rule and options,
+unless they have state already or their state is not fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Named(Optimizer):
         return {name: value for name, value in self.defaults.items() if name in _OPTIONS} | mode
 
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with only the options that a rule has."""
+        """The parameter groups, with only the options that at least one update rule has."""
         kept = ("params", "param_names", "initial_lr", *_OPTIONS)
         return [{name: value for name, value in group.items() if name in kept} for group in self.param_groups]
 

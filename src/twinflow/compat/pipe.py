@@ -207,7 +207,7 @@ class TrainSchedule(PipeSchedule):
     """The schedule 1F1B (one forward, then one backward), followed by the update."""
 
     def num_pipe_buffers(self) -> int:
-        """The number of stages from this one to the last, but at least two."""
+        """The number of stages from this one to the last, but at least two, and at most `micro_batches`."""
         return min(max(2, self.stages - self.stage_id), self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -222,7 +222,7 @@ class InferenceSchedule(PipeSchedule):
     """The forwards of all micro-batches without backwards."""
 
     def num_pipe_buffers(self) -> int:
-        """Two: the stage computes one micro-batch while it sends another."""
+        """Two: the stage computes one micro-batch while it sends another. One if there is only one micro-batch."""
         return min(2, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:

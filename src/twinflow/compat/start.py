@@ -117,8 +117,8 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> ZeroOptimization:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
-    """Creates a process group and calls twinflow.initialize. An optimizer with one of DeepSpeed's names becomes the
-    twinflow optimizer with the same update rule.
+    """Creates a process group if needed and calls twinflow.initialize. An optimizer with one of DeepSpeed's names is
+    replaced by the twinflow optimizer with the same update rule.
 
     The arguments are those of `deepspeed.initialize`, positional or by name.
     """
@@ -167,8 +167,8 @@ def init_distributed(
 ) -> None:
     """Creates torch's process group from the launcher's variables. Without a launcher, the group has one process.
 
-    MPI launchers are recognised by their variables, without mpi4py. `distributed_port` has no effect: the launcher sets
-    the address of rank 0.
+    An existing group is kept. MPI launchers are recognised by their variables, without mpi4py. `init_method` is that of
+    torch and replaces these variables. `distributed_port` has no effect.
     """
     if dist.is_initialized() or dist_init_required is False:
         return

@@ -205,7 +205,7 @@ def move_to_device(item: Any, device: str | torch.device, criterion_func: Any = 
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of parts that have the same number of items."""
+    """Bounds of parts with equal numbers of items. If `num_items` is not divisible, the first parts have one more."""
     return list(partition.partition_uniform(num_items, num_parts))
 
 

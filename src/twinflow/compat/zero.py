@@ -302,8 +302,8 @@ def _check_key(optimizer: TwinOptimizer, key: str) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint, on the host. They come from the fp32 masters if the checkpoint has masters. The
-    number of ranks that saved it does not matter.
+    """The fp32 weights of a checkpoint, on the host. Weights with an fp32 master are read as in `export_checkpoint`.
+    The number of ranks that saved the checkpoint does not matter.
     """
     _refuse_exclusion(exclude_frozen_parameters)
     if lazy_mode:

@@ -262,7 +262,7 @@ def _joined(values: Sequence[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question with the names, in upper or lower case, that were probably meant. Empty if no name is near."""
+    """A question with those of `names` that are similar, ignoring case. Empty if no name is similar."""
     by_lower = {other.lower(): other for other in names}
     near = [repr(by_lower[found]) for found in get_close_matches(name.lower(), by_lower)]
     return f"Did you mean {' or '.join(near)}?" if near else ""

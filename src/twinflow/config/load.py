@@ -122,7 +122,7 @@ _OWN_AUTO: Final = {("zero_optimization", "offload_optimizer", "ratio")}
 
 
 def plain(given: Mapping[Any, Any], at: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy in nested dicts, without keys whose value is "auto", which means "not given"."""
+    """A copy in nested dicts, without keys whose value is "auto", unless they are in `_OWN_AUTO`."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):

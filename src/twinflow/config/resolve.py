@@ -88,7 +88,7 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     """The name of an update rule of twinflow or of a torch.optim class, and the options to build it with.
 
-    For an update rule, these are all its options, with DeepSpeed's defaults, some of which differ from torch's.
+    For an update rule, these are all its options. Those that are not given have DeepSpeed's defaults.
     """
     if config.optimizer is None:
         remedy = "Add the section optimizer to the config, or pass an optimizer."
@@ -118,7 +118,7 @@ def compression_choice(config: Config) -> dict[str, Any] | None:
 
 
 def notes(config: Config) -> list[str]:
-    """A line for each given key without effect, and for each old name of a key."""
+    """A line for each given key without effect, for each old name of a key, and for OneBitAdam with stage 0 or 2."""
     lines = [*config._renamed, *_without_effect(config, ())]
     for name, kind_of in (("optimizer", optimizer_kind), ("scheduler", schedule_kind)):
         chosen = getattr(config, name)

@@ -48,7 +48,7 @@ class TextSource:
 
 
 class Piece(NamedTuple):
-    """A part of a document, at most about PIECE_BYTES long."""
+    """A part of a text file, at most about PIECE_BYTES long, or a whole document of a JSONL file."""
 
     text: bytes
     is_last: bool  # this piece ends the document
@@ -116,7 +116,7 @@ def _is_binary(path: Path) -> bool:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether each line of the file is a JSON object with a document."""
+    """Whether, by its suffix, the file has a JSON object with a document in each line."""
     return path.suffix in JSONL_SUFFIXES
 
 
@@ -283,7 +283,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def encoded(
     text: TextSource, tokenizer: Tokenizer, json_key: str, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Array]:
-    """Iterate over all tokens in order, in arrays of some million tokens."""
+    """Iterate over all tokens in order, in arrays for about `BATCH_BYTES` of text."""
     done, size, waiting = 0, 0, list[Piece]()
     for piece in pieces(text, json_key):
         waiting.append(piece)

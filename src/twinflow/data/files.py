@@ -109,8 +109,8 @@ def _open_npy(path: Path) -> Array:
 
 
 def hash_tokens(tokens: Array) -> str:
-    """Fingerprint of all tokens. For a large file it is computed from the length and from evenly spread samples, so
-    that the file need not be read.
+    """Fingerprint of the tokens. For a large file it is computed from the length and from evenly spread samples, so
+    that only these are read.
     """
     state = hashlib.blake2b(f"{tokens.dtype} {len(tokens)}".encode(), digest_size=FINGERPRINT_BYTES)
     if tokens.nbytes <= WHOLE_HASH_BYTES:

@@ -1,5 +1,5 @@
-"""twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. Each of these packages is
-imported only by the module with its name. The rest of twinflow does not need them.
+"""twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. These packages are
+imported only by modules of this folder. The rest of twinflow does not need them.
 """
 
 from __future__ import annotations

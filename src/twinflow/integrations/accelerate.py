@@ -27,9 +27,9 @@ def twin_optimizer(
     """Build a TwinOptimizer and prepare it for a loop of Accelerate. The TwinOptimizer is the attribute `optimizer` of
     the result.
 
-    `options` are those of TwinOptimizer. Updates start in backward. The number of accumulation steps is that of the
-    accelerator. If the loop clips gradients, pass its limit as `max_grad_norm`. The model is moved to the accelerator's
-    device. Raises ValueError for settings of the accelerator that are not supported.
+    `options` are those of TwinOptimizer. By default, updates start in backward, and the accelerator sets the number of
+    accumulation steps. If the loop clips gradients, pass its limit as `max_grad_norm`. The model is moved to the
+    accelerator's device. Raises ValueError for settings of the accelerator that are not supported.
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
     check_accelerator(accelerator, model)

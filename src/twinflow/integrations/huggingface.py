@@ -1,9 +1,9 @@
 """Hugging Face's Trainer with TwinOptimizer: use `TwinTrainer` instead of `Trainer`.
 
 The Trainer builds the optimizer of its arguments as usual, with its groups, learning rate and options. A TwinOptimizer
-replaces this optimizer. Its updates start in backward. It uses `gradient_accumulation_steps` and `max_grad_norm` of the
-TrainingArguments. The accelerator's clipping returns the norm of the TwinOptimizer (norms.py). All other parts of the
-Trainer are unchanged.
+replaces this optimizer. By default, its updates start in backward. It uses `gradient_accumulation_steps` and
+`max_grad_norm` of the TrainingArguments. The accelerator's clipping returns the norm of the TwinOptimizer (norms.py).
+All other parts of the Trainer are unchanged.
 """
 
 from __future__ import annotations

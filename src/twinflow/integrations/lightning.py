@@ -249,7 +249,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder, or a file in Lightning's format for weights only. Raises RuntimeError after `fit`."""
+        """Write a folder, or Lightning's file for weights only. After `fit`, a folder raises RuntimeError."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -265,7 +265,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         super().save_checkpoint(rest, Path(filepath) / _REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that this strategy has written, or a file with weights only."""
+        """Load a folder that this strategy has written, or, outside of `fit`, a file of Lightning."""
         path = Path(checkpoint_path)
         is_folder = path.is_dir()
         if is_folder:

@@ -1,9 +1,9 @@
 """A replacement for the clipping function of a training loop, for an optimizer that clips itself.
 
 With `early=True`, gradients have been moved to the host before the loop clips them. TwinOptimizer clips them itself, by
-the same global norm. The call of the loop therefore only checks that its limit equals that of the optimizer, and
-returns the norm. The norm is known after `step()` was called and backward has ended. Reading it before `step()` raises
-RuntimeError. If the loop does not read the norm, it does not wait for it.
+the global norm, as that function would. The call of the loop therefore only checks that its limit equals that of the
+optimizer, and returns the norm. The norm is known after `step()` was called and backward has ended. Reading it before
+`step()` raises RuntimeError. If the loop does not read the norm, it does not wait for it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Clipping:
         optimizer.register_step_post_hook(self._after_step)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> PendingNorm:
-        """Check the arguments and return the norm of the current step. Raises ValueError if the limit differs from that
-        of the optimizer.
+        """Check the arguments and return the norm of the current step. Raises ValueError if a finite limit differs from
+        that of the optimizer.
         """
         optimizer = self._optimizer()
         assert optimizer is not None

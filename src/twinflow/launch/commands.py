@@ -79,7 +79,7 @@ def choose_hosts(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
 ) -> list[Host]:
-    """The hosts and slots to use, in the order of the pool. `num_nodes` and `num_gpus` select the first ones."""
+    """The chosen hosts in the order of `pool`. `num_nodes`: only the first hosts. `num_gpus`: only the first slots."""
     options = {"--include": include, "--exclude": exclude, "--num_nodes": num_nodes, "--num_gpus": num_gpus}
     given = [option for option, value in options.items() if value not in (None, "")]
     if (include or exclude) and len(given) > 1:
@@ -118,7 +118,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The address at which the nodes meet, and the number of restarts after a failure.
+    """The address at which the nodes meet, and the largest number of restarts after failures.
 
     On one node, torchrun restarts its ranks. With several nodes, the launcher restarts all of them: torchrun cannot
     restart if the machine of its own rendezvous is down.
@@ -143,8 +143,8 @@ class NodeCommand:
 
 
 def master_address(hosts: Sequence[Host], asked: str | None) -> str:
-    """The address of rank 0, which is on the first host. Raises ValueError if the other hosts cannot reach it by its
-    name.
+    """The address of rank 0: `asked`, or the name of the first host. Raises ValueError if that is a loopback name and
+    there are other hosts.
     """
     if asked is not None:
         return asked

@@ -93,8 +93,8 @@ def check_outer(env: Mapping[str, str], rank: int, world_size: int) -> None:
     """Raises ValueError if RANK and WORLD_SIZE contradict the launcher that started this process. They may come from an
     earlier job, and each process would then train alone, or all would have one rank.
 
-    A process of the launcher may start several ranks, so WORLD_SIZE may be larger. torchrun may start ranks in another
-    order, and sets TORCHELASTIC_RUN_ID.
+    A process of the launcher may start several ranks, so WORLD_SIZE may be larger than its number of processes. Ranks
+    of torchrun (with TORCHELASTIC_RUN_ID) are not checked, because torchrun may order them differently.
     """
     if "RANK" not in env or "TORCHELASTIC_RUN_ID" in env:
         return
@@ -281,7 +281,7 @@ def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta
 
 
 def choose_backend(asked: str, shared: str | None) -> str:
-    """The backend to use if the user asked for `asked`. Raises ValueError for NCCL if ranks share a GPU."""
+    """The backend to use if the user asked for `asked`. `shared`: see `shared_card`; not None forbids NCCL."""
     if shared is None:
         return "nccl"
     if asked == "nccl":
@@ -293,7 +293,7 @@ def choose_backend(asked: str, shared: str | None) -> str:
 
 
 def gloo_variables(found: RankEnvironment, env: Mapping[str, str]) -> dict[str, str]:
-    """GLOO_SOCKET_IFNAME for runs on several machines. Empty if the user has set it.
+    """GLOO_SOCKET_IFNAME for runs on several machines. Empty if the user has set it, or if no interface is found.
 
     By default, gloo uses the address to which the host name resolves. Often there is none, or it is a loopback address
     that other machines cannot reach. Runs with NCCL need the variable too, because ranks exchange small values with

@@ -87,7 +87,7 @@ class Node:
 
 
 def run_and_restart(commands_of: Callable[[int], Sequence[NodeCommand]], max_restarts: int) -> Outcome:
-    """Runs all nodes. After a failure, restarts all of them with the commands of the next attempt."""
+    """Runs all nodes. After a failure that is not final, restarts all of them, at most `max_restarts` times."""
     attempt = 0
     while True:
         outcome = run_nodes(commands_of(attempt))

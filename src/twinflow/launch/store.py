@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 
 def attempt() -> int:
-    """The number of restarts of this run."""
+    """The number of restarts of this run so far."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if re.fullmatch("[0-9]+", count) else 0
 

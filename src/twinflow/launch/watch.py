@@ -104,9 +104,9 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
     """The rank that hangs, called when this rank has made no progress for too long. None if this rank may be waiting
     for a rank that works.
 
-    A rank works if it is in a pause, or if it is not ahead of this rank and made progress recently. If no rank works,
-    the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall hangs: the other
-    ranks went further and wait for it.
+    A rank works if its pause is within its limit, or if it is not ahead of this rank and made progress recently. If no
+    rank works, the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall
+    hangs: the other ranks went further and wait for it.
     """
     for other in others:
         waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
@@ -210,7 +210,7 @@ class Watch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A context that reports an exception to all ranks."""
+        """A context that reports an exception to all ranks, except an exit with code 0."""
         try:
             yield
         except BaseException as error:

@@ -169,7 +169,7 @@ def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
 
 
 def rank_words(words: list[str], local_rank: str) -> list[str]:
-    """The arguments of Python for a rank. With --compat, the script gets `--local_rank=N`, as from DeepSpeed."""
+    """The arguments of Python for a rank. With --compat and not --no_local_rank, the script gets `--local_rank=N`."""
     words = list(words)
 
     def take(option: str) -> bool:

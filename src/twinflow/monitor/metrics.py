@@ -113,7 +113,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def tokens_per_second(records: list[StepRecord]) -> float:
-    """Training speed without the first step, which is slow because of allocations and page faults."""
+    """Training speed without the first of several steps, which is slow because of allocations and page faults."""
     steady = records[1:] or records
     seconds = sum(record.step_s for record in steady)
     return sum(record.num_tokens for record in steady) / seconds if seconds > 0 else 0.0

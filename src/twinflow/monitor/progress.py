@@ -89,7 +89,7 @@ class LiveLine:
 
 
 def fitting(fields: Sequence[Field], width: int) -> list[Field]:
-    """The fields with the lowest ranks that fit into `width` together, in the order of `fields`."""
+    """The fields with the lowest ranks that fit into `width` together, at least one, in the order of `fields`."""
     kept = list(fields)
     while len(kept) > 1 and sum(len(field.text) + GAP for field in kept) > width:
         kept.remove(max(kept, key=lambda field: field.rank))

@@ -117,7 +117,7 @@ def _points(steps: Sequence[StepRecord], name: str, factor: float = 1.0) -> list
 class Column:
     name: str
     text: Callable[[StepRecord], str]
-    is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is shown if this is true for any step
+    is_used: Callable[[StepRecord], bool] = lambda record: True  # the column is shown if this is true for a shown step
 
 
 COLUMNS: Final = (

@@ -128,7 +128,7 @@ class WandbWriter:
 
 
 class Fanout:
-    """Passes events to several writers. All ranks but the first use it without writers; then it does nothing."""
+    """Passes events to several writers. Without writers it does nothing."""
 
     def __init__(self, writers: Sequence[ScalarWriter] = ()) -> None:
         self.writers = tuple(writers)
