@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Possible folders of this process's groups under `controller` (as `cpu`), and their parents up to the mounts."""
+    """Possible folders of this process's groups under `controller` (`cpu`, ...), and their parents up to the mounts."""
     mount = root / "sys/fs/cgroup"
     return [
         mount / base / group

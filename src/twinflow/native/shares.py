@@ -133,7 +133,7 @@ def cores_of(
     """The CPUs of one rank, out of `allowed`. All ranks must pass the same arguments except `local_rank`.
 
     If there are fewer CPUs than ranks, every rank gets all CPUs. Otherwise no CPU belongs to two ranks. With at least
-    as many ranks as NUMA nodes, the CPUs of a rank are on one node: that of its GPU, unless it is not known or full.
+    as many ranks as NUMA nodes, the CPUs of a rank are on one node: its GPU's, unless other ranks fill that node.
     With fewer ranks than nodes, a rank may get CPUs of several nodes, first those of its GPU's node.
     """
     _check_rank(local_rank, num_local, gpu_nodes)

@@ -71,7 +71,7 @@ def own_cpus() -> frozenset[int]:
 
 
 def is_bound(mask: Set[int], root: Path = Path("/")) -> bool:
-    """Whether this process is bound to CPUs of its own: launcher (if known) and control group have CPUs outside `mask`.
+    """Whether this process has CPUs of its own: launcher (if known) and control group both have CPUs outside `mask`.
 
     Neither of the two conditions is sufficient alone. Under `taskset torchrun` all ranks share the CPUs of the
     launcher. In a Slurm job step whose tasks are not bound, ranks share the CPUs of the group, while the launcher is

@@ -4,7 +4,7 @@ fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore
 and the gradients are divided by it afterwards. The dynamic scale changes exactly as DeepSpeed's
 `DynamicLossScaler.update_scale`:
 
-- An overflow reduces `hysteresis_left` by one. If it is 1, the scale is divided by `factor` instead (>= `min_scale`).
+- An overflow reduces `hysteresis_left` by one. If it is 1, the scale is divided by `factor`, but not below `min_scale`.
 - Steps without overflow are counted from 1, at the start and after each overflow. Steps `window` + 1, 2 `window` + 1,
   ... multiply the scale by `factor`.
 - `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every step without overflow.

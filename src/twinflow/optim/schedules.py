@@ -103,7 +103,10 @@ def cycle_height(step: int, cycle: Cycle) -> float:
 
 
 def cycle_decay(step: int, cycle: Cycle, rate: float) -> float:
-    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then linear."""
+    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then linear in the step.
+
+    Without `decay_step_size` it stays 1.
+    """
     if step < cycle.size or cycle.decay_step_size == 0:
         return 1.0
     return 1 + rate * ((step - cycle.size + 1) / cycle.decay_step_size)

@@ -312,7 +312,7 @@ class TwinOptimizer(Outcomes):
 
     @property
     def is_placed(self) -> bool:
-        """Whether the placement was chosen. Ratio "auto" takes some steps. Later, only lack of memory changes it."""
+        """Whether the placement was chosen. Ratio "auto" needs some steps for this. Lack of memory may change it."""
         return self._auto is None or self._auto.is_settled
 
     def __repr__(self) -> str:
@@ -351,7 +351,7 @@ class TwinOptimizer(Outcomes):
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Starts the rest of this step's update and returns. The next forward waits for the new weights.
 
-        `closure` computes the loss as in torch.optim. Its result is returned. Without a module, step() waits.
+        The result of `closure`, which computes the loss, is returned. Without a module, `step` waits for the update.
         """
         loss = None
         if closure is not None:

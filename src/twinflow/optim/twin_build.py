@@ -133,7 +133,7 @@ class Aside:
 
 
 def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
-    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest of the model to the GPU, if any.
+    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest to the GPU if there is one.
 
     Raises ValueError if no block has a parameter to train.
     """

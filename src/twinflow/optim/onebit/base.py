@@ -45,7 +45,7 @@ class Shared(TypedDict, total=False):
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
     has_feedback: bool  # error feedback; False drops the errors, for experiments
     wire_dtype: torch.dtype | None  # dtype of uncompressed communication; None: that of the gradients
-    bucket_numel: int  # elements of one exchange
+    bucket_numel: int  # largest number of elements of one exchange, unless one parameter is larger
     group: Group | None  # the ranks; None: all ranks
 
 
@@ -130,7 +130,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Makes one update on all ranks. If a gradient of one or more ranks is not finite, all ranks skip it."""
+        """Makes one update on all ranks, or on none if a gradient of one or more ranks is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,7 +151,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
-        """Updates the `present` parameters: those with a gradient on one or more ranks. `norms`: the ranks' norms."""
+        """Updates the parameters with a gradient on one or more ranks (`present`). `norms`: of ranks' gradients."""
         raise NotImplementedError
 
     # Parts of a step.
@@ -435,9 +435,7 @@ class FreezingOptimizer(CompressedOptimizer):
         """Hook for a last change of a bucket's second moment, which must be equal on all ranks."""
 
     def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
-        """Warns of parameters whose first gradient comes after the switch. Without a second moment, only
-        weight decay changes them.
-        """
+        """Warns of parameters that get their first gradient now, after the switch. Only weight decay changes them."""
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(

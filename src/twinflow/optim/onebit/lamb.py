@@ -27,7 +27,7 @@ _FRESH = "exp_avg_sq_fresh"
 
 
 class OneBitLamb(FreezingOptimizer):
-    """LAMB over all ranks, with 1/16 of the traffic of bf16 gradients after the switch (1-bit code).
+    """LAMB over all ranks. After the switch, 1-bit codes have 1/16 of the bits of bf16 gradients.
 
     `freeze_step`, `freeze_threshold` and `freeze_window`: see `OneBitAdam`. `coeff_beta` is the decay of the mean of
     the trust ratios. The module's docstring explains the other options.

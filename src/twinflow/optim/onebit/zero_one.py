@@ -53,7 +53,7 @@ class Moved(NamedTuple):
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    """AdamW over all ranks that finally communicates less than one bit for each element and step.
+    """AdamW over all ranks. After enough steps it communicates less than one bit for each element and step.
 
     The module's docstring explains the options.
     """
