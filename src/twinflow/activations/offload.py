@@ -1,10 +1,10 @@
-"""Offload of the inputs of checkpointed layers: the inputs are on the host between forward and backward.
+"""Offload of the large inputs of checkpointed layers: they are on the host between forward and backward.
 
 Copy out: before a layer runs, the copy of its large inputs to page-locked memory is queued on a separate stream, so
 that it overlaps with the layer. The inputs of the last few layers stay on the device, because backward needs them
 first. An older input is freed on the device after the model's stream was made to wait for its copy. The calling thread
-never waits. Freed memory is reused in the order of the model's stream. A thread that queues a whole forward ahead of
-the GPU therefore does not keep all inputs on the device.
+waits only if a host buffer must be replaced by a larger one. Freed memory is reused in the order of the model's stream.
+A thread that queues a whole forward ahead of the GPU therefore does not keep all inputs on the device.
 
 Copy back: when backward reads the input of a layer, the inputs of the preceding layers are prefetched.
 
@@ -71,10 +71,10 @@ class Saved:
 
 
 class Offload:
-    """Copies inputs to the host and back.
+    """Copies large inputs to the host and back, except inputs of several layers, which stay on the device.
 
-    On the device are the inputs of the running layer, of `window` layers whose copies to the host are in progress, and
-    of `ahead` layers whose copies back are in progress.
+    In forward, the inputs of the last `window` layers, including the running one, are on the device. In backward, those
+    of the running layer are there, and those of the `ahead` layers before it are copied back.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Offload:
         return self._pool.num_bytes
 
     def saving(self, tensors: Sequence[Tensor], layer: str) -> saved_tensors_hooks:
-        """Context manager for a checkpointed call with the inputs `tensors`. Autograd saves these inputs on the host.
+        """Context manager for a checkpointed call with the inputs `tensors`. Autograd saves large ones on the host.
 
         The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """
@@ -143,7 +143,7 @@ class Offload:
         return saved
 
     def _let_go(self, call: Call | None) -> None:
-        """Free a call's inputs on the device. The model's stream reuses the memory after their copies to the host."""
+        """Free a call's unshared inputs on the device. The model's stream reuses the memory after their copies out."""
         for saved in _alive(call):
             if saved.original is not None and not saved.is_shared:
                 self._order(saved)
@@ -157,7 +157,7 @@ class Offload:
             saved.is_ordered = True
 
     def _fetch(self, saved: Saved) -> Tensor:
-        """Return the input on the device, and prefetch the inputs of preceding calls. The model's stream may use it."""
+        """Return the input on the device, for use on the model's stream, and prefetch the inputs of preceding calls."""
         if self._is_closed:
             raise wrong_state(
                 f"backward() cannot read the offloaded input of {saved.call.layer}",
@@ -227,7 +227,7 @@ class Offload:
             self._stream.run(lambda: tensor.record_stream(torch.cuda.current_stream(tensor.device)))
 
     def close(self) -> None:
-        """Release threads and page-locked memory. A later backward raises RuntimeError."""
+        """Release threads and page-locked memory. A later backward that reads an input raises RuntimeError."""
         self._is_closed = True
         self._pool.clear()
         self.device.close()
@@ -236,9 +236,9 @@ class Offload:
 class HostPool:
     """A pool of page-locked buffers. Buffers are kept between steps, because page-locking takes longer than a copy.
 
-    A new buffer is allocated only if no free buffer is large enough. It then replaces the largest free buffer. Even if
-    sequence lengths change, there are never more buffers than were in use at the same time, and no buffer is larger
-    than the largest request.
+    A new buffer is allocated only if no free buffer is large enough. It replaces the largest free buffer, if any.
+    Even if sequence lengths change, there are never more buffers than were in use at the same time, and no buffer is
+    larger than the largest request.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
@@ -301,15 +301,15 @@ def hooks_for(
 
 
 def is_large(tensor: Tensor, min_bytes: int) -> bool:
-    """Whether a tensor is an activation of at least this size. A Parameter is not an activation, and other
-    subclasses of Tensor may hold their data elsewhere.
+    """Whether a tensor is a floating-point activation of at least this size. A Parameter is not an activation, and
+    other subclasses of Tensor may hold their data elsewhere.
     """
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
     return is_plain and tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= min_bytes
 
 
 def memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for two tensors if they have the same memory and layout."""
+    """A key that is equal for two tensors if they have the same memory, dtype and layout."""
     return tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
 
 

@@ -1,12 +1,11 @@
 """Inputs of checkpointed layers, sharded over tensor-parallel ranks between forward and backward.
 
 Under tensor parallelism the input of a layer is the same on every rank. Each rank saves only its part of a large input.
-When the layer runs again in backward, the ranks gather the whole input. This takes one all-gather per layer, and each
-rank needs memory for its part only. All ranks must run the same layers again in the same order, as tensor ranks always
-do.
+When the layer runs again in backward, the ranks gather the whole input, with one all-gather per large input. Until then
+a rank needs memory for its part only. All ranks must run the same layers again in the same order, as tensor ranks do.
 
-Inputs must not differ between the ranks. With sequence parallelism they differ, because they are sharded already.
-`is_checked` compares the inputs of all ranks in every call. It is meant for tests and for debugging.
+Do not use `Partition` with sequence parallelism, where the inputs of ranks differ, because they are sharded already.
+`is_checked` compares large inputs of all ranks in every call. It is meant for tests and for debugging.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Partition:
         self._known: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()  # by id of the source
 
     def saving(self, tensors: Sequence[Tensor], layer: str) -> saved_tensors_hooks:
-        """Context manager for a checkpointed call with the inputs `tensors`. Autograd saves this rank's part of them.
+        """Context manager for a checkpointed call. Of large inputs in `tensors`, autograd saves this rank's part only.
 
         The checkpoint installs its own hooks for tensors that are saved inside the call, so only inputs arrive here.
         """

@@ -2,8 +2,8 @@
 
 The `forward` of a layer is replaced on the instance, so that the hooks of the layer are outside of the checkpoint. A
 hook that waits for weights before a layer (TwinOptimizer) runs once, in forward, and not when the layer runs again. The
-hooks of modules inside the layer do run again, and detect that backward is running. Deep copies and pickles of the
-model have the original forwards.
+hooks of modules inside the layer do run again, and those of twinflow detect that backward is running. Deep copies and
+pickles of the model have the original forwards.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn
 
 
 def _checkpoints_itself(model: nn.Module) -> str | None:
-    """Name of the option with which the model checkpoints itself, of a Hugging Face module or of twinflow's GPT."""
+    """The option of a Hugging Face module or of twinflow's GPT with which the model checkpoints itself, or None."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"{name or type(module).__name__}.gradient_checkpointing"

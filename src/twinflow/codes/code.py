@@ -9,7 +9,7 @@ all elements, and is padded to 16 bytes:
   largest magnitude / 7.
 - 8 bits: codes are -127 to 127, stored as int8. The scale is the largest magnitude / 127.
 
-A block with an infinity or a NaN has the scale NaN, and its codes are zero.
+A scale below 2**-100 is stored as zero. A scale that is not finite is stored as NaN, and all codes of its block are 0.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Packing, averaging and unpacking in plain torch. The fused kernels give the same bits as these functions.
+"""Packs numbers into codes of 1, 4 or 8 bits with shared scales, averages packed rows and unpacks them, in plain torch.
+The native kernels give the same bits. gpu/packing.py says which bits may differ on the GPU.
 
 `encode` packs c = (base_factor * base + factor * values) * 2**k + error. It stores the rounding error, c minus the
-decoded codes, in `error`. `mean` computes the mean of rows that several ranks have packed. `decode` unpacks rows.
+decoded codes, in `error`, except in blocks with the scale NaN. `mean` computes the mean of rows that several ranks have
+packed, and `decode` unpacks rows. Both multiply by 2**-k. Without `exponents`, k is 0.
 
 `exponents` has k + 127 for each element, which is the exponent field of the fp32 number 2**k. It is 0 for excluded
 elements, which are decoded as zero and do not affect a scale. The factors 2**k bring numbers of very different
-magnitudes to about the same magnitude before they share a scale. Multiplying by a power of two adds no rounding error.
-If `is_scaled` is false, `exponents` only tells which elements are excluded.
+magnitudes to about the same magnitude before they share a scale. If no result is subnormal, they add no rounding error.
+If `is_scaled` is false, k is 0, and `exponents` only tells which elements are excluded.
 
-All arithmetic is fp32, and each operation is rounded. The scale of the 1-bit code is defined by this order of
-summation: the magnitudes of a block are summed in 64 lanes, each lane in order, and the lanes are then added in halves.
+All arithmetic is fp32, and each operation is rounded. The scale of the 1-bit code depends on the order of summation:
+lane i of 64 lanes sums the magnitudes i, i + 64, ... of a block. Then the second half of the lanes is added to the
+first half until one lane is left.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Write the mean of the rows of `packed` to `out`. The rows are added in their order."""
+    """Write the mean of the rows of `packed`, times 2**-k, to `out`. The rows are added in their order."""
     total = unpack(code, packed[0], out.numel())
     for row in packed[1:]:
         total = total + unpack(code, row, out.numel())
@@ -86,9 +89,7 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Unpack the rows of `packed` one after the other into `out`, or add them to `out` if `is_added`. Results are
-    rounded to the dtype of `out`.
-    """
+    """Unpack the rows of `packed` in order, times 2**-k, into `out`, or add them to `out` if `is_added`."""
     numel = out.numel() // packed.shape[0]
     found = torch.cat([unpack(code, row, numel) for row in packed])
     if exponents is not None:
@@ -107,7 +108,7 @@ def two_to(exponents: Tensor, sign: int = 1) -> Tensor:
 
 def exponents_of(variance: Tensor, eps: float) -> Tensor:
     """Biased exponents k + 127 where 2**k is the power of two nearest to 1 / (sqrt(variance) + eps) on a logarithmic
-    scale. They are 0 where the variance is zero.
+    scale. They are limited to [1, MAX_EXPONENT], and 0 where the variance is zero.
     """
     inverse = 1.0 / (variance.float().sqrt() + eps)
     biased = ((inverse * math.sqrt(2.0)).view(torch.int32) >> 23).clamp(1, MAX_EXPONENT).to(torch.uint8)
@@ -154,7 +155,7 @@ def _out_of_blocks(blocks: Tensor, numel: int) -> Tensor:
 
 
 def _scales(code: Code, blocks: Tensor, counts: Tensor) -> Tensor:
-    """The scale of each block. It is NaN if a number of the block is not finite."""
+    """The scale of each block: 0 if below TINY, NaN if not finite. `counts`: elements that are not excluded."""
     magnitudes = blocks.abs()
     if code.bits > 1:
         scales = magnitudes.amax(-1) / code.top

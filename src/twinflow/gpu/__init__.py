@@ -1,4 +1,4 @@
-"""The optimizer update on the GPU: one fused Triton kernel. It gives the same bits as `rules` and the host kernels."""
+"""Triton kernels. The kernel of the optimizer update gives the same bits as `rules` and the host kernels."""
 
 from twinflow.gpu.update import FusedUpdate, Numbers, Piece, is_available
 

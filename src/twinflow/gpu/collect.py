@@ -1,4 +1,4 @@
-"""The norm of the gradients of a bucket on the GPU. A bucket is a group of parameters that are updated together.
+"""The norm of the gradients of a bucket on the GPU. A bucket holds slices of parameters that are updated together.
 
 A kernel writes the fp32 norm of each block of 128 elements to the `rows` of the bucket. The norm of the bucket is the
 fp64 norm of all rows. The bits of rows and norm do not depend on the order in which gradients arrive.
@@ -36,7 +36,7 @@ def new_rows(numel: int, device: torch.device) -> Tensor:
 
 
 def put_norms(rows: Tensor, offset: int, values: Tensor) -> None:
-    """Write the norms of the blocks of a slice to `rows`. `offset`: start of the slice. `values`: its gradient."""
+    """Write the norms of a slice's blocks to `rows`. `offset`: its start in the bucket. `values`: its gradient."""
     from twinflow.gpu.collect_kernel import collect
 
     if not values.is_contiguous():
@@ -70,7 +70,7 @@ def norm_of(norm: Tensor, rows: Tensor) -> None:
 
 
 def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
-    """Compute the norms of whole buckets with two launches. `flats`: pairs of an index in `norms` and a flat buffer.
+    """Compute the norms of whole buckets with two launches. `flats`: pairs of an index in `norms` and flat gradients.
 
     The results have the same bits as those of `put_norms` and `norm_of`.
     """

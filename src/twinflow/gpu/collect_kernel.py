@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernels for collect.py: the norm of each block of 128 gradients.
+"""The kernels for collect.py: the norm of each block of 128 gradient elements, and of all blocks of a bucket.
 
-The squares of a block are added in pairs, neighbours first, and so are the squares of the norms of blocks. Adding
-a pair is commutative, so the bits of a norm depend neither on the dtype nor on the assignment of elements to threads,
-which Triton chooses from what it knows of an address. `row_norms` in collect.py computes the same values with torch.
+The squares of a block are added in pairs, neighbours first. The squares of the norms of blocks are added in 4096 lanes,
+and then the lanes in pairs. Adding a pair is commutative, so the bits of a norm do not depend on the assignment of
+elements to threads, which Triton chooses from what it knows of an address. `row_norms` in collect.py is the reference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def collect_many(table, rows, ELEMENT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm(rows, num_rows, into):
-    """Write the fp64 norm of all rows of one buffer."""
+    """Write the fp64 norm of all rows (norms of blocks) of one buffer to `into`."""
     tl.store(into, _norm(rows, num_rows))
 
 

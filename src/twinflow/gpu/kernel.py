@@ -12,11 +12,11 @@ next tile is read while this tile is updated, because the loads of the next tile
 
 The conversions between state formats and fp32 give the same bits as rules/formats.py and csrc/codecs.h. NaNs are
 detected by integer comparisons of bit patterns. Triton may tell LLVM that floats are never NaN, and LLVM could then
-remove a comparison of floats. Integers are int32, except in hashes. The bit patterns of numbers >= 0, compared as
-integers, have the order of the numbers, and a NaN is the largest.
+remove a comparison of floats. Bit patterns are int32, or uint32 in hashes and in `to_bf16_stochastic`. Those of numbers
+>= 0, compared as integers, have the order of the numbers, and a NaN is the largest.
 
-The operations of the rules and their order are those of rules/rules.py. A rule takes the gradient g, the weight p, the
-states m and v (zeros if the rule has no such state) and the address of its scalars. Divisions and square roots are
+The operations of the rules and their order are those of rules/rules.py. A rule takes the gradient g, the weight p, its
+states m and v (zeros for a state without a buffer) and the address of its scalars. Divisions and square roots are
 correctly rounded. The kernel is compiled without fused multiply-add, so that a product is rounded before it is added.
 Subnormal numbers are not flushed to zero by the hardware.
 """
@@ -132,8 +132,8 @@ def block_scales(x, TOP: tl.constexpr):
 def encode_e4m3(x):
     """Codes (rounded to nearest) and scales.
 
-    Let P be the power of two of a number, at least 2**-6. The sum of the number and 2**20 * P has the rounded mantissa
-    in its lowest bits.
+    Let P be the largest power of two up to the magnitude of a scaled number, but at least 2**-6. The sum of this
+    magnitude and 2**20 * P has the rounded mantissa in its lowest bits.
     """
     inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
     u = bits(x * inverse)
@@ -146,7 +146,7 @@ def encode_e4m3(x):
 
 @triton.jit
 def encode_e5m3(x, random):
-    """Codes (rounded stochastically; only 0 has the code 0) and scales, for x >= 0."""
+    """Codes (rounded stochastically; in a finite block, only 0 has the code 0) and scales, for x >= 0."""
     inverse, scales, is_finite = block_scales(x, VARIANCE_MAX)
     scaled = x * inverse
     is_small = bits(scaled) < (113 << 23)  # below 2**-14 the values of adjacent codes differ by 2**-17
@@ -158,7 +158,7 @@ def encode_e5m3(x, random):
 
 @triton.jit
 def decode_e4m3(codes, scales):
-    """Decode e4m3. A code is the upper part of an fp16 number times 2**-8, except that its sign is one bit lower."""
+    """Decode e4m3. `code << 7` has the bits of value * 2**-8 in fp16, except that the sign is in bit 14, not 15."""
     half = codes.to(tl.int32) << 7
     half = half + (half & 0x4000)
     return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (scales * 256.0)
@@ -166,7 +166,7 @@ def decode_e4m3(codes, scales):
 
 @triton.jit
 def decode_e5m3(codes, scales):
-    """Decode e5m3. A code is the upper part of an fp16 number."""
+    """Decode e5m3. `code << 7` has the bits of the value in fp16."""
     half = (codes.to(tl.int32) << 7).to(tl.int16)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * scales
 
@@ -186,7 +186,7 @@ def scalar(hyper, INDEX: tl.constexpr):
 
 @triton.jit
 def adam(g, p, m, v, hyper, COUPLED: tl.constexpr):
-    """Adam (COUPLED: weight decay is added to the gradient) and AdamW (weight decay multiplies the weight)."""
+    """Adam (COUPLED: weight decay is added to the gradient) and AdamW (weight decay scales the weight)."""
     if COUPLED:
         l2 = scalar(hyper, 6)
         g = tl.where(l2 != 0.0, flush(g + l2 * p), g)
@@ -208,7 +208,7 @@ def adagrad(g, p, v, hyper):
 
 @triton.jit
 def lion(g, p, m, hyper):
-    """Lion. If the direction is NaN, the weight becomes NaN."""
+    """Lion. Where the interpolated momentum, which gives the sign, is NaN, the weight becomes NaN."""
     lr = scalar(hyper, 2)
     difference = g - m
     direction = flush(m + difference * scalar(hyper, 0))
@@ -219,7 +219,7 @@ def lion(g, p, m, hyper):
 
 @triton.jit
 def sgd(g, p, m, hyper):
-    """SGD. The weight is computed in fp64, and so is the momentum, except in the plain form of SGD (rules/rules.py)."""
+    """SGD. The weight is computed in fp64. So is the momentum if dampening, weight decay or Nesterov is in effect."""
     keep, l2, nesterov = scalar(hyper, 1), scalar(hyper, 3), scalar(hyper, 4)
     weight = p.to(tl.float64)
     momentum, lr = scalar(hyper, 0).to(tl.float64), scalar(hyper, 2).to(tl.float64)
@@ -255,13 +255,13 @@ def update(tiles, numbers, decision, grads, master, first, second, first_scales,
            TILE: tl.constexpr, LOOPS: tl.constexpr):  # fmt: skip
     """One step of every tile whose piece is updated. Buffers that do not exist are None.
 
-    decision: norm, factor and whether to skip, in fp64. The gradient is multiplied by this factor and by the factor in
-    `numbers`.
+    decision: norm, factor and whether to skip, in fp64, or None. The gradient is multiplied by this factor and by the
+    factor in `numbers`.
 
-    There is one program per tile. With LOOPS, any number of programs process all tiles in turn.
+    With LOOPS, any number of programs process all tiles in turn. Otherwise there is one program per tile.
 
     RULE: name of the rule. FORMAT: format of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32"
-    (the master itself). ALIGNMENT: alignment of the addresses of weights. Tensors of bf16 are passed as int16.
+    (the master itself). ALIGNMENT: of the addresses of weights, in bytes. Tensors of bf16 are passed as int16.
     """
     program = tl.program_id(0)
     factor = 1.0

@@ -1,4 +1,4 @@
-"""Packing, averaging and unpacking of codes on the GPU, each in one pass over memory.
+"""Packs numbers into codes of few bits, averages packed rows and unpacks them on the GPU, each in one pass over memory.
 
 For equal scales, the codes, errors and decoded numbers have the same bits as those of codes/reference.py. The scales of
 4-bit and 8-bit codes have the same bits, too. The scale of the 1-bit code may differ, because its sum is computed in
@@ -64,7 +64,7 @@ def encode(
 
 
 def mean(code: Code, out: Tensor, packed: Tensor, exponents: Tensor | None = None) -> None:
-    """Write the mean of the rows of `packed` to `out`. The rows are added in their order."""
+    """Write the mean of the rows of `packed`, added in order, times 2**-k, to `out`. k + 127 is in `exponents`."""
     numel = out.numel()
     num_rows, _ = _check_packed(code, packed, numel * packed.shape[0])
     _check(packed, numel, _DTYPES, out)
@@ -87,9 +87,7 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Unpack the rows of `packed` one after the other into `out`, or add them to `out` if `is_added`. Results are
-    rounded to the dtype of `out`.
-    """
+    """Unpack the rows of `packed` in order, times 2**-k, into `out`, or add them to `out` if `is_added`."""
     num_rows, numel = _check_packed(code, packed, out.numel())
     _check(packed, out.numel(), _DTYPES, out)
     _check(packed, out.numel(), (torch.uint8,), exponents)
@@ -131,7 +129,7 @@ def _views(code: Code, packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part_stride(num_rows: int, numel: int) -> int:
-    """Elements from one row to the next. It is zero for one row, which tells the compiler that the row is aligned."""
+    """Elements from one row to the next before packing; 0 for one row, which tells the compiler that it is aligned."""
     return numel if num_rows > 1 else 0
 
 

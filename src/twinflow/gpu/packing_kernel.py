@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernels for packing.py. There is one program for each block of 4096 numbers of a row. codes/reference.py is the
-reference.
+"""The kernels for packing.py. There is one program for each block of 4096 numbers of a row, or in `mean` of all rows.
+codes/reference.py is the reference.
 
-A tile has the shape [1024, 4]. Each thread has four adjacent elements, whatever the dtype, so that all buffers are read
+A tile has the shape [1024, 4]. A row of a tile belongs to one thread, whatever the dtype, so that all buffers are read
 and written in one layout, for example 16 bytes of fp32 at once. The codes of four adjacent elements are one word: 2
-bytes for 4-bit codes, 4 bytes for 8-bit codes. With 1-bit codes two threads share a byte. A block is read once and
-stays in registers until its rounding error is written.
+bytes for 4-bit codes, 4 bytes for 8-bit codes. With 1-bit codes two threads share a byte. `encode` reads a block once
+and keeps it in registers until its rounding error is written.
 
 Words may extend beyond the last code of a row, but not beyond the row: rows are padded with zeros to 16 bytes.
 
@@ -103,7 +103,7 @@ def _encode_block(codes, scale, values, base, error, exponents, factor, base_fac
 
 @triton.jit
 def _scale(c, count, BITS: tl.constexpr, TOP: tl.constexpr):
-    """The scale of a block, and whether it is finite."""
+    """The scale of a block, and whether it is finite. `count`: number of elements that are not excluded."""
     magnitudes = bits(c) & MAGNITUDE
     if BITS == 1:
         s = tl.math.div_rn(tl.sum(value(magnitudes)), tl.maximum(count, 1).to(tl.float32))
@@ -193,7 +193,7 @@ def _mean_block(out, words, scale, exponents, start, numel, row_stride, NUM_ROWS
 @triton.jit(do_not_specialize=["numel"])
 def decode(out, words, scales, exponents, numel, part_stride, row_stride, BITS: tl.constexpr,
            IS_SCALED: tl.constexpr, IS_ADDED: tl.constexpr):  # fmt: skip
-    """Unpack rows. The grid is [blocks, rows]. The arguments are those of `encode`."""
+    """Unpack rows. The grid is [blocks, rows]. IS_ADDED: add to `out`. The other arguments are those of `encode`."""
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = block * BLOCK
     at = row * part_stride + start
@@ -247,7 +247,7 @@ def _unpacked(codes, scale, start, numel, BITS: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _without_exponents(x, pointers, mask, IS_SCALED: tl.constexpr):
-    """`x` divided by the powers of two, with zeros for excluded elements (exponent 0), and a mask of the others."""
+    """`x`, if IS_SCALED divided by 2**k, with zeros for excluded elements (exponent 0), and a mask of the others."""
     exponent = tl.load(pointers, mask=mask, other=0).to(tl.int32)
     if IS_SCALED:
         x = x * value((254 - exponent) << 23)

@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def are_stateless(self) -> bool:
-        """Whether no piece that is updated has a momentum."""
+        """For SGD: whether all pieces that are updated have momentum 0."""
         return not self.hypers[self.is_updated != 0, 0].any()
 
     def put(self, index: int, numbers: Numbers) -> None:
@@ -114,7 +114,7 @@ class FusedUpdate:
     previous launch must have finished before the caller writes to `rows`.
 
     `max_programs` limits the number of programs and leaves the rest of the device to other kernels. Without it, there
-    is one program per tile. `max_programs` and `tile` do not change the bits of the result.
+    is one program per tile. `max_programs` and `tile` (elements of a tile) do not change the bits of the result.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class FusedUpdate:
     ) -> None:
         """Queue one step on the current stream. It updates, in place, the pieces whose index is in `numbers`.
 
-        `decision`: norm, factor and whether to skip, in fp64 on the device. The gradient is multiplied by this factor
-        and by the factor in `numbers`.
+        `decision`: norm, factor and whether to skip, in fp64 on the device, or None. The gradient is multiplied by this
+        factor and by the factor in `numbers`.
 
         `store` has the flat buffers of the whole bucket. Its weight is not used. Its master is not used if weights are
         fp32. `grads` is flat, in bf16, fp16 or fp32.
@@ -236,7 +236,7 @@ class FusedUpdate:
 
 
 def _check_pieces(pieces: Sequence[Piece]) -> Tensor:
-    """Check that all pieces have one device and one dtype, and return the weight of the first."""
+    """Check the pieces, which must have one device and one dtype, and return the weight of the first."""
     assert pieces
     first = pieces[0].weight
     # The interpreter uses addresses on the host, and a compiled kernel uses addresses on the device.

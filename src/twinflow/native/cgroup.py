@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Folders of this process's groups under `controller` (`cpu`, `memory`), and their parents up to the mounts."""
+    """Possible folders of this process's groups under `controller` (`cpu`, ...), and their parents up to the mounts."""
     mount = root / "sys/fs/cgroup"
     return [
         mount / base / group
@@ -60,7 +60,7 @@ def parse_meminfo(meminfo: str) -> dict[str, int]:
 
 
 def memory_limits(root: Path = Path("/")) -> list[tuple[int, int | None]]:
-    """Limit and used bytes of each memory group of this process that has a limit. None: the usage cannot be read."""
+    """Limit and used bytes (without file cache; None: not known) of each memory group of this process with a limit."""
     found = []
     for folder in cgroup_folders("memory", root):
         limit = read_text(folder / "memory.max") or read_text(folder / "memory.limit_in_bytes")

@@ -1,8 +1,8 @@
 """ctypes bindings for the executor (csrc/executor.h) and its events: the structures and functions of csrc/api.h. The
 structure CFetchItem is tf_fetch_item in C, and so on.
 
-Functions that only read or submit are called with the GIL held. They take about a microsecond, while acquiring the GIL
-again after a release could take milliseconds. Functions that may block release the GIL.
+Functions that cannot block are called with the GIL held. They take about a microsecond, while acquiring the GIL again
+after a release could take milliseconds. Functions that may block release the GIL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One Python function for each native kernel. If the native library is missing, torch functions of rules/ run instead.
-They are sufficient for the host optimizers of optim/. Offloaded training needs the library (executor.py).
+"""One Python function for each native kernel, except those of packing.py. If the native library is missing, torch
+functions of rules/ run instead. They are sufficient for the host optimizers of optim/, but not for offloaded training.
 
-Arguments are checked before any buffer is modified. A call releases the GIL while the kernel runs.
+Arguments are checked before a buffer is modified (`check=False` omits this). A call releases the GIL while it runs.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
 
 
 def set_threads(num_threads: int) -> None:
-    """Set the number of threads of the kernels, including the calling thread."""
+    """Set the number of threads of the kernels, including the calling thread. No effect if the library is missing."""
     number = check_threads(num_threads, "num_threads")
     library = load().library
     if library is not None:
@@ -207,13 +207,13 @@ def isa() -> str:
 
 
 def isa_names() -> list[str]:
-    """ISA variants that this CPU can run, the fastest first."""
+    """ISA variants that this CPU can run, the fastest first; empty if the library is missing."""
     library = load().library
     return library.tf_isa_available().decode().split() if library is not None else []
 
 
 def set_isa(name: str) -> None:
-    """Select the ISA variant of all kernels. Raises ValueError for a variant that this CPU cannot run."""
+    """Select the ISA variant of all kernels. Raises ValueError if this CPU cannot run it or the library is missing."""
     library = load().library
     if library is None:
         raise ValueError(

@@ -113,7 +113,7 @@ def load() -> Loaded:
 
 
 def find_library(environ: Mapping[str, str]) -> Path | None:
-    """Path of the library: TWINFLOW_LIBRARY, or the file that is installed beside this module."""
+    """Path of the library: TWINFLOW_LIBRARY, or the file in a folder of this package, or None if there is none."""
     if environ.get("TWINFLOW_LIBRARY"):
         return Path(environ["TWINFLOW_LIBRARY"])
     package = sys.modules[__package__ or "twinflow.native"]

@@ -1,7 +1,7 @@
-"""Packing, averaging and unpacking of codes, each in one pass over memory. codes/reference.py gives the same bits.
+"""Packs numbers into codes of few bits, averages packed rows and unpacks them, each in one pass over memory.
 
-Arguments are checked before any buffer is modified. If the library is missing, the reference runs. A call releases the
-GIL while the kernel runs.
+codes/reference.py gives the same bits, and runs if the library is missing. Arguments are checked before any buffer is
+modified. A call releases the GIL while the kernel runs.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def decode(
     is_scaled: bool = True,
     is_added: bool = False,
 ) -> None:
-    """Unpack the rows of `packed` one after the other, times 2**-k, to `out`, or add them to `out` if `is_added`.
+    """Unpack the rows of `packed` in order, times 2**-k, to `out`, or add them to `out` if `is_added`.
 
-    k + 127 is in `exponents`.
+    k + 127 is in `exponents`; k is 0 without `is_scaled`.
     """
     numel = _check(code, packed, "out", out, exponents=exponents)
     if numel == 0:
@@ -100,8 +100,8 @@ def decode(
 
 
 def _check(code: Code, packed: Tensor, name: str, values: Tensor, is_row: bool = False, **others: Tensor | None) -> int:
-    """Checks the tensors of a call and returns the number of elements of one row. The rows of `packed` are equal parts
-    of `values`. With `is_row`, each row has as many elements as `values`.
+    """Checks the tensors of a call and returns the number of elements of one row of `packed`. With `is_row`, each row
+    has as many elements as `values`. Otherwise the rows are equal parts of `values`.
     """
     check_tensor(name, values, FLOATS)
     num_rows = packed.shape[0] if packed.dim() == 2 else 0

@@ -1,11 +1,11 @@
 """The share of a rank in a host with several ranks: its CPUs and its part of the memory.
 
 Every rank computes how the whole machine is divided between ranks, and uses its own part. This needs no communication:
-all ranks get the same result, because they have the same inputs. Therefore `gpu_nodes` lists the NUMA nodes of all
-local ranks.
+all ranks get the same result, because they have the same inputs. Therefore `gpu_nodes` lists the NUMA nodes of the GPUs
+of all local ranks.
 
-The hyper-threads of one core belong to one rank, because they compete for the core. The slowest rank determines the
-time of a step, so parts are as equal as possible, even if a rank then gets CPUs far from its GPU.
+With at least as many cores as ranks, the hyper-threads of a core belong to one rank. The slowest rank determines the
+time of a step, so parts are as equal as the nodes allow, even if a rank then gets CPUs far from its GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def share_host(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> HostShare:
-    """Bind this process to its share of the CPUs, and return the number of threads for its pool.
+    """Bind this process to its share of the CPUs, and return this share with the number of threads for its pool.
 
     Call it in every rank before large host buffers are written for the first time, because memory is allocated on the
     NUMA node of the thread that first writes it. Existing threads get the new mask too, unless they have a mask of
@@ -51,7 +51,7 @@ def share_host(
 
     `gpu_nodes` lists the NUMA node of each local rank's GPU (`gpu_node_of`). It must be the same on all ranks; omit it
     if a rank knows only its own node. Nothing is bound if there is one rank, if TWINFLOW_THREADS is set, if the process
-    is bound already, or if there are fewer CPUs than ranks. A second call changes nothing.
+    is bound already, if there are fewer CPUs than ranks, or if the system does not bind. A second call changes nothing.
     """
     _check_rank(local_rank, num_local, gpu_nodes)
     before, quota = own_cpus(), cgroup_cpus(root)
@@ -83,7 +83,7 @@ def share_host(
 
 
 def bind_threads(cores: Collection[int], before: Collection[int]) -> None:
-    """Bind all threads of this process whose mask is `before` to `cores`.
+    """Bind all threads of this process whose mask is `before` to the CPUs `cores`.
 
     On Linux each thread has its own mask. A thread with another mask was bound on purpose, and is not changed. Raises
     OSError if the system does not allow binding.
@@ -101,7 +101,7 @@ def bind_threads(cores: Collection[int], before: Collection[int]) -> None:
 
 
 def share_of_memory(free_bytes: int, num_local: int) -> int:
-    """One rank's part of the free host memory, or 0 if `free_bytes` is not known.
+    """One rank's part of the free host memory. 0 means that it is not known, as in `free_bytes`.
 
     All ranks must measure `free_bytes` before any of them allocates its part: call this after a barrier.
     """
@@ -130,11 +130,11 @@ def cores_of(
     gpu_nodes: Sequence[int | None] = (),
     siblings: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
-    """The CPUs of one rank, out of `allowed`. No CPU belongs to two ranks if all ranks pass the same arguments.
+    """The CPUs of one rank, out of `allowed`. All ranks must pass the same arguments except `local_rank`.
 
-    If there are at least as many ranks as NUMA nodes, the CPUs of a rank are on one node. This is the node of its GPU,
-    unless other ranks already use all of that node. If there are fewer ranks than nodes, a rank gets CPUs of several
-    nodes, first those of its GPU's node. If there are fewer CPUs than ranks, every rank gets all CPUs.
+    If there are fewer CPUs than ranks, every rank gets all CPUs. Otherwise no CPU belongs to two ranks. With at least
+    as many ranks as NUMA nodes, the CPUs of a rank are on one node: its GPU's, unless other ranks fill that node.
+    With fewer ranks than nodes, a rank may get CPUs of several nodes, first those of its GPU's node.
     """
     _check_rank(local_rank, num_local, gpu_nodes)
     cpus = sorted(set(allowed))
@@ -173,7 +173,7 @@ def _by_node(cores: Sequence[Core], nodes: Mapping[int, Sequence[int]]) -> dict[
 
 
 def _within_nodes(rooms: Mapping[int, Sequence[Core]], wanted: Sequence[int | None]) -> list[Sequence[Core]]:
-    """The cores of each rank, all on one node."""
+    """The cores of each rank. Those of one rank are all on one node."""
     seats = _seats({node: len(cores) for node, cores in rooms.items()}, wanted)
     homes = _homes(seats, wanted)
     parts = {node: iter(_even(cores, seats[node])) for node, cores in rooms.items()}
@@ -195,7 +195,7 @@ def _seats(sizes: Mapping[int, int], wanted: Sequence[int | None]) -> dict[int, 
 
 
 def _homes(seats: Mapping[int, int], wanted: Sequence[int | None]) -> list[int]:
-    """The node of each rank: the node of its GPU if this node has free places, and otherwise the next free node."""
+    """The node of each rank: that of its GPU while it has free `seats`, otherwise one with free seats at the end."""
     free = [node for node in seats for _ in range(seats[node])]
     homes: list[int | None] = []
     for node in wanted:

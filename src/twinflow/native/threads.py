@@ -1,6 +1,6 @@
-"""The default number of threads of the pool. It depends on the CPUs that this process may use, not on all CPUs.
+"""The default number of threads for the native kernels. It depends on the CPUs that this process may use.
 
-Ranks of one machine divide its CPUs. Launchers such as torchrun do not do this: every rank may run on all CPUs, and
+Ranks of one machine must divide its CPUs. Launchers such as torchrun do not do it: every rank may run on all CPUs, and
 pools with one thread per CPU would compete for them. Other launchers (mpirun, srun) bind each rank to its own CPUs, and
 nothing has to be divided. The affinity mask tells which case applies: see `is_bound`.
 """
@@ -39,10 +39,10 @@ def limit_threads(num_cpus: int, quota: int | None, num_local: int) -> int:
 
 
 def count_own_cpus(mask: Set[int], num_local: int, root: Path = Path("/")) -> int:
-    """Number of CPUs in the mask that belong to this rank alone. 0 if there are fewer CPUs than ranks.
+    """Number of CPUs in the mask that are this rank's part. 0 if ranks share a mask with fewer CPUs than ranks.
 
     A rank that is bound may share its CPUs: mpirun binds all ranks of a NUMA node to all CPUs of this node. Therefore
-    the result is at most this rank's part of the machine.
+    the result for a bound rank is at most its part, rounded up, of the CPUs of the control group.
     """
     if num_local == 1:
         return len(mask)
@@ -71,9 +71,9 @@ def own_cpus() -> frozenset[int]:
 
 
 def is_bound(mask: Set[int], root: Path = Path("/")) -> bool:
-    """Whether this process is bound to CPUs of its own: fewer than those of its launcher and of its control group.
+    """Whether this process has CPUs of its own: launcher (if known) and control group both have CPUs outside `mask`.
 
-    Each of the two conditions alone is not sufficient. Under `taskset torchrun` all ranks share the CPUs of the
+    Neither of the two conditions is sufficient alone. Under `taskset torchrun` all ranks share the CPUs of the
     launcher. In a Slurm job step whose tasks are not bound, ranks share the CPUs of the group, while the launcher is
     outside of the group and may use the whole machine.
     """

@@ -91,7 +91,7 @@ class AutoPlacement:
         runtime.device.reset_peak()  # the peak of building the model does not matter for steps
 
     def after_step(self) -> None:
-        """Runs the present phase, or every `_WATCH_EVERY` steps the check of memory."""
+        """Runs the present phase. After the last phase, checks the device memory every `_WATCH_EVERY` steps."""
         self._num_steps += 1
         self._since += 1
         if not self.is_settled:
@@ -102,7 +102,7 @@ class AutoPlacement:
     # The first steps.
 
     def _fill(self) -> None:
-        """Fills the device memory that the first step did not need with state."""
+        """Moves state to the device memory that the first step did not need."""
         runtime = self._runtime
         runtime.wait()
         if len(runtime.timer.part) != 3:
@@ -142,7 +142,7 @@ class AutoPlacement:
         return Timing(forward_s, backward_s, num_parts)
 
     def _watch(self) -> None:
-        """Measures the time of steps, from forward to the end of backward, without the time between two steps."""
+        """Times steps from forward to the end of backward. After `_WATCHED` steps, changes the placement or settles."""
         marks = self._runtime.timer.step
         if self._since > _SETTLE and marks is not None:
             self._steps.append(marks)
@@ -197,7 +197,7 @@ class AutoPlacement:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
 
     def _move(self, places: Sequence[str]) -> int:
-        """Moves buckets, first those that free device memory. Returns the number of moved buckets."""
+        """Moves buckets to `places`, the host's first, until memory is full. Returns the number of moved buckets."""
         runtime, self._wanted = self._runtime, tuple(places)
         runtime.wait()
         runtime.wait_for_copies()
@@ -222,7 +222,7 @@ class AutoPlacement:
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes of state for each element, by place. Resident state includes gradients that wait on the device."""
+        """Bytes of state for each element, by place. Resident state includes gradients that wait or are added there."""
         runtime, settings = self._runtime, self._runtime.settings
         numel = sum(bucket.plan.numel for bucket in runtime.buckets)
         each = {}
@@ -333,7 +333,7 @@ def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """A copy. Rates of updates on the host are multiplied by `host`, and those of copies to and from it by `link`."""
+    """A copy of `rates`: those of updates on the host times `host`, and those of copies to and from it times `link`."""
     return replace(
         rates,
         host_params={name: rate * host for name, rate in rates.host_params.items()},
@@ -345,6 +345,6 @@ def _scaled(rates: Rates, host: float, link: float) -> Rates:
 
 
 def first_ratio(needed: int, free_bytes: int) -> float:
-    """The first ratio: all state on the host, or as much as fits. `free_bytes` is 0 if it is not known."""
+    """The first ratio: the share of the `needed` bytes that fits on the host; 1 if `free_bytes` is 0 (not known)."""
     usable = free_bytes - max(_HOST_LEAST, int(_HOST_SHARE * free_bytes))
     return 1.0 if free_bytes == 0 or needed <= usable else max(0.0, usable / needed)

@@ -136,7 +136,7 @@ class HostOptimizer(Optimizer):
         return Segment(self.rule, hyper, param.grad.view(-1), store, signed, rounding_key(step, index), name=name)
 
     def _prepare(self, param: Tensor, group: StateDict) -> bool:
-        """Creates missing state of the parameter, and sets the master to the parameter if somebody has written to it.
+        """Creates missing state of the parameter, and fits the master to the parameter if somebody has written to it.
 
         Returns whether the states are new."""
         state = self.state[param]
@@ -231,9 +231,9 @@ def lower_half(master: Tensor, upper: Tensor) -> Tensor:
     """The lower halves of fp32 `master`: the difference between its bits and those of `upper` (bf16). An element is 0
     where `upper` is not a bf16 neighbour nearest to `master`.
 
-    If `master` is exactly between two bf16 values, rounding to even may have chosen the smaller one as `upper`. The
-    difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its last
-    place, so that the parameter does not change.
+    If `master` is exactly between two bf16 values, rounding to even may have chosen the one nearer to 0 as `upper`.
+    The difference is then 2**15, which does not fit into int16. In this case the master is changed by one unit in its
+    last place, so that the parameter does not change.
     """
     difference = (bits(master) - bits(upper.float())).clamp(max=2**15 - 1)
     return torch.where(is_near(master, upper), difference, 0).to(torch.int16)

@@ -4,9 +4,9 @@ fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore
 and the gradients are divided by it afterwards. The dynamic scale changes exactly as DeepSpeed's
 `DynamicLossScaler.update_scale`:
 
-- An overflow reduces `hysteresis_left` by one. If `hysteresis_left` is 1, the scale is divided by `factor` instead.
-- Steps without overflow are counted from 1 after each overflow. Steps `window` + 1, 2 `window` + 1, ... multiply the
-  scale by `factor`.
+- An overflow reduces `hysteresis_left` by one. If it is 1, the scale is divided by `factor`, but not below `min_scale`.
+- Steps without overflow are counted from 1, at the start and after each overflow. Steps `window` + 1, 2 `window` + 1,
+  ... multiply the scale by `factor`.
 - `hysteresis_left` is reset when the scale grows, or with `consecutive_hysteresis` at every step without overflow.
 """
 
@@ -85,7 +85,7 @@ def dynamic(
 def after_step(scale: LossScale, overflow: bool) -> LossScale:
     """The scale for the next step. `overflow`: a gradient of this step, still scaled, was not finite.
 
-    Raises FloatingPointError if the scale would have to become less than its minimum, unless `raise_at_min` is False.
+    Raises FloatingPointError if the scale must decrease and is at its minimum, unless `raise_at_min` is False.
     """
     if not scale.dynamic:
         return scale
@@ -119,7 +119,7 @@ def to_dict(scale: LossScale) -> dict[str, object]:
 
 
 def from_dict(saved: Mapping[str, object]) -> LossScale:
-    """The loss scale from a dict of `to_dict`. Raises ValueError if keys are missing or unknown."""
+    """The loss scale from a dict of `to_dict`. Raises ValueError for missing or unknown keys and invalid values."""
     names = sorted(field.name for field in fields(LossScale))
     keys = sorted(map(str, saved))
     if keys != names:

@@ -128,7 +128,7 @@ class Outcomes(Optimizer):
         """Figures of training by name.
 
         Figures of the last step: gradient norm, clipping factor, and counts of updates that ran before the clipping
-        decision. Figures of all steps so far: seconds, bytes and skipped steps.
+        decision. Figures of all steps so far: seconds, copied bytes and skipped steps. The others are present values.
         """
         norm, runtime = self.grad_norm, self.runtime
         self._read_decision()

@@ -1,10 +1,10 @@
 """DeepSpeed's five learning-rate schedules, and `build_scheduler`, which builds these and PyTorch's by name.
 
-The values of a schedule depend only on the step and on its parameters.
+The values of these five depend only on the step, their parameters and the initial learning rates.
 
 Steps are counted as in DeepSpeed. A new schedule is at step -1, and has set the learning rate of the first optimizer
-step. The n-th call of `step()` goes to step n - 1. The first two optimizer steps of a warm-up therefore have the lowest
-rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number of `step()` calls, is one larger.
+step. The n-th call of `step()` goes to step n - 1. With `WarmupLR` the first two optimizer steps therefore have the
+lowest rate: those of step -1 and of step 0. PyTorch's `last_epoch`, the number of `step()` calls, is one larger.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def cycle_height(step: int, cycle: Cycle) -> float:
 
 
 def cycle_decay(step: int, cycle: Cycle, rate: float) -> float:
-    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then it grows linearly."""
+    """The divisor of OneCycle's rate and the factor of its momentum: 1 in the cycle, then linear in the step.
+
+    Without `decay_step_size` it stays 1.
+    """
     if step < cycle.size or cycle.decay_step_size == 0:
         return 1.0
     return 1 + rate * ((step - cycle.size + 1) / cycle.decay_step_size)
@@ -155,7 +158,7 @@ class StepSchedule(LRScheduler):
 
 
 class LRRangeTest(StepSchedule):
-    """Raises the learning rate from a low one in each step, to find the highest rate that still trains."""
+    """Raises the learning rate from a low one, smoothly or in stairs, to find the highest rate that still trains."""
 
     def __init__(
         self,

@@ -4,9 +4,9 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 copy of the model, which may be divided between pipeline and tensor ranks. An exchange is the compressed communication
 of one bucket. Before it, elements are multiplied by powers of two, whose exponents depend on the second moment.
 
-Before the switch, training is ordinary. The sum of the second moment is read `LOOKS` times in a window, and the switch
-is made when the sum has become stable (`VarianceWatch`). A read must wait for the last update, so it does not happen
-in every step.
+Before the switch, training is ordinary. The switch is made at `freeze_step`, or if it is None, when the sum of the
+second moment has become stable (`VarianceWatch`). The sum is read about `LOOKS` times in a window of steps, and not in
+every step, because a read must wait for the last update.
 
 Compression errors are saved by parameter and replica, so that any number of ranks can load them. The errors of a
 parameter belong to a replica, no matter which of its pipeline and tensor ranks have the parameter. With the same
@@ -144,7 +144,7 @@ class Switch:
             )
 
     def _exchange_from_now_on(self, steps: int | None) -> None:
-        """Gathers the exponents of all ranks. With `steps`, second moments are first rounded to powers of two."""
+        """Starts the exchanges. With `steps`, the number of updates, second moments are rounded to powers of two."""
         optimizer, team = self._optimizer, self._team
         floors = self._floors() if steps is not None else []
         for bucket in optimizer.runtime.buckets:
@@ -161,7 +161,7 @@ class Switch:
         team.set_exchanges(Exchanges(code_named(self._compression.code), self._b1, self._reserved))
 
     def _shared_momentum(self, bucket: Bucket, exponents: Tensor) -> Tensor:
-        """The initial error of the first compressed step: the momenta of all ranks, in units of update / lr."""
+        """The initial error of a bucket: the momenta of all ranks' parts times b1, in units of update / lr."""
         team = self._team
         whole, size = torch.zeros(exponents.numel(), dtype=torch.bfloat16), bucket.plan.numel
         for i, piece in enumerate(bucket.slices):
@@ -242,7 +242,7 @@ class Switch:
 
 
 def read_state(bucket: Bucket, index: int, key: str) -> Tensor:
-    """The master or one state of a slice, for a rule of twinflow. A bf16 state is not converted to fp32."""
+    """The master, a state or its scales (`key`) of a slice, for twinflow's rules. A bf16 state stays bf16."""
     assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
     found = bucket.updater.read_one(bucket, index, key)
     assert found is not None

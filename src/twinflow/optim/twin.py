@@ -312,7 +312,7 @@ class TwinOptimizer(Outcomes):
 
     @property
     def is_placed(self) -> bool:
-        """Whether the placement is final. With ratio "auto" it is final after some steps."""
+        """Whether the placement was chosen. Ratio "auto" needs some steps for this. Lack of memory may change it."""
         return self._auto is None or self._auto.is_settled
 
     def __repr__(self) -> str:
@@ -351,7 +351,7 @@ class TwinOptimizer(Outcomes):
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Starts the rest of this step's update and returns. The next forward waits for the new weights.
 
-        `closure` computes the loss as in torch.optim. Its result is returned.
+        The result of `closure`, which computes the loss, is returned. Without a module, `step` waits for the update.
         """
         loss = None
         if closure is not None:
@@ -508,7 +508,7 @@ class TwinOptimizer(Outcomes):
         twin_state.restore(self, self._switch, state_dict, source)
 
     def check_state(self, state_dict: Mapping[str, object], source: Source) -> None:
-        """Raises the exceptions of `load_state_dict`, but changes nothing."""
+        """Raises ValueError for a state that `load_state_dict` would refuse. Changes nothing."""
         twin_state.check(self, self._switch, state_dict, source)
 
     def stream_state(self) -> tuple[StateDict, Iterator[tuple[str, StateDict]]]:

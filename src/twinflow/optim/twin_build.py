@@ -133,7 +133,7 @@ class Aside:
 
 
 def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
-    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest of the model to the GPU.
+    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest to the GPU if there is one.
 
     Raises ValueError if no block has a parameter to train.
     """
@@ -249,7 +249,7 @@ def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
 def check_room(
     plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str, gradient_bytes: int
 ) -> None:
-    """Raises MemoryError if the state or the gradients do not fit into free memory, before anything is allocated."""
+    """Raises MemoryError if state on the device, or state and gradients on the host, do not fit into free memory."""
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
@@ -293,5 +293,5 @@ def to_host(_: nn.Module, params: list[nn.Parameter]) -> None:
 
 
 def own_threads(num_threads: int) -> int:
-    """The number of threads for updates. With 8 or more, one core is left for the threads that launch GPU work."""
+    """The number of threads for updates. Of 8 or more, one is left for GPU launches, unless TWINFLOW_THREADS is set."""
     return num_threads - 1 if num_threads >= 8 and "TWINFLOW_THREADS" not in os.environ else num_threads

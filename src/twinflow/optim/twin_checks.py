@@ -1,4 +1,4 @@
-"""Checks of the arguments of a TwinOptimizer. They raise ValueError before anything is allocated."""
+"""Checks of the arguments of a TwinOptimizer. They raise ValueError before state is allocated."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _check_option(name: str, value: object, usual: object) -> None:
 
 
 def check_model(model: nn.Module | None, zero: Zero | None) -> None:
-    """Raises ValueError for models that would train with wrong results."""
+    """Raises ValueError for a model that cannot be trained, or would be trained with wrong results."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise conflict("TwinOptimizer", "DistributedDataParallel")
     if model is not None and any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -289,7 +289,7 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
 
 
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
-    """Raises ValueError for a `ratio` or `placement` that is invalid, or that cannot be used with the other one."""
+    """Raises ValueError for a `ratio` or `placement` that is invalid, or conflicts with another argument."""
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
     if ratio != "auto" and not (is_number and 0.0 <= float(ratio) <= 1.0):
         allowed = 'a number from 0 (all state on the device) to 1 (all state on the host), or "auto"'

@@ -338,7 +338,7 @@ def _check_watch(saved: object) -> None:
 
 
 def _check_members(own: Sequence[Sequence[str]], groups: object) -> None:
-    """Raises ValueError unless the saved groups have the same parameters. The message names the differences."""
+    """Raises ValueError, with the differences, unless the saved groups have the same parameters in the same order."""
     allowed = "a list of dicts, each with the names of its 'params'"
     if not isinstance(groups, (list, tuple)):
         raise invalid_value("state_dict: param_groups", groups, allowed, _UNCHANGED)

@@ -11,9 +11,9 @@ A split master stores the fp32 bits u as upper = bf16 of u (ties away from zero)
 = int16(u), with u = (upper << 16) + lower. Each block of 128 elements, counted from the start of the parameter, has one
 fp32 scale for its 8-bit codes.
 
-The variance is rounded stochastically: at b2 = 0.999 its decay is less than half a unit in the last place of bf16 or of
-8 bits, so that rounding to nearest would never change it. The random bits are a hash of (step, parameter, index). They
-do not depend on the machine, the number of threads and the division of a parameter into segments.
+The variance is rounded stochastically: at b2 = 0.999 its decay in a step is less than half a unit in the last place of
+bf16 or of an 8-bit code, so that rounding to nearest would undo the decay. The random bits are a hash of (step,
+parameter, index). They depend neither on the machine nor on the number of threads nor on the division into segments.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def rounding_key(step: int, parameter: int) -> Key:
 
 
 def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """16 random bits for each of `numel` elements, as int64. They start at `first_index`, a multiple of 128.
+    """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
 
-    A 32-bit hash of the block is the seed of a 16-bit mix of the position in the block. For a random seed each result
-    is uniformly distributed.
+    A 32-bit hash of key and block is the seed of a 16-bit mix of the position in the block. For a random seed each
+    result is uniformly distributed.
     """
     index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
     h = (index // BLOCK + key[0]) & _MASK
@@ -111,7 +111,7 @@ def random_bits(first_index: int, numel: int, key: Key, device: torch.device | N
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
-    """Round numbers >= 0 up or down at random, so that the mean is kept. Finite numbers never become infinite."""
+    """Round numbers >= 0 up or down at random, with the number as mean. Finite numbers never become infinite."""
     u = bits(x)
     rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
@@ -152,7 +152,7 @@ def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:
 def encode_e5m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
     """Codes (uint8: 5 bits of exponent, 3 bits of mantissa, no sign; rounded stochastically) and scales, for x >= 0.
 
-    Only 0 has the code 0. A code is the upper part of an fp16 number. The largest exponent is not used.
+    In a finite block, only 0 has the code 0. `code << 7` is the scaled number in fp16, without the largest exponent.
     """
     inverse, scales = _scales(x, VARIANCE_MAX)
     scaled = x * inverse

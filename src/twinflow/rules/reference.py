@@ -1,5 +1,5 @@
-"""Every kernel in plain torch, one operation at a time. The native library is tested against these functions, and they
-run if the native library is not available.
+"""Update, sum of squares, accumulation and cast in plain torch, one operation at a time. The native library is tested
+against these functions, and they run if the native library is not available.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def update(segments: Sequence[Segment]) -> None:
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:
     """The sum of squares of each tensor in fp64. Each chunk is summed in 16 lanes, in order. Then the second half of
-    the lanes is added to the first half until one lane is left.
+    the lanes is added to the first half until one lane is left. Magnitudes below 2**-100 count as 0.
     """
     totals = [0.0] * len(tensors)
     for i, tensor in enumerate(tensors):
@@ -60,5 +60,5 @@ def accumulate(into: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def cast(into: Tensor, values: Tensor) -> None:
-    """Copy `values` to `into`. They are converted to fp32 and then rounded to nearest."""
+    """Copy `values` to `into`. They are converted to fp32 and then rounded to nearest in the dtype of `into`."""
     into.view(-1).copy_(values.reshape(-1).float())

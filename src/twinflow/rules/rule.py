@@ -34,7 +34,7 @@ class Values(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a rule, with torch.optim's name and default."""
+    """An option of a rule. Name and default are those of torch.optim if it has the rule."""
 
     name: str
     default: OptionValue

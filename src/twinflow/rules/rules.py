@@ -77,13 +77,13 @@ def _common_hyper(options: Options, step: int) -> Hyper:
 
 
 def adamw_hyper(options: Options, step: int) -> Hyper:
-    """The scalars of an AdamW step: 1-b1, b2, 1-b2, eps, step size, 1 - lr * weight_decay, 0."""
+    """The scalars of an AdamW step: 1-b1, b2, 1-b2, scaled eps, step size, 1 - lr * weight_decay, 0."""
     *common, decay = _common_hyper(options, step)
     return (*common, fp32(1.0 - number(options, "lr") * number(options, "weight_decay")) if decay else 1.0, 0.0)
 
 
 def adam_hyper(options: Options, step: int) -> Hyper:
-    """The scalars of an Adam step: 1-b1, b2, 1-b2, eps, step size, 1, weight_decay."""
+    """The scalars of an Adam step: 1-b1, b2, 1-b2, scaled eps, step size, 1, weight_decay."""
     *common, decay = _common_hyper(options, step)
     return (*common, 1.0, decay)
 
@@ -97,14 +97,14 @@ def _moments(m: Tensor, v: Tensor, g: Tensor, hyper: Hyper) -> tuple[Tensor, Ten
 
 
 def adamw_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper) -> Updated:
-    """One step of AdamW. Weight decay multiplies the weight."""
+    """One step of AdamW. Weight decay multiplies the weight by 1 - lr * weight_decay."""
     assert m is not None and v is not None
     m, v, move = _moments(m, v, g, hyper)
     return flush(p * hyper[5] - move), m, v
 
 
 def adam_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper) -> Updated:
-    """One step of Adam. Weight decay is added to the gradient (L2). With weight decay 0 the result is that of AdamW."""
+    """One step of Adam. Weight decay is added to the gradient (L2). With weight decay 0, Adam equals AdamW."""
     assert m is not None and v is not None
     m, v, move = _moments(m, v, flush(g + hyper[6] * p) if hyper[6] else g, hyper)
     return flush(p - move), m, v
@@ -192,7 +192,7 @@ def lion_hyper(options: Options, step: int) -> Hyper:
 
 
 def lion_apply(p: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, hyper: Hyper) -> Updated:
-    """One step of Lion. If the direction is NaN, the weight becomes NaN."""
+    """One step of Lion. Where the interpolated momentum, which gives the sign, is NaN, the weight becomes NaN."""
     assert m is not None
     one_minus_b1, one_minus_b2, lr, decay = hyper
     difference = g - m
@@ -235,8 +235,8 @@ def check_nesterov(options: Options) -> None:
 
 
 def sgd_hyper(options: Options, step: int) -> Hyper:
-    """The scalars of a step: momentum, share of the gradient in the momentum (1 in the first step, as in torch), lr,
-    weight_decay, nesterov.
+    """The scalars of a step: momentum, share of the gradient that is added to the momentum (1 - dampening, but 1 in the
+    first step, as in torch), lr, weight_decay, nesterov (1 or 0).
     """
     keep = 1.0 if step == 1 else 1.0 - number(options, "dampening")
     if number(options, "momentum") == 0.0:

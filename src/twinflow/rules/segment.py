@@ -113,7 +113,7 @@ def splits_master(format: str, weight_dtype: torch.dtype | None) -> bool:
 def new_store(
     rule: Rule, format: str, values: Tensor, weight: Tensor | None = None, *, split: bool | None = None
 ) -> Store:
-    """A store with initial state for the flat fp32 `values`. `values` becomes the master itself unless the master is
+    """A store with states of zeros for the flat fp32 `values`. `values` becomes the master itself unless the master is
     split.
 
     Updates write the rounded weight to the flat tensor `weight`. This function writes `weight` only if the master is
@@ -159,7 +159,7 @@ def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], nu
 
 
 def check_segment(segment: Segment) -> None:
-    """Raise ValueError with the name of the first wrong tensor. Nothing is modified."""
+    """Raise ValueError, with its name, for the first wrong tensor or number of the segment. Nothing is modified."""
     numel = segment.grad.numel()
     check_format(segment.rule, segment.store.format)
     check_tensor(f"{segment.name}: gradient", segment.grad, FLOATS, numel)
@@ -201,7 +201,7 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
 
 
 def _check_pairing(segment: Segment, store: Store, target: Store) -> None:
-    """Raise ValueError unless store and target have buffers of the same kind and share no memory."""
+    """Raise ValueError unless each buffer of the target has the kind, but not the memory, of that of the store."""
     if target.format != store.format:
         remedy = "Make the target with store.empty_like()."
         raise invalid_value(f"{segment.name}: target format", target.format, [store.format], remedy)
@@ -226,7 +226,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def decode_state(store: Store, which: int) -> Tensor | None:
-    """The first (which=0) or second (which=1) state as fp32."""
+    """The first (which=0) or second (which=1) state as fp32; None if the store does not have it."""
     state, scale = store.states[which], store.scales[which]
     if state is None or store.format != "int8":
         return state.float() if state is not None else None
@@ -235,7 +235,7 @@ def decode_state(store: Store, which: int) -> Tensor | None:
 
 
 def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
-    """Write fp32 `values` to a state of the store, in the format of the store."""
+    """Write fp32 `values` to a state of the store, in its format. Does nothing if the store lacks this state."""
     state, scale = store.states[which], store.scales[which]
     if state is None:
         return
@@ -276,7 +276,7 @@ def decode_master(store: Store) -> Tensor:
 
 
 def encode_master(store: Store, values: Tensor) -> None:
-    """Write fp32 `values` as the master, and the rounded values as the weight."""
+    """Write fp32 `values` as the master, and the rounded values as the weight if the store has one."""
     if store.is_split:
         assert store.weight is not None
         upper, lower = formats.split(values)

@@ -1,9 +1,9 @@
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
-A bucket is a set of flat buffers for some parameters of one param group. Communication is compressed after the switch.
+A bucket is a set of flat buffers for some parameters of one param group. `FreezingOptimizer` explains the switch.
 
-Every rank has the whole model and its own batches. `step` does all communication. Gradients must not be summed before
-`step` (no DistributedDataParallel around the model). All ranks must call `step` equally often.
+Every rank has the whole model and its own batches. `step` communicates, and all ranks must call it equally often.
+Gradients must not be summed before (no DistributedDataParallel around the model).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shared(TypedDict, total=False):
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
     has_feedback: bool  # error feedback; False drops the errors, for experiments
     wire_dtype: torch.dtype | None  # dtype of uncompressed communication; None: that of the gradients
-    bucket_numel: int  # elements of one exchange
+    bucket_numel: int  # largest number of elements of one exchange, unless one parameter is larger
     group: Group | None  # the ranks; None: all ranks
 
 
@@ -130,7 +130,7 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Makes one update on all ranks. If a gradient on any rank is not finite, all ranks skip the step."""
+        """Makes one update on all ranks, or on none if a gradient of one or more ranks is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,7 +151,7 @@ class CompressedOptimizer(Optimizer):
         return loss
 
     def _update(self, present: list[list[bool]], norms: Sequence[float]) -> None:
-        """Updates the parameters that have a gradient on any rank. `norms` are the gradient norms of the ranks."""
+        """Updates the parameters with a gradient on one or more ranks (`present`). `norms`: of ranks' gradients."""
         raise NotImplementedError
 
     # Parts of a step.
@@ -209,7 +209,7 @@ class CompressedOptimizer(Optimizer):
         base: Tensor | None = None,
         base_factor: float = 0.0,
     ) -> None:
-        """Sets the momentum to the mean of factor * given + base_factor * base, with compressed communication."""
+        """Sets the momentum to the mean of factor * given + base_factor * base over all ranks, compressed."""
         if bucket.errors is None:
             bucket.errors = Errors.zeros(bucket.weights.numel(), self.group.world, bucket.weights.device)
         coding = Coding(self.code, bucket.exponents, factor, self.has_feedback)
@@ -239,9 +239,9 @@ class CompressedOptimizer(Optimizer):
         return self._dict(is_portable=False)
 
     def portable_state_dict(self) -> dict[str, object]:
-        """The state for any number of ranks.
+        """The state for any number of ranks. All ranks must call it.
 
-        All ranks must call it. Compression errors are replaced by their mean over the ranks.
+        It contains the mean of the ranks' errors as workers, and the errors of all ranks as owners of parts (servers).
         """
         return self._dict(is_portable=True)
 
@@ -350,7 +350,7 @@ class CompressedOptimizer(Optimizer):
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """Freezes the second moment at one step and compresses communication from then on.
+    """Freezes the second moment after one step (the switch) and compresses communication from the next step on.
 
     Subclasses implement `_update_bucket`, which makes a step of one bucket before and after the switch.
     """
@@ -435,9 +435,7 @@ class FreezingOptimizer(CompressedOptimizer):
         """Hook for a last change of a bucket's second moment, which must be equal on all ranks."""
 
     def _warn_of_late(self, bucket: FlatBucket, hits: Sequence[bool]) -> None:
-        """Warns of parameters whose first gradient comes after the switch. Without a second moment they are not
-        updated.
-        """
+        """Warns of parameters that get their first gradient now, after the switch. Only weight decay changes them."""
         num_late = sum(hit and not step for hit, step in zip(hits, bucket.steps, strict=True))
         if num_late and self.group.rank == 0:
             LOGGER.warning(

@@ -2,9 +2,9 @@
 
 LAMB multiplies each parameter's step by a trust ratio: the norm of the weights divided by the norm of the step, within
 `min_coeff` and `max_coeff`. After the switch the second moment is frozen, so the norm of a step has little meaning. The
-ratio is then the mean of the ratios before the switch, times a factor that says how much smaller the second moment
-would be now. That second moment is computed from the gradients that follow from the exchanged momenta. The factor is
-within `factor_min` and `factor_max`, and changes in a step by a ratio of at most `factor_threshold`.
+ratio is then the mean of the ratios before the switch, times a factor that says how much larger steps would be now with
+a second moment that is not frozen. This one is computed from the gradients that follow from the exchanged momenta. The
+factor is within `factor_min` and `factor_max`, and a step changes it by a share of at most `factor_threshold`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRESH = "exp_avg_sq_fresh"
 
 
 class OneBitLamb(FreezingOptimizer):
-    """LAMB over all ranks, with 1/16 of the communication of bf16 gradients after the switch.
+    """LAMB over all ranks. After the switch, 1-bit codes have 1/16 of the bits of bf16 gradients.
 
     `freeze_step`, `freeze_threshold` and `freeze_window`: see `OneBitAdam`. `coeff_beta` is the decay of the mean of
     the trust ratios. The module's docstring explains the other options.

@@ -4,9 +4,9 @@ Until `var_freeze_step` there are two kinds of steps. A refresh updates both mom
 steps exchange one bit for each element of the momentum, and the second moment does not change. The interval between
 refreshes is 1 at first, and doubles after every `var_update_scaler` refreshes.
 
-After `var_freeze_step` ranks make local steps with their own momenta. They exchange the sum of their steps, one bit for
-each element. The interval between exchanges is 1 at first, doubles after every `local_step_scaler` steps, up to
-`local_step_clipper`. Between two exchanges the weights of ranks differ. After an exchange they are bitwise equal.
+After `var_freeze_step` ranks make local steps with their own momenta. They exchange the mean momentum of these steps,
+one bit for each element. The interval between exchanges is 1 at first, and doubles after every `local_step_scaler`
+steps, up to `local_step_clipper`. Between two exchanges the weights of ranks differ. After one they are bitwise equal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Moved(NamedTuple):
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    """AdamW over all ranks with less than one bit of communication for each element and step.
+    """AdamW over all ranks. After enough steps it communicates less than one bit for each element and step.
 
     The module's docstring explains the options.
     """
