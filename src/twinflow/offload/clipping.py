@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """The factor for every gradient of a step, and whether the step is skipped."""
+    """The norm of a step's gradients, the factor for each of them, and whether the step is skipped or clipped."""
 
     norm: float
     factor: float

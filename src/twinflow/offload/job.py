@@ -41,7 +41,7 @@ class JobKeeper(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """One optimizer step, with the options and limits at the time when its first gradients were complete."""
+    """One optimizer step, or one of its backwards (`is_part`), with the options and limits when its first gradients came."""
 
     number: int
     options: Sequence[Options]  # of each param group
