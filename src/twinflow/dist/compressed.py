@@ -50,7 +50,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Errors:
-    """A rank's quantization errors: of the values sent to owners (`worker`), of the mean that it owns (`server`)."""
+    """A rank's quantization errors: of values sent to owners (`worker`), of the mean sent as an owner (`server`)."""
 
     worker: Tensor
     server: Tensor | None
@@ -58,7 +58,7 @@ class Errors:
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Zero errors of a bucket of `numel` elements, a multiple of `world`. `has_server`: with `server`."""
+        """Zero errors of a bucket of `numel` elements, a multiple of `world`. `has_server`: `server` is not None."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)
@@ -111,10 +111,9 @@ def compressed_all_reduce(
 
 
 def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> None:
-    """Adds the encoded difference between new values and `published` to `published`, which is equal on all ranks. Each
-    owner encodes the difference of its part. `own`: the new values of this rank's part.
+    """Adds the encoded difference between the owners' values and `published` to `published`, equally on all ranks.
 
-    The quantization error is part of the next difference. Therefore no error tensor is needed.
+    `own`: this rank's part of the values. No error tensor is needed, because the next difference contains the error.
     """
     packing, code = packing_for(own.device), coding.code
     packed = torch.empty(group.world, code.row_bytes(own.numel()), dtype=torch.uint8, device=own.device)

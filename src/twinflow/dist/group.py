@@ -9,8 +9,8 @@ host, and the calling thread waits. gloo's reduce-scatter sends as much as an al
 reduce-scatter that this module runs over gloo exchanges parts, and the owner of a part sums it, at least in fp32, in
 the order of the ranks. It sends fewer bytes and gives the same bits every time.
 
-An NCCL group has one communicator, or one for each pair of ranks if it is used for messages only. These groups use NCCL
-if the process group has it, all others use gloo:
+An NCCL group has one communicator (for messages: one per pair of ranks). These groups can use NCCL, all others use
+gloo:
 
 - `reduce` of `Team` (zero/shared.py): used by the thread twinflow-reducer on the stream "reduce", in the order that
   zero/reducer.py describes.
@@ -276,7 +276,7 @@ class Group:
         return self._order.call(f"{name} of {numel} x {str(dtype).removeprefix('torch.')}")
 
     def _wait(self, work: Any) -> None:
-        """Waits until all ranks have arrived. Raises RuntimeError if `give_up_when` says so."""
+        """Waits until all ranks have arrived. Raises RuntimeError if the function of `give_up_when` returns True."""
         while not work.is_completed():
             if self._gives_up is not None and self._gives_up():
                 # torch waits for pending work when it destroys a group, also at interpreter exit. The extra

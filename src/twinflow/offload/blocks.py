@@ -46,7 +46,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
-    """The block of each trainable (`frozen`: of each frozen) parameter. ROOT: the module docstring defines it."""
+    """The block of each trainable (`frozen`: of each frozen) parameter. ROOT: not in one block only."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():

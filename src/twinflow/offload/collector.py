@@ -316,7 +316,7 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """Submit a task whose gradients are all queued, after its norm if that is computed here."""
+        """Submit a task whose gradients are all queued. Queue its norm first, unless the norm is computed elsewhere."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()

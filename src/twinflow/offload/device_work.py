@@ -84,7 +84,7 @@ class DeviceWork:
                     task.is_held = False
 
     def close_job(self, job: Job, decision: Tensor | None, event: Event | None) -> None:
-        """Queue all updates of a job, ordered by deadline. `LateUpdates` queues those that wait for the host.
+        """Queue a job's updates by deadline. `LateUpdates` queues those that need the decision on the host.
 
         `decision`: the clipping decision in device memory, which is valid once `event` is done. None: the updates use
         the decision on the host, now or when it is known.

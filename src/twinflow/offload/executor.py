@@ -155,7 +155,7 @@ class Executor:
     # Errors and the end.
 
     def check(self) -> None:
-        """Raise WorkerError if a thread or a stream has failed, and RuntimeError if the executor is closed or forked."""
+        """Raise WorkerError if a thread or a stream has failed, RuntimeError if the executor is closed or forked."""
         if self.error is None and self.device.error is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
                 return
@@ -395,12 +395,12 @@ class Executor:
         self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
 
     def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work on the device writes a job's weights into the parameters. `event`: its end, None: no work."""
+        """Note that queued work writes a job's weights into the parameters. `event`: its end; None: no work."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
 
     def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work writes all ranks' weights of a job into the parameters. `event`: its end, None: no work."""
+        """Note that queued work writes all ranks' weights of a job into the parameters. `event`: its end, or None."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
@@ -522,7 +522,7 @@ class Executor:
             return task
 
     def agree(self, job: Job, params: Iterable[int], num_params: int) -> None:
-        """Tell the native executor which parameters (`params`: indices) got a gradient in this job on at least one rank."""
+        """Set which parameters got a gradient in this job on at least one rank. `params`: their indices."""
         table = (c_uint8 * num_params)()
         for index in params:
             table[index] = 1

@@ -20,7 +20,7 @@ from twinflow.offload.plan import BucketPlan
 
 
 class FlatPool:
-    """Flat device buffers for gradients, up to `max_bytes` in total, unless `take` must exceed this limit.
+    """Flat device buffers for gradients, up to `max_bytes` in total (`take` has two exceptions).
 
     Buckets with equal `plan.layout` (dtype, offsets and sizes of slices) share buffers, so the padding stays zero.
     """

@@ -7,8 +7,7 @@ These rules make the initial values correct:
 - Children are initialised before their parents, in registration order. Constructors and `nn.Module.apply` use the same
   order. A parent may then change its children, which have their final dtype by then (nn.MultiheadAttention sets the
   bias of its out_proj to zero).
-- New tensors are filled with NaN (integers: a rare value). A tensor that an initialiser does not fill is therefore
-found and named in an error.
+- New tensors are filled with NaN (integers: a rare value), so that a tensor that no initialiser fills gives an error.
 - While an initialiser runs, meta tensors replace two kinds of tensors, so that they are not initialised again: tensors
   that had memory before, and tied weights that another module has already initialised.
 """
@@ -276,7 +275,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
-    """Whether at least one element is NaN. For dtypes without NaN: whether all elements are as `_poison` has set them."""
+    """Whether at least one element is NaN. For dtypes without NaN: whether all elements are as `_poison` set them."""
     if tensor.is_meta or tensor.numel() == 0:
         return tensor.is_meta
     if _has_nan(tensor.dtype):

@@ -158,7 +158,7 @@ def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Seq
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
-    """Write the norm of `total`, the sum of a bucket, to `norm`. `cuts`: slices with gradients. `is_whole`: all slices."""
+    """Write the norm of `total`, a bucket's sum, to `norm`. `cuts`: slices with gradients. `is_whole`: all slices."""
     parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
     if total.device.type == "cpu":
         norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())

@@ -80,7 +80,7 @@ class _Engine(Protocol):
 
 
 class ParamOffload:
-    """The offloaded weights of all blocks. All methods are called by the thread that runs the model or by autograd's thread."""
+    """The offloaded weights of all blocks. The thread that runs the model and autograd's thread call its methods."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class ParamOffload:
             self._ask_for(other)
 
     def after_block(self, block: int) -> None:
-        """After a block has run in a forward: releases its weights, unless it is the last block and has a backward next."""
+        """After a block has run in a forward: releases its weights, unless it is the last block before a backward."""
         self._keep_writes(block)
         is_last = bool(self._order) and block == self._order[-1]
         if not in_backward() and not (is_last and torch.is_grad_enabled()):
@@ -395,7 +395,7 @@ class ParamOffload:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
-        """A number that changes with every step that updates the block, and with every counted write of the user (`store`)."""
+        """A number that changes with each step that updates the block and each counted write of the user (`store`)."""
         weights = self._blocks[block]
         return (_due(weights) << 20) + weights.num_written
 

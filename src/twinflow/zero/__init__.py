@@ -1,4 +1,4 @@
-"""ZeRO: ranks share the optimizer state. Each rank updates its part of the weights, and they exchange the results."""
+"""ZeRO: ranks share the optimizer state. Each rank updates its part, and all ranks exchange the new weights."""
 
 from twinflow.zero.partitioned import partition
 from twinflow.zero.shared import Team, Zero

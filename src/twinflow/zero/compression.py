@@ -11,13 +11,13 @@ with a rare large gradient and limit the step, but a frozen v does not grow. Aft
 for each bucket:
 
 1. Every rank encodes (b1 * shared + (1 - b1) * its gradient) * 2**k plus its error, and sends each part to the owner of
-   the part. `shared` is the momentum by which the last step changed the weights. The term b1 * shared * 2**k
-   is already in the rank's error, where phase 3 has put it.
+   the part. `shared` is the momentum by which the last step changed the weights. Its term is not
+   added again, because phase 3 has added b1 * shared * 2**k to the rank's error.
 2. The owner decodes the mean, which is the new momentum. The owner's update, on the host or on the device, uses this
-   momentum and subtracts lr * momentum * 2**k, with the bias correction of v, from its part.
+   momentum and subtracts lr * momentum * 2**k, with the bias correction of v, from the weights of its part.
 3. The owner encodes the difference between its weights and the weights of all ranks. All ranks, including the owner,
    change their weights by the decoded difference. The rounding error is part of the next difference. All ranks
-   therefore have bitwise equal weights. `shared` of the next step follows from the decoded difference.
+   therefore have bitwise equal weights. `shared` of the next step follows from this difference (`_share_momentum`).
 
 If a step is skipped, or no rank has a gradient for a parameter, only phase 1 has run. Each rank then adds the values
 that it has sent to its error again, because on ranks that are not the owner only the error contains the momentum.
@@ -133,9 +133,7 @@ class Exchanges:
     of: Mapping[int, Exchange]  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
-        """Writes this rank's part of the new momentum into `part`, multiplied by `job.scale`, by which the update
-        divides.
-        """
+        """Writes this rank's part of the new momentum to `part`, times `job.scale`, by which the update divides it."""
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
         compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.sent_codes))

@@ -111,7 +111,7 @@ def gathered_blocks(model: nn.Module) -> list[Block]:
 
 
 def _reduce_dtype(model: nn.Module, zero: Zero, device: torch.device) -> torch.dtype | None:
-    """`zero.dtype`; if None, fp32 for half precision over gloo, which would sum in half precision; else None."""
+    """The dtype of gradient sums: `zero.dtype`, else fp32 for half precision over gloo, else None (their own)."""
     is_half = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
     return zero.dtype or (torch.float32 if is_half and backend_for(device) == "gloo" else None)
 
@@ -201,7 +201,7 @@ class _TakesCollectives(Protocol):
 
 
 def use_own_collectives(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Makes modules after `fully_shard` call the classes above. With torch 2.8 on a CPU they call gloo's collectives.
+    """Makes modules after `fully_shard` use `HostAllGather` and `HostReduceScatter`, except with torch 2.8 on a CPU.
 
     Raises RuntimeError with torch 2.8 on a GPU.
     """

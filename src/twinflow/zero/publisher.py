@@ -62,7 +62,7 @@ class RankThread:
                 self._executor.fail(error)
 
     def _turn(self) -> None:
-        """Does the next piece of work, or waits for it and returns."""
+        """Does the next piece of work, or waits for it."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ class Edition:
 
 @dataclass(frozen=True)
 class Copies:
-    """Views of a bucket's slices, this rank's (`own`) and other ranks', in the parameters and in `flat` (`_flat`)."""
+    """Views of a bucket's slices in the parameters and in `flat` (fields `..._flat`): this rank's and other ranks'."""
 
     addresses: list[int]  # addresses of the parameters when the views were made
     flat: Tensor  # the buffer for all ranks' parts
@@ -153,7 +153,7 @@ class Publisher(RankThread):
             self._changed.notify_all()
 
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
-        """Queues the exchange of a bucket. Returns the event after which all new weights are in its parameters."""
+        """Queues the exchange of a bucket. Returns the event of the last copy into its parameters, if there is one."""
         group = self._group
         if bucket.offloads_params:
             return None  # blocks gather its weights when they run

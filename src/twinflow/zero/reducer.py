@@ -8,8 +8,8 @@ collectives, on the stream "reduce". `executor.changed` protects the `Round`s, o
 
 Order: all ranks must call collectives in the same order, but gradients may be complete in any order. In the first
 step buckets are reduced from the last block to the first, and afterwards in the order in which rank 0 submitted them in
-that step. A bucket that is complete before its turn waits with its buffer. Every bucket is reduced in every
-backward that sends gradients. A rank sends zeros for parameters without a gradient.
+that step's last backward. A bucket that is complete before its turn waits with its buffer. Every bucket is reduced in
+every backward that sends gradients. A rank sends zeros for parameters without a gradient.
 
 When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
 parameter that has a gradient on at least one rank is updated on all ranks, as in one process.
