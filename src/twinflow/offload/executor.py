@@ -256,7 +256,7 @@ class Executor:
         )
 
     def add_weight_slots(self, num_more: int) -> None:
-        """Allocate more weight slots than `num_weight_slots` now instead of at their first use."""
+        """Allocate `num_more` weight slots now. Their number may then be above `num_weight_slots`."""
         self._library.tf_executor_add_weight_slots(self._handle, num_more)
 
     # Stores.

@@ -73,7 +73,7 @@ class RuleUpdater:
         return plan.dtype not in (torch.float32, torch.bfloat16) and not self.offloads_params
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """Master and states of one slice as flat fp32 tensors. States that are fp32 are returned as views."""
+        """Master and states of one slice as flat fp32 tensors. fp32 tensors are returned as views."""
         return slices.read(self.rule, self._slice(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:

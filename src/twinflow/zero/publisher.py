@@ -7,10 +7,10 @@ Threads: the thread "twinflow-publisher" calls all all-gathers, on the stream "p
 different orders, buckets would be mixed up without an error. The thread therefore calls them step by step, in the order
 in which the next forward needs the weights, for the buckets that all ranks agree to have changed (`expect`).
 
-Order for one bucket: the executor reports that this rank's part was copied into its parameters (`wait_until_sent`). The
-stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies the other ranks' parts
-into the parameters. `note_published` gives the event of the last copy to the executor, and the next forward waits for
-it. `executor.changed` protects the list of `Edition`s, one for each step.
+Order for one bucket: the executor reports that the copy of this rank's part into the parameters is queued
+(`wait_until_sent`). The stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies
+the other ranks' parts into the parameters. `note_published` gives the event of the last copy to the executor, and the
+next forward waits for it. `executor.changed` protects the list of `Edition`s, one for each step.
 """
 
 from __future__ import annotations
