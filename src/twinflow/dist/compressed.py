@@ -3,7 +3,7 @@
 A bucket is a flat tensor with the elements of several parameters.
 
 The rank that sends a value keeps the quantization error and adds it to its next value. Over time, the mean of the
-results is the mean of the inputs.
+results approaches the mean of the inputs.
 
 A bucket is divided into one part for each rank, which is the owner of that part. All ranks send their encoded
 version of a part to its owner (`compressed_reduce_scatter`). The owner encodes the mean again, with its own error, and
@@ -36,29 +36,29 @@ def packing_for(device: torch.device) -> ModuleType:
 
 @dataclass(frozen=True)
 class Coding:
-    """A code, and the exponents of the factors that elements are multiplied by before encoding (codes/reference.py)."""
+    """How values are encoded: a code, a factor, and the exponents k of elements' factors 2**k (codes/reference.py)."""
 
     code: Code
-    exponents: Tensor | None = None  # scaling exponents of a whole bucket
+    exponents: Tensor | None = None  # k + 127 for each element of a whole bucket; None: no factors 2**k
     factor: float = 1.0  # the input is multiplied by it
     has_feedback: bool = True  # False drops the errors, to measure the effect of the feedback.
 
     def part(self, group: Group) -> Tensor | None:
-        """The exponents of the part that this rank owns."""
+        """The exponents of the part that this rank owns, or None if there are no exponents."""
         return None if self.exponents is None else own_part(group, self.exponents)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Quantization errors of a rank: of the values that it sends to owners, and of the part that it owns."""
+    """A rank's quantization errors: of values sent to owners (`worker`), of the mean sent as an owner (`server`)."""
 
     worker: Tensor
     server: Tensor | None
-    said: Tensor | None = None  # buffer that keeps the encoded rows, for `take_back`
+    said: Tensor | None = None  # buffer that keeps the encoded rows that were sent last, for `take_back`
 
     @classmethod
     def zeros(cls, numel: int, world: int, device: torch.device, has_server: bool = True) -> Errors:
-        """Zero errors of a bucket of `numel` elements, a multiple of `world`. `has_server`: also of its own part."""
+        """Zero errors of a bucket of `numel` elements, a multiple of `world`. `has_server`: `server` is not None."""
         assert numel % world == 0, (numel, world)
         server = torch.zeros(numel // world, device=device) if has_server else None
         return cls(torch.zeros(numel, device=device), server)
@@ -79,7 +79,7 @@ def compressed_reduce_scatter(
     base: Tensor | None = None,
     base_factor: float = 0.0,
 ) -> None:
-    """`part` = this rank's part of the mean of factor * whole + base_factor * base over all ranks."""
+    """Sets `part` to this rank's part of the compressed mean of factor * whole + base_factor * base over all ranks."""
     packing = packing_for(whole.device)
     packing.mean(coding.code, part, _to_owners(group, whole, coding, errors, base, base_factor), coding.part(group))
 
@@ -93,8 +93,8 @@ def compressed_all_reduce(
     base: Tensor | None = None,
     base_factor: float = 0.0,
 ) -> None:
-    """`out` = the mean of factor * whole + base_factor * base over all ranks, bitwise equal on all ranks. `out` may be
-    an input.
+    """Sets `out` to the compressed mean of factor * whole + base_factor * base over all ranks. The result is bitwise
+    equal on all ranks. `out` may be `whole` or `base`.
     """
     packing, code = packing_for(whole.device), coding.code
     rows = _to_owners(group, whole, coding, errors, base, base_factor)
@@ -111,9 +111,9 @@ def compressed_all_reduce(
 
 
 def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> None:
-    """Moves `published`, which is equal on all ranks, towards the values of the owners. `own` is the part of this rank.
+    """Adds the encoded difference between the owners' values and `published` to `published`, equally on all ranks.
 
-    The quantization error is part of the next difference. Therefore no error tensor is needed.
+    `own`: this rank's part of the values. No error tensor is needed, because the next difference contains the error.
     """
     packing, code = packing_for(own.device), coding.code
     packed = torch.empty(group.world, code.row_bytes(own.numel()), dtype=torch.uint8, device=own.device)
@@ -125,8 +125,8 @@ def publish(group: Group, published: Tensor, own: Tensor, coding: Coding) -> Non
 
 
 def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres: Iterable[slice]) -> None:
-    """Adds the sent values `said` to `error` again in the slices `wheres`, as if never sent. Quantization blocks
-    with values that were not finite are skipped, because they did not change the error.
+    """Adds the decoded rows `said`, which were sent, to `error` in the slices `wheres`, so that their values are sent
+    again. Quantization blocks with values that were not finite are skipped, because they did not change the error.
     """
     scales = said[:, : code.scale_bytes(error.numel() // said.shape[0])].view(torch.float32)
     scales.nan_to_num_(0.0)
@@ -139,7 +139,7 @@ def take_back(code: Code, error: Tensor, said: Tensor, exponents: Tensor, wheres
 def _to_owners(
     group: Group, whole: Tensor, coding: Coding, errors: Errors, base: Tensor | None, base_factor: float
 ) -> Tensor:
-    """Sends the encoded parts of `whole` to their owners. Returns what all ranks have sent for this rank's part."""
+    """Encodes factor * whole + base_factor * base, and sends each part to its owner. Returns the received rows."""
     size = whole.numel() // group.world
     assert size * group.world == whole.numel()
     packed = errors.said

@@ -1,39 +1,40 @@
 """All communication between ranks: groups, collectives, messages, and counters of sent bytes.
 
 No other module calls a collective of torch.distributed (tests/unit/test_collectives_module.py checks it). Only torch's
-`fully_shard` makes collectives of its own, with ZeRO stage 3 over NCCL. A bucket is a flat tensor with the elements of
-several parameters.
+`fully_shard` (ZeRO stage 3) makes collectives of its own: over NCCL, and over gloo with torch 2.8. A bucket is a flat
+tensor with the elements of several parameters.
 
 NCCL works on GPU memory, concurrently with other streams. gloo works on the host: tensors of a GPU are copied to the
 host, and the calling thread waits. gloo's reduce-scatter sends as much as an all-reduce and sums bf16 in bf16. The
-reduce-scatter here exchanges parts, and the owner of a part sums it in fp32 in the order of the ranks. It sends fewer
-bytes and gives the same bits every time.
+reduce-scatter that this module runs over gloo exchanges parts, and the owner of a part sums it, at least in fp32, in
+the order of the ranks. It sends fewer bytes and gives the same bits every time.
 
-A group has one NCCL communicator. These groups can have tensors on a GPU, all others use gloo:
+An NCCL group has one communicator (for messages: one per pair of ranks). These groups can use NCCL, all others use
+gloo:
 
-- `reduce` of `Team`: used by the thread twinflow-reducer on the stream "reduce" in the order of rank 0's first backward
-  (zero/reducer.py).
+- `reduce` of `Team` (zero/shared.py): used by the thread twinflow-reducer on the stream "reduce", in the order that
+  zero/reducer.py describes.
 - `publish` of `Team`: used by the thread twinflow-publisher on the stream "publish", in the order of the next forward
   (zero/publisher.py).
 - `fetch` of `Team`: used by the thread twinflow-fetcher on the stream "fetch", in the order of the blocks
   (offload/fetcher.py).
-- `Grid.model`: used by the threads of forward and backward on the model's stream. All tensor ranks run the same layers.
-- Ties of a pipeline: used by the thread of the training loop on the model's stream, in the order of the list of ties.
-- Bodies of a pipeline (messages): sent by the training loop on the model's stream, received by a thread for each sender
-  on its own stream. The schedule orders them, and a header over gloo precedes each body (parallel/wire.py).
+- `Grid.model` (tensor ranks): used by forward and backward on the model's stream. All tensor ranks run the same layers.
+- Ties of a pipeline (weights in several stages): used by the training loop on the model's stream, in their order.
+- Messages of a pipeline: sent by the training loop on the model's stream, received by a thread for each sender on its
+  own stream. The schedule orders them, and a header over gloo precedes each message (parallel/wire.py).
 - `fully_shard` of torch (ZeRO stage 3): used by forward and backward on torch's streams, in the order of the blocks.
 
 Rules that NCCL needs:
 
 1. All ranks of a group call the same collectives in the same order, with equal sizes and dtypes.
-2. Only one thread at a time uses a group. Messages are exempt: two ranks exchange them in one direction per group.
+2. Only one thread at a time uses a group. Messages are exempt: each group is used for one direction only.
 3. Two groups have no common order, because two threads call them. This is safe if the kernels of both fit on the GPU
    together, so nothing that a collective waits for may wait for a collective of another group on the same rank.
 4. A tensor may be freed or changed only when the collective has ended on its stream. The callers record an event on
    that stream (device.py). `Sending.wait` does this for messages, and `use_here` for received tensors.
 
-With the environment variable TWINFLOW_CHECK_COLLECTIVES=1 the rules 1 and 2 are checked in every call, by comparison
-through the store of the process group, and groups with one rank call the backend too instead of skipping it.
+With the environment variable TWINFLOW_CHECK_COLLECTIVES=1 the rules 1 and 2 are checked in every collective, by
+comparison through the store of the process group, and groups with one rank call the backend too instead of skipping it.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Sending:
     def wait(self) -> None:
         """Blocks until the memory was sent and may be freed.
 
-        With NCCL torch lets only the current stream wait, and the memory belongs to another stream, so the calling
-        thread waits for its current stream too.
+        With NCCL, torch's `wait` blocks only the current stream. The memory belongs to another stream, so the calling
+        thread then waits for its current stream.
         """
         self.work.wait()
         if not self.is_on_host:
@@ -81,8 +82,8 @@ class Sending:
 
 
 class _CallOrder:
-    """Compares each call of a group with the call of the rank that made it first, without waiting for other ranks. The
-    store keeps one key for each call, so this is for debugging only."""
+    """Compares call number n of this rank in a group with call n of the rank that was first to make it, without waiting
+    for other ranks. The store keeps one key for each call, so this is for debugging only."""
 
     def __init__(self, handle: Any) -> None:
         self._keys = own_keys(group_store(), f"collectives/{handle.group_name}", dist.get_rank())
@@ -128,8 +129,8 @@ class Group:
         self._is_skipped = self.world == 1 and not is_checked  # one rank has nothing to send
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
-        """With gloo, a thread stops waiting for other ranks when `gives_up` returns True, because they may never
-        arrive.
+        """Lets a thread that waits for other ranks over gloo raise RuntimeError when `gives_up` returns True, because
+        they may never arrive.
         """
         self._gives_up = gives_up
 
@@ -150,7 +151,7 @@ class Group:
                 out.copy_(part)
 
     def _exchange_and_sum(self, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gets the versions of this rank's part from all ranks and sums them in fp32."""
+        """Gets the versions of this rank's part from all ranks and sums them, at least in fp32."""
         given = whole.to(dtype).cpu() if whole.is_cuda else whole.to(dtype)
         parts = self._exchange(given.view(torch.uint8)).view(dtype).view(self.world, -1)
         total = parts[0].to(torch.promote_types(dtype, torch.float32))
@@ -261,7 +262,7 @@ class Group:
             torch.cuda.current_stream().synchronize()
 
     def hang_up(self) -> None:
-        """Closes the connections of a gloo group: gloo does so when a wait ends by a timeout."""
+        """Closes the connections of a gloo group by a wait that times out, because gloo then closes them."""
         for rank in self.ranks[: self.rank] + self.ranks[self.rank + 1 :]:
             with suppress(RuntimeError):  # the connection is already closed
                 work = dist.irecv(torch.empty(1), rank, group=self.handle, tag=_UNUSED_TAG)
@@ -275,7 +276,7 @@ class Group:
         return self._order.call(f"{name} of {numel} x {str(dtype).removeprefix('torch.')}")
 
     def _wait(self, work: Any) -> None:
-        """Waits until all ranks have arrived. RuntimeError if the caller gives up."""
+        """Waits until all ranks have arrived. Raises RuntimeError if the function of `give_up_when` returns True."""
         while not work.is_completed():
             if self._gives_up is not None and self._gives_up():
                 # torch waits for pending work when it destroys a group, also at interpreter exit. The extra
@@ -291,7 +292,7 @@ class Group:
         work.wait()
 
     def _count(self, whole_bytes: int) -> None:
-        """Adds the bytes that a rank sends in a collective: all parts except its own."""
+        """Adds to `sent_bytes` what a rank sends of the `whole_bytes` of a collective: all parts except its own."""
         self.sent_bytes += whole_bytes * (self.world - 1) // self.world
 
 
@@ -314,11 +315,11 @@ def new_group(
     backend: str, ranks: Sequence[int] | None = None, timeout: timedelta = TIMEOUT, has_collectives: bool = True
 ) -> Group:
     """Creates a process group. All its ranks (None: all ranks of the world) must call this function in the same order,
-    and must have created the same number of groups before: torch names a group by that number.
+    and must have created the same number of groups before: torch names a group by its ranks and that number.
 
-    The NCCL communicator is created here too. torch would create it in the first collective, and then several threads
-    would create communicators in different orders. `has_collectives` is False for a group with messages only, for which
-    torch creates a communicator for each pair of ranks.
+    The NCCL communicator is created here too. Otherwise torch would create it in the first collective, and several
+    threads could create communicators in different orders. `has_collectives` is False for a group with messages only,
+    for which torch creates a communicator for each pair of ranks.
     """
     members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
     if ranks is not None and len(members) == 1:

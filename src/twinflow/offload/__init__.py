@@ -1,1 +1,1 @@
-"""The overlap runtime: copies gradients to the host, updates there and copies weights back, while the model runs."""
+"""The overlap runtime: copies gradients to the host, updates there and copies new weights back while the model runs."""

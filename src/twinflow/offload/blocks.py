@@ -1,9 +1,10 @@
 """Blocks: modules that a forward runs one after the other. The forward of a block waits only for that block's weights.
 
-The members of the outermost ModuleLists and Sequentials are blocks. In practice these are transformer layers. A
-parameter that is in no block, or in several blocks, belongs to the root (`ROOT`). Before it starts, the forward of the
-model waits for the weights of the root, and for the weights of each block that the first forward has not called,
-because the hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
+The members of the outermost ModuleLists and Sequentials are blocks if they have trainable parameters. (A member that is
+such a list itself is replaced by its members.) In practice blocks are transformer layers. A parameter that is not in
+exactly one block, or is also used outside of it, belongs to the root (`ROOT`). Before it starts, the model's forward
+waits for the weights of the root, and of each block that the first forward has not called, because the hooks of such a
+block never run (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
-    """The block of each trainable (`frozen`: of each frozen) parameter. ROOT means no block or several blocks."""
+    """The block of each trainable (`frozen`: of each frozen) parameter. ROOT: not in one block only."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():

@@ -38,7 +38,7 @@ def check_flags(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if parameters, or elements of one, share memory, because each has its own master weight."""
+    """Raise ValueError if parameters share memory or one is an expanded tensor, as each element has a master weight."""
     spans: list[tuple[int, int, str]] = []
     with plain():
         for name, t in named:
@@ -62,7 +62,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def moved(buckets: Iterable[Bucket]) -> list[Param]:
-    """Return the parameters with another address or shape, as after `p.data = x`, which `p._version` ignores."""
+    """Return parameters whose address or shape was changed, as by `p.data = x`, which does not change `p._version`."""
     found: dict[Param, None] = {}
     with plain():
         for bucket in (bucket for bucket in buckets if not bucket.offloads_params):
@@ -85,7 +85,8 @@ def resized(param: Param, now: Tensor) -> RuntimeError:
 def find_moved(params: Sequence[Param], buckets: Iterable[Bucket]) -> list[Param]:
     """Return the parameters whose memory is at another address, and make their buckets refer to the new memory.
 
-    Raises RuntimeError if shape, dtype, device or memory format no longer fit the plan of the buckets.
+    Raises RuntimeError if shape, dtype, device or memory format no longer fit the plan of the buckets, and ValueError
+    if parameters now share memory.
     """
     buckets = [bucket for bucket in buckets if not bucket.offloads_params]
     found = moved(buckets)

@@ -4,8 +4,8 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 
 Exact clipping needs the global norm, which is known only when backward has ended. Until then an update may write its
 results to a speculative store (speculative_stores.py), with the factor of a step that is not clipped. When the norm is
-known, one decision is made for the whole step. If the step is not clipped, these results are kept. If it is clipped,
-the updates are repeated with the right factor, from the state, which has not changed.
+known, one decision is made for the whole step. If the step is neither clipped nor skipped, these results are kept. If
+it is clipped, the updates are repeated with the right factor, from the state, which has not changed.
 
 There are three places where the decision is made:
 
@@ -14,7 +14,7 @@ There are three places where the decision is made:
 - In the thread that sums gradients over ranks, from the norms of all ranks (`decide`).
 - In the executor, where the host sums the gradients of several backwards (csrc/clip_decision.cpp).
 
-The functions here are pure and hold no state.
+The functions here hold no state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """The factor for every gradient of a step, and whether the step is skipped."""
+    """The norm of a step's gradients, the factor for each of them, and whether the step is skipped or clipped."""
 
     norm: float
     factor: float

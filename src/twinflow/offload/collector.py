@@ -1,5 +1,5 @@
-"""Gathers gradients in the flat buffers of their buckets, computes the norms of complete buckets and submits them as
-tasks.
+"""Gathers gradients in the flat buffers of their buckets, computes the norms of complete buckets, and submits these
+buckets as tasks.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
 optimizer step, and a task is the work for one bucket in a job. A flat buffer is a device buffer with the gradients of
@@ -13,9 +13,9 @@ stream after the last copy and the norm. Copies to the host and updates on the d
 blocks the calling thread in two cases only: in `read_back`, and to wait for a flat buffer if all of them are in use.
 
 Ownership: an open task and its flat buffer belong to the collector until `_submit`. Then they belong to the executor,
-to `DeviceWork` or to `Sharing`. Sums of several backwards (`_sums`) and the norms on the device always belong to the
-collector. There are two sets of decisions and norms on the host, because other threads may still read those of the last
-job.
+to `DeviceWork` or to `Sharing` (which sums over ranks). Sums of several backwards (`_sums`) and the norms on
+the device always belong to the collector. There are two sets of decisions and of norms on the host, because other
+threads may still read those of the last job.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Collector:
             self._gather(bucket, partial(pack_gradients.add, into, pieces))
 
     def add_last(self, job: Job, found: Sequence[tuple[Param, Tensor]]) -> None:
-        """Add the last gradients that their parameters get in this step. Complete buckets are submitted."""
+        """Add the last gradients that their parameters get in this step. Submit buckets that are now complete."""
         if self.num_parts == 1:
             self.add(job, found)
         else:
@@ -98,7 +98,7 @@ class Collector:
     def put_wholes(self, job: Job, grads: Mapping[int, Tensor], buckets: Sequence[Bucket]) -> None:
         """Copy all gradients of some buckets at once, and submit these buckets. `grads`: by index of the parameter.
 
-        Most gradients are copied by this method. It is fast, because it does nothing separately for each gradient.
+        Most gradients are copied by this method. It is fast, because it queues one operation for each bucket.
         """
         for bucket in buckets:
             task = self._new_task(job, bucket)
@@ -152,9 +152,9 @@ class Collector:
     def take_all(self, job: Job, params: Sequence[Param], stand_in: Callable[[Param], TakenGradient]) -> None:
         """Make and submit tasks from the gradients in `.grad`.
 
-        Copies still read the gradients after this method returns. A stand-in (TakenGradient) therefore replaces each
-        gradient in `.grad`, and a write to the stand-in goes to a copy. If the user may also write to the memory of a
-        gradient in other ways, the gradient is copied now.
+        Copies still read the gradients after this method returns. A stand-in (TakenGradient), or None for a
+        sharded parameter, therefore replaces a gradient in `.grad`. A write to the stand-in goes to a copy. A gradient
+        whose memory the user may also write to in other ways stays in `.grad`, and is copied now.
         """
         flat: dict[Param, Tensor] = {}
         for param in params:
@@ -276,7 +276,7 @@ class Collector:
         return there, here, compute.record()
 
     def _measures_later(self, task: Task) -> bool:
-        """Whether the norm of a task is computed in `step`, together with the norms of all other tasks.
+        """Whether the norm of a task is computed in `step`, together with the norms of other such tasks.
 
         This takes a few kernel launches for all buckets instead of a few for each bucket. It is possible if the
         gradients stay on the device until the clipping decision.
@@ -316,7 +316,7 @@ class Collector:
         return Task(bucket, job, [], [(0, flat)], flat)
 
     def _submit(self, task: Task) -> None:
-        """Compute the norm of a task whose gradients are all queued, and submit the task."""
+        """Submit a task whose gradients are all queued. Queue its norm first, unless the norm is computed elsewhere."""
         if self._sharing is not None:
             return self._share(task, self._sharing)
         task.present.sort()

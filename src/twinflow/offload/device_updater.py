@@ -4,10 +4,11 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 buffers of one bucket's optimizer state. The master is the fp32 copy of a parameter to which updates are applied. A
 split master is stored as two halves of 16 bits.
 
-The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, and an fp32
-parameter is its own master. With fp32 states a resident bucket therefore needs 10 bytes for each bf16 element beside
-the weight itself, and its update copies no weights. With a delayed update the weights must not change for one more
-step, so the state has separate buffers for the new weights. It also has these buffers if a parameter is not contiguous.
+The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, an fp32
+parameter is its own master, and an fp16 parameter has a separate fp32 master. With Adam's two states in fp32, a
+resident bucket therefore needs 10 bytes for each bf16 element beside the weight itself, and its update copies no
+weights. With a delayed update the weights must not change for one more step, so the state has separate buffers for the
+new weights. It also has these buffers if a parameter is not contiguous.
 """
 
 from __future__ import annotations
@@ -66,10 +67,7 @@ class DeviceUpdater:
         return plan.can_alias and not self.keeps_weights
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates zeros on the device.
-
-        If the parameters are their own master, the store has a meta tensor as master.
-        """
+        """Allocates zeros on the device. The master is a meta tensor if the parameters are their own master."""
         zeros = partial(torch.zeros, device=self._device)
         states = new_states(self.rule, self.format, plan.numel, zeros) if self.keeps_states else ((None, None),) * 2
         is_aliased, is_wide = self.is_aliased(plan), plan.dtype == torch.float32
@@ -111,7 +109,7 @@ class DeviceUpdater:
         return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
 
     def _update_fused(self, store: Store, task: Task, grads: Tensor, factor: float, decision: Tensor | None) -> None:
-        """Updates with the bucket's Triton kernel.
+        """Updates with the bucket's Triton kernel, or without Triton if the first launch fails.
 
         The kernel's tables are allocated on the stream that runs the kernel, because memory of another stream may still
         be in use by that stream. A GPU stream calls this function at once, so the step counts are still those of the
@@ -174,7 +172,7 @@ class DeviceUpdater:
         return self._weights(bucket)
 
     def _round(self, store: Store) -> None:
-        """Rounds the fp32 master into the separate weights of the state."""
+        """Rounds the fp32 master into the separate weights of the state, if it has such a master and such weights."""
         if store.weight is not None and not store.is_split:
             store.weight.copy_(store.master)
 
@@ -213,8 +211,8 @@ class DeviceUpdater:
         """Sets the master to the parameter's values. With `keep`, elements that round to these values do not change.
 
         A parameter that is part of the master does not change, because a backward may still need it. The value that it
-        had before the user's write is not known. With `keep`, an element's lower half is therefore kept if it is valid
-        for the new upper half.
+        had before the user's write is not known. With `keep`, an element's lower half is therefore kept if it can
+        belong to the new upper half (`slices.mend_lower`).
         """
         store = self._slice(bucket, index)
         if not self.is_aliased(bucket.plan) or bucket.plan.dtype == torch.float16:

@@ -75,7 +75,7 @@ class DeviceWork:
     def agree(self, job: Job, present: set[int]) -> None:
         """Set which slices have a gradient, for tasks that waited until the gradients of other ranks were known.
 
-        `present`: indices of the parameters with a gradient on any rank.
+        `present`: indices of the parameters with a gradient on at least one rank.
         """
         with self._lock:
             for task in job.on_device:
@@ -84,7 +84,7 @@ class DeviceWork:
                     task.is_held = False
 
     def close_job(self, job: Job, decision: Tensor | None, event: Event | None) -> None:
-        """Queue all updates of a job, ordered by deadline.
+        """Queue a job's updates by deadline. `LateUpdates` queues those that need the decision on the host.
 
         `decision`: the clipping decision in device memory, which is valid once `event` is done. None: the updates use
         the decision on the host, now or when it is known.

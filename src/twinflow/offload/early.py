@@ -3,9 +3,9 @@
 If gradients are taken during backward, most of an update overlaps with backward. This has a cost if the training loop
 then reads or changes the gradients: the runtime has to put them back into `.grad`, or raises an error if an update has
 already changed weights. After a step in which this happened (a disturbed step), gradients stay in `.grad` for some
-steps. This pause doubles each time. If updates cannot be undone, the first steps also leave gradients in `.grad`: one
-step shows which parameters get several gradients in one backward, and a few steps show whether the loop reads or
-changes gradients.
+steps. This pause doubles each time, up to 1024 steps. If updates cannot be undone, the first steps also leave gradients
+in `.grad`: one step shows which parameters get several gradients in one backward, and a few steps show whether the loop
+reads or changes gradients.
 
 Only the thread that calls the runtime uses `EarlyPolicy`.
 """

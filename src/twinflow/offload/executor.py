@@ -4,7 +4,7 @@ weights back to the device.
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. A job is one optimizer step, and a task is the work for one bucket in a job. A
 slot is a page-locked host buffer for the gradients or the new weights of one bucket. The total of a bucket is the fp32
-sum of its gradients over several backwards. Weights are sent when they are copied into the parameters.
+sum of its gradients over several backwards. To send weights is to copy them into the parameters.
 
 The executor itself is csrc/executor.h, which has the table of phases of a task. The methods here are called by the
 user's thread, by autograd's thread and by the Python threads of this project (reducer, publisher, torch-worker,
@@ -155,7 +155,7 @@ class Executor:
     # Errors and the end.
 
     def check(self) -> None:
-        """Raise WorkerError if a thread or a stream has failed, and RuntimeError if the executor is closed."""
+        """Raise WorkerError if a thread or a stream has failed, RuntimeError if the executor is closed or forked."""
         if self.error is None and self.device.error is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
                 return
@@ -256,7 +256,7 @@ class Executor:
         )
 
     def add_weight_slots(self, num_more: int) -> None:
-        """Allocate more weight slots than `num_weight_slots` now instead of at their first use."""
+        """Allocate `num_more` weight slots now. Their number may then be above `num_weight_slots`."""
         self._library.tf_executor_add_weight_slots(self._handle, num_more)
 
     # Stores.
@@ -293,7 +293,7 @@ class Executor:
         return self.drop_store(handle) if handle >= 0 else None
 
     def missing_speculative_stores(self) -> list[Bucket]:
-        """Return the buckets for which no speculative store was free since the last call."""
+        """Return the buckets whose updates have found no free speculative store since the last call."""
         count = self._library.tf_store_missing_speculative(self._handle, self._ids, _MAX_RELEASED)
         return [self._buckets[index] for index in self._ids[:count]]
 
@@ -395,12 +395,12 @@ class Executor:
         self._library.tf_bucket_set_unsent(self._handle, bucket.plan.index, number)
 
     def note_sent(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work on the device writes a job's weights into the parameters. `event`: its end."""
+        """Note that queued work writes a job's weights into the parameters. `event`: its end; None: no work."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_sent(self._handle, bucket.plan.index, number, handle)
 
     def note_published(self, bucket: Bucket, number: int, event: Event | None) -> None:
-        """Note that queued work writes a job's weights from all ranks into the parameters. `event`: its end."""
+        """Note that queued work writes all ranks' weights of a job into the parameters. `event`: its end, or None."""
         handle = event.handle if event is not None else None
         self._library.tf_bucket_note_published(self._handle, bucket.plan.index, number, handle)
 
@@ -522,7 +522,7 @@ class Executor:
             return task
 
     def agree(self, job: Job, params: Iterable[int], num_params: int) -> None:
-        """Tell the native executor which parameters got a gradient in this job on any rank. `params`: their indices."""
+        """Set which parameters got a gradient in this job on at least one rank. `params`: their indices."""
         table = (c_uint8 * num_params)()
         for index in params:
             table[index] = 1
@@ -627,7 +627,7 @@ class Executor:
     def take_flat(self, plan: BucketPlan, stream: Stream, is_own: bool = False) -> Tensor:
         """Return a device buffer for gradients, which `stream` may write to. `is_own`: allocate it on that stream.
 
-        Blocks while all buffers are in use.
+        Blocks while all buffers are in use. Allocates one more if none of them would be returned.
         """
         own = stream if is_own else None
         self.collect()
@@ -727,7 +727,7 @@ class Executor:
             bucket.params[i].note_write()
 
     def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
-        """Copy weights from the state on the host to the device, when their updates are done. Returns a handle.
+        """Request copies of weights from the host to the device, each after the update of its bucket. Returns a handle.
 
         `items`: bucket (None for frozen weights), memory on the host, memory on the device. `after`: the event after
         which the memory on the device may be overwritten.

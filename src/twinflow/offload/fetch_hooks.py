@@ -158,7 +158,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _copied(value: object, is_weight: Callable[[Tensor], bool], name: str) -> object:
-    """The output of a block. Tensors that use the memory of weights are cloned, because this memory is released."""
+    """The output of a block, with clones of tensors in the memory of weights, because that memory is released."""
     if isinstance(value, Tensor):
         return value.clone() if is_weight(value) else value
     if type(value) is tuple:

@@ -98,7 +98,7 @@ class NativeFetcher:
 
 @dataclass(eq=False)
 class SharedFetch:
-    """Weights that the thread of `SharedFetcher` gathers from all ranks. `event` is set when this is queued."""
+    """Weights that the thread of `SharedFetcher` gathers from all ranks. `event` is set when that is queued."""
 
     buffers: Sequence[WeightBuffer]
     after: Event

@@ -20,7 +20,7 @@ from twinflow.offload.plan import BucketPlan
 
 
 class FlatPool:
-    """Flat device buffers for gradients, up to `max_bytes` in total. A bucket larger than that still gets a buffer.
+    """Flat device buffers for gradients, up to `max_bytes` in total (`take` has two exceptions).
 
     Buckets with equal `plan.layout` (dtype, offsets and sizes of slices) share buffers, so the padding stays zero.
     """
@@ -40,8 +40,8 @@ class FlatPool:
     ) -> tuple[Tensor, Event | None] | None:
         """Return a buffer and the event at which its last use ends, or None if all are in use and the limit is reached.
 
-        `may_grow`: allocate beyond the limit. `stream`: the stream that will write to the buffer; None means the
-        calling thread's current stream.
+        `may_grow`: allocate beyond the limit, as is done for the first buffer. `stream`: the stream that will write to
+        the buffer; None means the calling thread's current stream.
         """
         free = self._free.setdefault(plan.layout, deque())
         if free:

@@ -3,9 +3,9 @@
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
 slices of parameters (ranges of their elements) that are copied and updated together.
 
-There is one hook before the forward of the model and one before the forward of each block. Modules inside a block have
-no such hooks. Every module that has parameters has a hook for `load_state_dict`. All hooks are closures over the
-runtime, so a deep copy of the model does not copy the runtime. Activation checkpointing runs forwards inside a
+There are hooks before and after the forward of the model, and one before the forward of each block. Modules inside a
+block have no such hooks. Every module that has parameters has a hook for `load_state_dict`. All hooks are closures over
+the runtime, so a deep copy of the model does not copy the runtime. Activation checkpointing runs forwards inside a
 backward. These forwards must not wait for an update, because that update may need gradients of the same backward.
 
 Threads: hooks on modules run in the thread that calls the forward. Inside a backward, and for gradients, this is
@@ -67,7 +67,7 @@ class Listener(Protocol):
         ...
 
     def take_queue(self, queue: GradientQueue) -> None:
-        """Called when all gradients of a queue are in `.grad`."""
+        """Called when all expected gradients of a queue, or one of a late parameter, are in `.grad`."""
         ...
 
 
@@ -120,7 +120,7 @@ class ModelHooks:
                 module._compiled_call_impl = compiled.call
 
     def find_compiled(self) -> None:
-        """Make the blocks that were compiled since the last call wait for their weights."""
+        """Make the model and the blocks wait for their weights, if they were compiled since the last call."""
         if self._model._compiled_call_impl is not None:
             _wrap(self._model, self._enter_all)
         for modules, key, block in self._places:
@@ -249,7 +249,7 @@ def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
 
 
 class GradientQueue:
-    """Gradients of a block that wait in `.grad` until all gradients of the block are there.
+    """Gradients of a block (or of one parameter) that wait in `.grad` until all expected gradients of it are there.
 
     They are taken together, because each kernel call from Python takes longer than the copy of a small gradient.
 
@@ -396,7 +396,7 @@ def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone
 def take_gradients(
     params: Sequence[Param], queues: Sequence[GradientQueue], streams: Iterator[int], listener: Listener
 ) -> list[RemovableHandle]:
-    """Call `listener.take_queue` as soon as all gradients of a queue are accumulated.
+    """Register hooks that call `listener.take_queue` as soon as all expected gradients of a queue are accumulated.
 
     `streams`: next() gives the id of the calling thread's current stream.
     """

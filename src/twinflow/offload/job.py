@@ -41,7 +41,7 @@ class JobKeeper(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """One optimizer step, with the options and limits at the time when its first gradients were complete."""
+    """One optimizer step, or a backward of it (`is_part`), with the options and limits at its first gradients."""
 
     number: int
     options: Sequence[Options]  # of each param group
@@ -122,7 +122,7 @@ class HostOptimizer(Updater, Protocol):
     """An optimizer in Python that updates buckets on the host. `TorchWorker` calls it in a thread of its own."""
 
     def update(self, task: Task, factor: float, weight_slot: Tensor | None) -> Sequence[Tensor]:
-        """Update the bucket of a task with `task.grads`, and return the new weights of each slice."""
+        """Update a bucket with factor * `task.grads`. Returns the slices' new weights, in `weight_slot` if given."""
         ...
 
 

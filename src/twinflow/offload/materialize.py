@@ -7,7 +7,7 @@ These rules make the initial values correct:
 - Children are initialised before their parents, in registration order. Constructors and `nn.Module.apply` use the same
   order. A parent may then change its children, which have their final dtype by then (nn.MultiheadAttention sets the
   bias of its out_proj to zero).
-- New tensors are filled with NaN. A tensor that an initialiser does not fill is therefore found and named in an error.
+- New tensors are filled with NaN (integers: a rare value), so that a tensor that no initialiser fills gives an error.
 - While an initialiser runs, meta tensors replace two kinds of tensors, so that they are not initialised again: tensors
   that had memory before, and tied weights that another module has already initialised.
 """
@@ -126,7 +126,7 @@ class _Builder:
     seen: set[nn.Module] = field(default_factory=set)
 
     def visit(self, module: nn.Module, path: str, around: Init | None, reached: bool) -> bool:
-        """Build the children, then the module itself. Returns whether any tensor was allocated.
+        """Build the children, then the module itself. Returns whether at least one tensor was allocated.
 
         `around`: the `_init_weights` of the nearest enclosing model that has one. `reached`: the initialiser of an
         enclosing module runs after this module is built.
@@ -275,7 +275,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _is_poisoned(tensor: Tensor) -> bool:
-    """Whether any element is still NaN. For dtypes without NaN: whether all elements are as `_poison` has set them."""
+    """Whether at least one element is NaN. For dtypes without NaN: whether all elements are as `_poison` set them."""
     if tensor.is_meta or tensor.numel() == 0:
         return tensor.is_meta
     if _has_nan(tensor.dtype):

@@ -1,4 +1,4 @@
-"""The torch functions that read metadata of a tensor (shape, dtype, device) and never its values.
+"""The torch functions that use metadata of a tensor (shape, dtype, device, hooks) and never its values.
 
 Guarded weights (weight_guard.py) and taken gradients (taken_gradient.py) run these functions without waiting.
 """

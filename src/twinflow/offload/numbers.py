@@ -1,4 +1,4 @@
-"""Scalar arguments of an update on the device: the rule's hyperparameters, the gradient factor, the rounding key.
+"""Scalar arguments of an update on the device: hyperparameters, gradient factor, key of stochastic rounding.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
 optimizer step, and a task is the work for one bucket in a job.

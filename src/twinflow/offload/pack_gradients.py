@@ -26,7 +26,7 @@ Piece = tuple[Slice, Tensor, bool]
 
 
 class Views:
-    """Caches the views of a flat buffer until the buffer is freed. Making a view takes longer than a small copy."""
+    """Caches the views of each flat buffer until the buffer is freed. Making a view takes longer than a small copy."""
 
     def __init__(self) -> None:
         self._found: dict[int, dict[int, list[Tensor]]] = {}  # by id of the buffer, then by number of the form
@@ -50,7 +50,7 @@ class Views:
 
 
 class Whole:
-    """Copies all gradients of a bucket into a flat buffer at once."""
+    """Sources and targets for the copy of all gradients of a bucket into a flat buffer at once."""
 
     def __init__(self, slices: Sequence[Slice], shapes: Mapping[int, torch.Size], views: Views) -> None:
         self._views = views
@@ -136,9 +136,9 @@ def measure_many(norms: Tensor, flats: Sequence[tuple[int, Tensor]]) -> None:
 
 
 def measure_parts(norm: Tensor, sources: Sequence[tuple[int, Tensor]], numel: int) -> None:
-    """Write the norm of gradients that are separate tensors or parts of a flat buffer.
+    """Write the norm of gradients that are separate tensors or parts of a flat buffer to `norm`.
 
-    `sources`: pairs of the offset in the bucket and the values.
+    `sources`: pairs of the offset in the bucket and the values. `numel`: number of elements of the bucket.
     """
     if collect.is_usable(norm.device):
         rows = collect.new_rows(numel, norm.device)
@@ -158,7 +158,7 @@ def add_on_device(total: Tensor, grads: Tensor, new: Sequence[Slice], known: Seq
 
 
 def measure_total(norm: Tensor, total: Tensor, cuts: Sequence[Slice], is_whole: bool) -> None:
-    """Write the norm of `total`, the sum of a bucket, to `norm`. `cuts`: its slices. `is_whole`: these are all."""
+    """Write the norm of `total`, a bucket's sum, to `norm`. `cuts`: slices with gradients. `is_whole`: all slices."""
     parts = [total] if is_whole else [total[c.offset : c.offset + c.numel] for c in cuts]
     if total.device.type == "cpu":
         norm.copy_(torch.tensor(sum(native.sum_squares(parts)), dtype=torch.float64).sqrt())

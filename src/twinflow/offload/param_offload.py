@@ -4,11 +4,11 @@ A block is a member of the model's outermost ModuleLists and Sequentials, usuall
 slices of parameters (ranges of their elements) that are copied and updated together.
 
 The trainable weights of a block are part of the optimizer state on the host. Frozen weights have page-locked buffers of
-their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only while the
-block runs: it is resized to 0 after the block has run, and to its full size before the block runs again. Views that
-autograd has saved are therefore valid again in the block's backward. While the block does not run, its parameters have
-no values (they are an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a write changes the
-state.
+their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only from
+the fetch until the block has run: it is resized to 0 after the block has run, and to its full size before the next
+fetch. Views that autograd has saved are therefore valid again in the block's backward. While the block does not run,
+its parameters have no values (they are an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a
+write changes the state.
 
 Threads and order: the thread that runs the model asks for the copies ("fetches"), in the order of the blocks and
 `BLOCKS_AHEAD` blocks ahead. It resizes the storage at once, on the model's stream, and records an event there. The
@@ -80,7 +80,7 @@ class _Engine(Protocol):
 
 
 class ParamOffload:
-    """The weights of all blocks. All methods are called by the thread that runs the model or by autograd's thread."""
+    """The offloaded weights of all blocks. The thread that runs the model and autograd's thread call its methods."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ParamOffload:
             self.threads.append(self.fetcher)
 
     def _add(self, block: int, buffer: WeightBuffer) -> None:
-        """Adds a buffer to a block and releases its device memory, because not all buffers fit at once."""
+        """Adds a buffer to a block and releases its device memory, because all buffers together may not fit."""
         self._blocks.setdefault(block, BlockWeights()).buffers.append(buffer)
         self._storages.add(buffer.flat.untyped_storage()._cdata)
         self._empty(buffer)
@@ -345,7 +345,7 @@ class ParamOffload:
             self._ask_for(other)
 
     def after_block(self, block: int) -> None:
-        """After a block has run: releases its weights, except for the last block, whose backward comes next."""
+        """After a block has run in a forward: releases its weights, unless it is the last block before a backward."""
         self._keep_writes(block)
         is_last = bool(self._order) and block == self._order[-1]
         if not in_backward() and not (is_last and torch.is_grad_enabled()):
@@ -395,12 +395,12 @@ class ParamOffload:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
-        """A number that changes with every step and every write of the user that changes the weights."""
+        """A number that changes with each step that updates the block and each counted write of the user (`store`)."""
         weights = self._blocks[block]
         return (_due(weights) << 20) + weights.num_written
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor uses the memory of a block's weights."""
+        """Whether a tensor uses the memory of a block's device buffers."""
         return tensor.untyped_storage()._cdata in self._storages
 
     # Device memory of a block.

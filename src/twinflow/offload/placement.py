@@ -30,9 +30,10 @@ def place_by_ratio(
 ) -> list[list[Part]]:
     """The parts of each parameter with their places, so that `ratio` of all elements have their state on the host.
 
-    The result is exact to 128 elements. A parameter that cannot be split goes to the place of its larger part. `order`
-    lists the parameters in the order of the model. Each group of parameters with the same `ParamSpec.shared` is cut
-    separately, so that all ranks that share these parameters cut them in the same way.
+    The result is exact to 128 elements in each group (see below) if all parameters can be split. A parameter that
+    cannot be split goes to the place of its larger part. `order` lists the parameters in the order of the model. Each
+    group of parameters with the same `ParamSpec.shared` is cut separately, so that all ranks that share these
+    parameters cut them in the same way.
     """
     assert sorted(order) == list(range(len(params))) and placement in PLACEMENTS
     if placement == "auto":
@@ -50,7 +51,7 @@ def place_by_ratio(
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
-    """Changes the place of the fraction `share` of the host's buckets, evenly distributed, to STREAMED."""
+    """Changes the fraction `share` of the host's buckets with `can_alias`, evenly distributed, to STREAMED."""
     hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]
     chosen = {index for k, index in enumerate(hosted) if int((k + 1) * share) > int(k * share)}
     return [replace(plan, place=STREAMED) if plan.index in chosen else plan for plan in plans]

@@ -21,7 +21,7 @@ import torch
 from twinflow.planner.costs import BUCKET_NUMEL
 from twinflow.rules.formats import BLOCK
 
-ROOT = -1  # the block number of parameters that belong to no block
+ROOT = -1  # the block number of parameters that do not belong to exactly one block
 
 # Places: where the state of a bucket is, and which processor updates it.
 HOST = "host"  # state in host memory, updated by the CPU

@@ -93,7 +93,7 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
 def prepare_speculative_stores(
     stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
 ) -> None:
-    """Makes the speculative stores for updates ahead of the clipping decision, within `max_bytes` of host memory."""
+    """Makes speculative stores within `max_bytes` of host memory, if updates can run before the clipping decision."""
     stores.set_limit(max_bytes)
     if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return

@@ -22,7 +22,7 @@ Hosts = Mapping[Tensor, nn.Parameter]  # the fp32 copy of each of the model's pa
 
 
 class Recipe:
-    """Builds the user's optimizer over any subset of its parameters.
+    """Builds the user's optimizer over a given subset of its parameters.
 
     `groups` and `defaults` are the attributes of the optimizer over all parameters. `rule` is a class, a partial or a
     function. It is called with the options and with parameters, or with param groups if `given` has param groups. Or

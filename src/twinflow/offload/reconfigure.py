@@ -34,7 +34,7 @@ def change(runtime: Runtime, settings: Settings) -> None:
 def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
     """Moves the state of a bucket to another place. Call `wait` and `wait_for_copies` first.
 
-    Raises MemoryError, without any change, if the other place has too little memory.
+    Raises MemoryError if the other place has too little memory. The state then stays in its place.
     """
     runtime.wait_for_readers()
     if place == bucket.plan.place:

@@ -69,7 +69,7 @@ def check_seen(param: Param) -> None:
 def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
     """Mark the parameters that a compiled graph has used without running our hooks, and return their buckets.
 
-    `step` calls this function, and waits for these buckets itself from then on.
+    `step` calls this function, and waits for these buckets itself from then on. Resets `is_seen`.
     """
     found: dict[Bucket, None] = {}
     for param in params:

@@ -213,7 +213,7 @@ class Runtime:
     def can_undo(self) -> bool:
         """Whether updates that have begun during backward can be dropped until `step`.
 
-        This is possible if no update changes the state before the clipping decision.
+        This is possible if no update changes the state before the clipping decision and there are no other ranks.
         """
         return self.settings.limits.any and not self._has_ranks
 
@@ -483,9 +483,9 @@ class Runtime:
             weight_guard.cover([param.tensor for param, _ in found if not param.is_bypassed])
 
     def _take_whole(self, queue: GradientQueue) -> bool:
-        """Take the gradients of a queue if every parameter has got its only gradient of this step.
+        """Take the gradients of a queue in the usual case: each parameter has got its only gradient of this step.
 
-        This is the usual case. It needs no checks for each parameter, so it takes a third of the time of the general
+        This needs no checks for each parameter, so it takes a third of the time of the general
         case. In all other cases this method does nothing and returns False.
         """
         job, whole = self.steps.job, self._wholes.get(queue)
@@ -642,7 +642,7 @@ class Runtime:
         """Put the gradients of this step back into `.grad` and drop the updates that have begun.
 
         From here on this step takes its gradients from `.grad`. A `.grad` that the user has set is not changed. Raises
-        the error of `_too_late` if an update has changed weights. `reason`: a clause in the past tense, for that error.
+        the error of `_too_late` if updates may have changed weights. `reason`: a clause in the past tense, for it.
         """
         if not self._is_taking:
             self._is_disturbed = True
@@ -665,13 +665,13 @@ class Runtime:
         self._is_taking = False
 
     def _disturb(self, what: str) -> None:
-        """Handle an access between backward and `step`: raise if an update has changed weights, or note the access."""
+        """Handle an access between backward and `step`: raise if updates may have changed weights, or note it."""
         self._is_disturbed |= self._early.watches
         if self._is_taking and not self.settings.limits.any:
             raise self._too_late(what)
 
     def _too_late(self, what: str) -> RuntimeError:
-        """Return the error for an access (`what`) that comes after updates have changed weights.
+        """Return the error for an access (`what`) that comes when updates may have changed weights.
 
         First the step is completed with the gradients so far, so that weights and optimizer state are consistent and
         can be saved.
@@ -680,7 +680,7 @@ class Runtime:
         return refusals.too_late(what, self._has_ranks)
 
     def complete_written(self) -> None:
-        """Complete a step if some of its updates have changed weights, so that weights and state are consistent."""
+        """Complete a step whose updates may have changed weights, so that weights and state are consistent."""
         job = self.steps.job
         if job is not None and not job.is_part and not self.can_undo:
             with plain():
@@ -703,7 +703,7 @@ class Runtime:
             self.param_offload.set_order(order)
 
     def _check_params(self) -> None:
-        """Raise if parameters were unfrozen or moved. Set the master weights if the user has written parameters."""
+        """Raise if parameters were unfrozen or do not fit their state. Adopt values that the user has written."""
         changes.check_flags(self._untrained)
         changed = changes.find_changed(self.params, self.buckets, self._wait)
         if self.steps.num_jobs == 0:  # writes through `.data` before the first step were not detected
@@ -873,7 +873,7 @@ class Runtime:
     def forget_gradients(self) -> None:
         """Drop the gradients and the begun updates of a step that is not closed.
 
-        Raises RuntimeError if an update has changed weights.
+        Raises RuntimeError if updates may have changed weights.
         """
         for queue in self._all_queues:
             queue.forget()

@@ -51,7 +51,7 @@ class Settings:
 
     @property
     def num_slots(self) -> int:
-        """Number of page-locked slots for gradients. There are as many slots for weights."""
+        """Limit of page-locked slots for gradients, and also of those for weights (exceptions: pools.py)."""
         return self.tuning.num_slots
 
     @property

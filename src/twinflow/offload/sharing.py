@@ -115,7 +115,7 @@ class Start(Protocol[Work]):
 
 @dataclass(frozen=True)
 class SharedBuckets:
-    """Buckets that ranks share: this rank has the state of a part of each bucket. `wholes`: plans of the buckets."""
+    """Buckets that ranks share: each rank has the state of a part of each. `wholes`: plans of undivided buckets."""
 
     wholes: Sequence[BucketPlan]
     start: Start[Sharing]

@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # elements that are converted at once; it limits the memory of
 def read(rule: Rule, store: Store) -> dict[str, Tensor]:
     """Master and states as flat fp32 tensors by name, and the scales of 8-bit states.
 
-    With the scales, `write` restores the same 8-bit codes. States that are fp32 are returned as views, not as copies.
+    With the scales, `write` restores the same 8-bit codes. Tensors that are fp32 in the store are returned as views.
     """
     keys = ["master", *(name for name in rule.states if name is not None)]
     values = {key: found.float() for key in keys if (found := read_one(rule, store, key)) is not None}
@@ -43,7 +43,7 @@ def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
 
 
 def write(rule: Rule, whole: Store, values: Mapping[str, object]) -> None:
-    """Writes values that `read` has returned into a store of any format."""
+    """Writes values that `read` has returned into a store, which may have another format than the one read."""
     for at, store in _chunks(whole):
         numel, device = store.master.numel(), store.master.device
         set_master(store, tensor_of(values, "master")[at : at + numel].to(device).float())

@@ -57,7 +57,7 @@ class SpeculativeStores:
         return bucket.nbytes + (self._executor.slot_bytes if needs_slot else 0)
 
     def make_missing(self) -> None:
-        """Asks the thread to allocate the stores that buckets have needed and not found."""
+        """Asks the thread to allocate, within the limits, the stores that buckets have needed and not found."""
         if not self.max_bytes:
             return
         for bucket in self._executor.missing_speculative_stores():
@@ -69,9 +69,10 @@ class SpeculativeStores:
             self._maker.submit(self._add, bucket.plan, nbytes)
 
     def prepare(self, buckets: Iterable[Bucket]) -> int:
-        """Allocates stores for the buckets now, up to the limit, and returns their number. Call it between steps.
+        """Allocates stores until there is one for each bucket or the limit is reached. Returns the number of new
+        stores.
 
-        Without this call the stores are allocated during the first steps.
+        Call it between steps. Without this call the stores are allocated during the first steps.
         """
         buckets = list(buckets)
         self._trim([bucket.plan.layout for bucket in buckets])

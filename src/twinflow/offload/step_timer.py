@@ -1,4 +1,4 @@
-"""The step timer: records when forwards and backwards begin and end, for the trace and for ratio "auto"."""
+"""The step timer: records when forwards and backwards begin and end, for the trace and for the option ratio="auto"."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ buffers of one bucket's optimizer state. The master is the fp32 copy of a parame
 
 The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
 not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state
-as in device_updater.py, so with fp32 states 10 bytes of each element are copied in each direction.
+as in device_updater.py, so with Adam's two states in fp32, 10 bytes of each bf16 element are copied in each direction.
 """
 
 from __future__ import annotations

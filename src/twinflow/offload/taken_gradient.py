@@ -12,7 +12,7 @@ A stand-in is in one of three states:
               operation overwrites all values; a gradient that another backward adds to it is lost
 
 `__torch_function__` intercepts operations that Python code calls. `__torch_dispatch__` intercepts operations that C++
-code calls. The only such operation is autograd's addition of the gradient of another backward.
+code calls. The only such operation that matters is autograd's addition of the gradient of another backward.
 
 Threads: autograd's thread and the user's thread use stand-ins, never at the same time, because backward() blocks its
 caller. There is no lock. An update may still read `held` after `step()` has returned (`is_lent`), so a write goes to a
@@ -112,7 +112,7 @@ class TakenGradient(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run the operation on the gradient instead of the stand-in."""
+        """Run the operation on the gradient instead of the stand-in, unless it needs only metadata."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # A C++ operator arrives here if a dispatch mode is active, for example one that counts operations.

@@ -41,7 +41,7 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def one_group(params: Iterable[nn.Parameter], outer_of: Mapping[nn.Parameter, int]) -> int | None:
-    """The user's param group that contains all `params`; None if `params` is empty."""
+    """The index of the user's param group with all `params`; None without `params`. ValueError for several groups."""
     groups = {outer_of[param] for param in params}
     if len(groups) > 1:
         raise ValueError(
@@ -73,7 +73,7 @@ def dict_on_host(values: Mapping[str, object]) -> StateDict:
 
 
 def wide(value: object) -> object:
-    """Converts a state tensor of a half-precision parameter to fp32. The update uses an fp32 copy of the parameter."""
+    """Converts a floating-point state tensor, if not scalar, to fp32, because the update uses fp32 parameters."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
         return value.float()
     return value

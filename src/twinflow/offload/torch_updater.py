@@ -1,4 +1,4 @@
-"""Updates of a bucket by any torch.optim.Optimizer, on fp32 copies of the bucket's parameters.
+"""Updates of a bucket by a user's torch.optim.Optimizer, on fp32 copies of the bucket's parameters.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
@@ -102,10 +102,7 @@ class TorchUpdater:
         self._grads = torch.empty(0)  # fp32 gradients of the bucket that is updated now; one worker thread uses it
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Allocates a master of zeros, page-locked if weights are copied from it.
-
-        The states belong to the optimizer.
-        """
+        """Allocates a master of zeros, page-locked if weights are copied from it. The optimizer has the states."""
         if self._where is not None:
             return Store("fp32", torch.zeros(plan.numel, dtype=torch.float32, device=self._where))
         if plan.dtype == torch.float32:
@@ -113,10 +110,7 @@ class TorchUpdater:
         return Store("fp32", hidden_zeros(plan.numel, dtype=torch.float32))
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
-        """Builds the bucket's optimizer.
-
-        The master must hold the weights already, because some constructors read them.
-        """
+        """Builds the bucket's optimizer. The master must hold the weights already: some constructors read them."""
         flats = [bucket.store.master.narrow(0, piece.offset, piece.numel) for piece in bucket.slices]
         params = [nn.Parameter(flat.view(p.local.shape)) for flat, p in zip(flats, bucket.params, strict=True)]
         hosts: Hosts = {param.tensor: host for param, host in zip(bucket.params, params, strict=True)}

@@ -69,11 +69,11 @@ class RuleUpdater:
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """True for fp16, because only the master of an fp32 or bf16 parameter contains the weights."""
+        """True for fp16, whose master does not contain the weights, unless the store has a copy of the weights."""
         return plan.dtype not in (torch.float32, torch.bfloat16) and not self.offloads_params
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
-        """Master and states of one slice as flat fp32 tensors. States that are fp32 are returned as views."""
+        """Master and states of one slice as flat fp32 tensors. fp32 tensors are returned as views."""
         return slices.read(self.rule, self._slice(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
@@ -89,7 +89,7 @@ class RuleUpdater:
         self._round(bucket, index)
 
     def _round(self, bucket: Bucket, index: int) -> None:
-        """Rounds the fp32 master into the separate weights of the state."""
+        """Rounds the fp32 master into the separate weights of the state, if it has such a master and such weights."""
         store = self._slice(bucket, index)
         if store.weight is not None and not store.is_split:
             native.cast(store.weight, store.master)

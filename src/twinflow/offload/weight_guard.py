@@ -187,7 +187,7 @@ def _setattr(self: Tensor, name: str, value: object) -> None:
 
 
 def _ordinarily(tensor: Tensor, use: Callable[[Tensor], _Result]) -> _Result:
-    """Run `use`, which does not call `__torch_function__`, with the parameter in its ordinary class."""
+    """Run `use`, which does not call `__torch_function__`, with an ordinary parameter (a copy for one on the host)."""
     owner = _owner(tensor)
     kind = type(tensor)
     if owner is not None and owner.lives_on_host(tensor):

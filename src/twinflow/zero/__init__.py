@@ -1,4 +1,4 @@
-"""ZeRO: every rank updates its part of each bucket and sends the new weights to the other ranks."""
+"""ZeRO: ranks share the optimizer state. Each rank updates its part, and all ranks exchange the new weights."""
 
 from twinflow.zero.partitioned import partition
 from twinflow.zero.shared import Team, Zero

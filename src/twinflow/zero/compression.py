@@ -1,7 +1,8 @@
 """1-bit Adam with partitioned state: ranks send compressed momenta to the owner of a part, and owners send compressed
 weight changes back.
 
-A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. It is divided into
+one part for each rank, which is the owner of the part.
 
 Before the switch, communication is not compressed. At the switch the second moment v is frozen and rounded such that
 sqrt(v) + eps is a power of two. Every rank gets the exponents k of all elements, where 2**k = 1 / (sqrt(v) + eps).
@@ -10,15 +11,15 @@ with a rare large gradient and limit the step, but a frozen v does not grow. Aft
 for each bucket:
 
 1. Every rank encodes (b1 * shared + (1 - b1) * its gradient) * 2**k plus its error, and sends each part to the owner of
-   the part. `shared` is the momentum by which the last step changed the weights. The rank's error already contains this
-   momentum.
+   the part. `shared` is the momentum by which the last step changed the weights. Its term is not
+   added again, because phase 3 has added b1 * shared * 2**k to the rank's error.
 2. The owner decodes the mean, which is the new momentum. The owner's update, on the host or on the device, uses this
-   momentum and changes the weights of its part by lr * momentum * 2**k.
+   momentum and subtracts lr * momentum * 2**k, with the bias correction of v, from the weights of its part.
 3. The owner encodes the difference between its weights and the weights of all ranks. All ranks, including the owner,
-   change their weights by the decoded difference. The rest is part of the next difference. All ranks therefore have
-   bitwise equal weights. The change divided by the learning rate is the shared momentum of the next step.
+   change their weights by the decoded difference. The rounding error is part of the next difference. All ranks
+   therefore have bitwise equal weights. `shared` of the next step follows from this difference (`_share_momentum`).
 
-If a step is skipped, or a parameter has no gradient on any rank, only phase 1 has run. Each rank then adds the values
+If a step is skipped, or no rank has a gradient for a parameter, only phase 1 has run. Each rank then adds the values
 that it has sent to its error again, because on ranks that are not the owner only the error contains the momentum.
 
 A rank stores an error for every element of the model (4 bytes), k (1 byte), its last codes, and a copy of the published
@@ -58,7 +59,7 @@ class Compression:
     freeze_step: int | None = None  # last step without compression; None: the step at which the second moment is stable
     # The second moment is stable if, of its sums at both ends of a window, smaller / larger is at least this.
     freeze_threshold: float = THRESHOLD
-    freeze_window: int | None = None  # steps of the window; None: 1 / (1 - b2), at most 1000
+    freeze_window: int | None = None  # steps of the window; None: 1 / (1 - b2), limited to 2 to 1000
 
     def __post_init__(self) -> None:
         code_named(self.code)
@@ -71,7 +72,7 @@ class Compression:
 
 
 def default_window(b2: float) -> int:
-    """The number of steps in an average with decay `b2`: 1 / (1 - b2), at most `MAX_WINDOW`."""
+    """The number of steps in an average with decay `b2`: 1 / (1 - b2), limited to 2 to `MAX_WINDOW`."""
     return min(MAX_WINDOW, max(2, round(1.0 / (1.0 - b2))))
 
 
@@ -79,10 +80,10 @@ def default_window(b2: float) -> int:
 class VarianceWatch:
     """Watches the bias-corrected sum of the second moment and decides when it is stable and may be frozen.
 
-    Adam's second moment changes much at the start of training. It is frozen when its sum has changed little over a
-    window of 1 / (1 - b2) steps. With a frozen second moment Adam is linear in the gradients, so that errors of
+    Adam's second moment changes much at the start of training. It is frozen when its sum has changed little over
+    `window` steps. With a frozen second moment Adam is linear in the gradients, so that errors of
     compressed communication cancel over time. The second moment is not frozen while the learning rate rises, nor within
-    a window after that, because later training would need another one.
+    `window` steps after that, because training at the higher learning rate would need another second moment.
     """
 
     window: int
@@ -115,7 +116,7 @@ class VarianceWatch:
 
 @dataclass(eq=False)
 class Exchange:
-    """The buffers of one bucket on one rank."""
+    """The buffers for the compressed communication of one bucket on one rank."""
 
     exponents: Tensor  # k + 127 for the whole bucket; 0 for elements that never had a gradient
     error: Tensor  # error of the whole bucket, in units of weight change / learning rate
@@ -132,16 +133,14 @@ class Exchanges:
     of: Mapping[int, Exchange]  # by index of the bucket
 
     def reduce(self, group: Group, bucket: Bucket, part: Tensor, whole: Tensor, job: Job) -> None:
-        """Writes this rank's part of the new momentum into `part`, multiplied by `job.scale`, by which the update
-        divides.
-        """
+        """Writes this rank's part of the new momentum to `part`, times `job.scale`, by which the update divides it."""
         own, scale = self.of[bucket.plan.index], job.scale
         coding = Coding(self.code, own.exponents, (1.0 - self.b1) * group.world / scale)
         compressed_reduce_scatter(group, part, whole, coding, Errors(own.error, None, own.sent_codes))
         part.mul_(scale)
 
     def take_back(self, bucket: Bucket, unused: Collection[int]) -> None:
-        """Adds the last sent values of parameters that are not updated to the error again."""
+        """Adds the last sent values of the parameters `unused`, which are not updated, to the error again."""
         own = self.of[bucket.plan.index]
         pieces = [piece for piece in bucket.gathered.slices if piece.param in unused]
         wheres = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces]
@@ -162,7 +161,7 @@ class Exchanges:
         self._share_momentum(own, bucket, before, flat, job)
 
     def _share_momentum(self, own: Exchange, bucket: Bucket, before: Tensor, after: Tensor, job: Job) -> None:
-        """Adds the weight change, without weight decay and divided by the learning rate, to this rank's error."""
+        """Adds b1 * `shared` of the next step to this rank's error, computed from the weights before and after."""
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
@@ -178,9 +177,9 @@ class Exchanges:
 
 
 def floor_of(total: float, count: float) -> float:
-    """The least frozen second moment of a parameter, from the sum and the number of its nonzero elements.
-
-    It is a power of two, so that sums in another order of addition give the same value.
+    """The lower limit of a parameter's frozen second moments: `FLOOR` times the mean of its nonzero ones (`total` /
+    `count`), rounded down to a power of two, so that the order of addition in `total` rarely matters. 0 if there is no
+    finite mean.
     """
     if not (count > 0 and 0.0 < total < math.inf):
         return 0.0
@@ -188,7 +187,7 @@ def floor_of(total: float, count: float) -> float:
 
 
 def raised(variance: Tensor, floor: float) -> Tensor:
-    """Raises elements to the floor, except elements that never had a gradient (zeros)."""
+    """Raises elements below `floor` to `floor`, except zeros, which are elements that never had a gradient."""
     return torch.where(variance != 0, variance.clamp(min=floor), variance)
 
 

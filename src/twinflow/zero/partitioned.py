@@ -1,15 +1,15 @@
 """ZeRO stage 3: weights are partitioned too, by torch's `fully_shard`.
 
-`fully_shard` stores this rank's rows of each parameter, gathers a block before it runs, and reduce-scatters its
-gradients. twinflow's runtime (offload/) updates this rank's rows.
+`fully_shard` stores this rank's rows of each parameter, gathers the weights of a block (a layer, offload/blocks.py)
+before it runs, and reduce-scatters its gradients. twinflow's runtime (offload/) updates this rank's rows.
 
 New weights are copied into these rows on a stream of the runtime. The forward's stream waits for the copy in the hook
 before a block. The stream on which `fully_shard` copies rows for the all-gather must wait too, because it runs ahead of
 the forward's stream (`gathering_streams`).
 
-A tied weight must be in one group of `fully_shard` only, otherwise it would become several weights. A block that shares
-a weight with another part of the model is therefore gathered with the root, and the forward waits for its weights
-there.
+A tied weight must be in one call of `fully_shard` only, otherwise it would become several weights. A block that shares
+a weight with another part of the model is therefore gathered with the root, which is the model itself, and the model's
+forward waits for its weights before it starts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError for a model that `fully_shard` does not support, before the model changes."""
+    """Raises ValueError for a model without parameters, and for DTensors and parameters without dimensions."""
     if next(model.parameters(), None) is None:
         raise ValueError("The model has no parameters, but must have some to be trained. Pass a model with parameters.")
     for name, param in model.named_parameters():
@@ -82,7 +82,7 @@ def _check(model: nn.Module) -> None:
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
-    """Parameters, named parameters or param groups, with the parameters after `partition`."""
+    """`groups` (parameters, named parameters or param groups) with each parameter as it is after `partition`."""
     found: list[ParamEntry] = []
     for item in groups:
         if isinstance(item, Mapping):
@@ -100,8 +100,8 @@ def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry
 def gathered_blocks(model: nn.Module) -> list[Block]:
     """The blocks whose forward waits for their own weights.
 
-    After `fully_shard` these are the blocks that it gathers separately. Other blocks are gathered with an outer module,
-    before their own hook would wait.
+    Without `fully_shard` these are all blocks, and otherwise the blocks that it gathers separately. Other blocks are
+    gathered with an outer module, before their own hook would wait.
     """
     blocks = find_blocks(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -111,7 +111,7 @@ def gathered_blocks(model: nn.Module) -> list[Block]:
 
 
 def _reduce_dtype(model: nn.Module, zero: Zero, device: torch.device) -> torch.dtype | None:
-    """The dtype of gradient sums: fp32 for half precision over gloo, which would sum in half precision."""
+    """The dtype of gradient sums: `zero.dtype`, else fp32 for half precision over gloo, else None (their own)."""
     is_half = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
     return zero.dtype or (torch.float32 if is_half and backend_for(device) == "gloo" else None)
 
@@ -140,7 +140,7 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
 
 
 class _OnHost:
-    """Base class of collectives that `fully_shard` calls."""
+    """Base class of collectives that `fully_shard` calls instead of gloo's own."""
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, Group] = {}
@@ -172,7 +172,7 @@ class HostAllGather(_OnHost):
 
 
 class HostReduceScatter(_OnHost):
-    """Sums gradients over ranks and gives this rank its rows of the sum."""
+    """Sums or averages gradients over ranks, depending on `op`, and gives this rank its rows of the result."""
 
     def __call__(
         self,
@@ -201,7 +201,7 @@ class _TakesCollectives(Protocol):
 
 
 def use_own_collectives(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Sets the collectives of modules after `fully_shard`. With torch 2.8 on a CPU, gloo's own collectives are used.
+    """Makes modules after `fully_shard` use `HostAllGather` and `HostReduceScatter`, except with torch 2.8 on a CPU.
 
     Raises RuntimeError with torch 2.8 on a GPU.
     """

@@ -1,16 +1,16 @@
 """The publisher sends new weights to all ranks.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
-optimizer step. The executor runs its copies and updates.
+optimizer step. The executor (offload/executor.py) runs the copies and updates of jobs.
 
 Threads: the thread "twinflow-publisher" calls all all-gathers, on the stream "publish". If two ranks called them in
-different orders, layers would be mixed up without an error. The thread therefore calls them step by step, in the order
+different orders, buckets would be mixed up without an error. The thread therefore calls them step by step, in the order
 in which the next forward needs the weights, for the buckets that all ranks agree to have changed (`expect`).
 
-Order for one bucket: the executor reports that this rank's part was copied into its parameters (`wait_until_sent`). The
-stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies the other ranks' parts
-into the parameters. `note_published` gives the event of the last copy to the executor, and the next forward waits for
-it. `executor.changed` protects the list of `Edition`s, one for each step.
+Order for one bucket: the executor reports that the copy of this rank's part into the parameters is queued
+(`wait_until_sent`). The stream waits for the event of that copy, packs the part into a flat buffer, gathers, and copies
+the other ranks' parts into the parameters. `note_published` gives the event of the last copy to the executor, and the
+next forward waits for it. `executor.changed` protects the list of `Edition`s, one for each step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RankThread:
                 self._executor.fail(error)
 
     def _turn(self) -> None:
-        """Does the next piece of work, or waits up to a second for it."""
+        """Does the next piece of work, or waits for it."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ class Edition:
 
 @dataclass(frozen=True)
 class Copies:
-    """Views of the pieces of a bucket, this rank's (`own`) and `others`, in the parameters and in the flat buffer."""
+    """Views of a bucket's slices in the parameters and in `flat` (fields `..._flat`): this rank's and other ranks'."""
 
     addresses: list[int]  # addresses of the parameters when the views were made
     flat: Tensor  # the buffer for all ranks' parts
@@ -114,7 +114,7 @@ class Publisher(RankThread):
         self._thread.start()
 
     def expect(self, job: Job, changed: Sequence[int]) -> None:
-        """Announces the buckets that this job changes on all ranks, in the order in which they are published."""
+        """Announces the buckets that this job changes, in the order of publication. All ranks pass the same list."""
         same = [bucket for index, bucket in self._buckets.items() if index not in set(changed)]
         with self._changed:
             self._editions.append(Edition(job, deque(self._buckets[index] for index in changed), same))
@@ -153,7 +153,7 @@ class Publisher(RankThread):
             self._changed.notify_all()
 
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
-        """Queues the exchange of a bucket. Returns the event after which its parameters have all new weights."""
+        """Queues the exchange of a bucket. Returns the event of the last copy into its parameters, if there is one."""
         group = self._group
         if bucket.offloads_params:
             return None  # blocks gather its weights when they run

@@ -1,18 +1,18 @@
-"""The reducer sums gradients over all ranks and gives each rank its part of the sum.
+"""The reducer sums gradients over all ranks and gives each rank its part of the sum, or all of it with ZeRO stage 0.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one
 optimizer step, and a task is the work for one bucket in a job. The executor runs the copies and updates.
 
-Threads: autograd's thread submits complete buckets. The thread "twinflow-reducer" calls all collectives, on the stream
-"reduce". `executor.changed` protects the `Round`s, one for each backward.
+Threads: autograd's thread, or the user's in `step`, submits complete buckets. The thread "twinflow-reducer" calls all
+collectives, on the stream "reduce". `executor.changed` protects the `Round`s, one for each job.
 
-Order: all ranks must call collectives in the same order, but gradients may be complete in any order. Buckets are
-reduced in the order in which the first backward of rank 0 completed them. In the first step they are reduced from the
-last block to the first. A bucket that is complete earlier waits with its buffer. Every bucket is reduced in every
-backward that sends gradients. A rank sends zeros for parameters without a gradient.
+Order: all ranks must call collectives in the same order, but gradients may be complete in any order. In the first
+step buckets are reduced from the last block to the first, and afterwards in the order in which rank 0 submitted them in
+that step's last backward. A bucket that is complete before its turn waits with its buffer. Every bucket is reduced in
+every backward that sends gradients. A rank sends zeros for parameters without a gradient.
 
 When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
-parameter that has a gradient on any rank is updated on all ranks, as in one process.
+parameter that has a gradient on at least one rank is updated on all ranks, as in one process.
 
 With ZeRO stage 3, torch's `fully_shard` sums and partitions the gradients, and ranks agree only on the norm. The thread
 "twinflow-norm-reducer" does this. All ranks close their jobs in the same order, which orders its collectives.
@@ -46,7 +46,7 @@ from twinflow.zero.publisher import Publisher, RankThread
 
 @dataclass(eq=False)
 class Round:
-    """The reductions of one backward, or of one step."""
+    """The reductions of one job, which may be only a part of a step (`Job.is_part`)."""
 
     job: Job
     tasks: dict[int, Task] = field(default_factory=dict)  # by bucket: submitted and not yet reduced
@@ -70,7 +70,7 @@ class Wire:
 
 
 class Reducer(RankThread):
-    """Takes complete buckets and gives this rank's part of their sum to the executor.
+    """Takes gradients of buckets and gives this rank's part of their sum over ranks to the executor or `DeviceWork`.
 
     It implements the runtime's interface `Sharing`. The publisher handles the new weights.
     """
@@ -141,14 +141,14 @@ class Reducer(RankThread):
             self._changed.notify_all()
 
     def wait_for_sums(self) -> None:
-        """Waits until all submitted tasks were given to the executor."""
+        """Waits until all submitted tasks are given to the executor and all closed steps are decided."""
         with self._changed:
             while self._rounds:
                 self._executor.check()
                 self._changed.wait(1.0)
 
     def forget(self) -> None:
-        """Drops weights that are not published yet."""
+        """Drops the buckets that were announced to the publisher and are not published yet."""
         self._publisher.forget()
 
     def hold_back(self, job: Job) -> None:
@@ -187,7 +187,7 @@ class Reducer(RankThread):
                 self._changed.notify_all()
 
     def _next(self) -> Task | None:
-        """The task whose turn it is; None if it was not yet submitted."""
+        """The task whose turn it is; None if it is not submitted yet, or if all buckets are reduced."""
         if not self._rounds or self._rounds[0].num_done == len(self._order):
             return None
         now = self._rounds[0]
@@ -290,9 +290,8 @@ def _last_block_first(bucket: Bucket) -> tuple[int, int]:
 
 
 def of_all_axes(sums: Tensor, replica: Group | None) -> Tensor:
-    """Sums of squares over the data axis, or over all parts of the model if there are pipeline or tensor ranks.
-
-    All ranks get the same numbers in the same order.
+    """Returns `sums`, the sums of squares of the ranks on the data axis. With pipeline or tensor ranks (`replica`)
+    returns the total of `sums` of each of those ranks instead. All ranks get the same numbers in the same order.
     """
     if replica is None:
         return sums

@@ -1,4 +1,4 @@
-"""ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads between ranks.
+"""ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads for communication.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The stages are:
 
@@ -117,7 +117,7 @@ class Team:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of each bucket. It is 1 with `fully_shard`, which partitions the parameters instead."""
+        """Number of parts of each bucket: 1 with stage 0 or `fully_shard`, which partitions parameters instead."""
         return self.world if self.zero.stage and self.zero.shares_buckets else 1
 
     @property
@@ -130,20 +130,20 @@ class Team:
         self.exchanges = exchanges
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copies rank 0's values to all ranks."""
+        """Copies the values of the team's first rank to all ranks of the team."""
         with torch.no_grad():
             for tensor in tensors:
                 self._reduce.broadcast(tensor)
 
     def least(self, values: Sequence[float]) -> list[float]:
-        """The minimum of each value over all ranks."""
+        """The minimum of each value over all ranks of the team."""
         rows = self.calls.gather_rows(torch.tensor(values, dtype=torch.float64))
         found: list[float] = rows.min(dim=0).values.tolist()
         return found
 
     def shards(self, plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> tuple[list[BucketPlan], Shards]:
-        """This rank's part of each bucket, and the record with the function that starts the threads that communicate
-        with other ranks. The runtime calls this function.
+        """The plans of this rank's parts of the buckets, and a record of the function by which the runtime starts the
+        threads that communicate with other ranks.
         """
         if not self.zero.shares_buckets:
             return list(plans), OwnBuckets(self._start_norm_reducer)

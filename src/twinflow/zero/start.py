@@ -28,7 +28,7 @@ LOGGER = logging.getLogger("twinflow")
 
 
 def start_watch(ranks: RankEnvironment, hang_timeout_s: float) -> Watch | None:
-    """Starts a watch that detects ranks that fail or hang. A single process gets None, because it may be idle."""
+    """Starts a watch that detects ranks that fail or hang. None for one process, or if the store cannot be cloned."""
     if ranks.world_size == 1:
         return None
     store = group_store()
@@ -75,7 +75,7 @@ def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
 
 
 def _local_nodes(group: Group, ranks: RankEnvironment, device: torch.device) -> list[int | None]:
-    """The NUMA nodes of the GPUs of this machine's ranks; empty if they are not known for all of these ranks."""
+    """The NUMA node of each local rank's GPU, None if not known. The list is empty if another machine has this name."""
     said = gather_json(group, {"host": socket.gethostname(), "local_rank": ranks.local_rank, "node": _node_of(device)})
     here = {one["local_rank"]: one["node"] for one in said if one["host"] == socket.gethostname()}
     if sorted(here) != list(range(ranks.local_world_size)):  # several machines have the same name
