@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import cache, partial
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from twin_support import (
     weights,
 )
 
+from twinflow.offload import changes, reconfigure
 from twinflow.offload.placement import cut, place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, ParamSpec, plan_buckets
 from twinflow.optim.loss_scale import dynamic
@@ -363,6 +365,27 @@ def test_a_delayed_update_in_flight_loads_at_any_ratio() -> None:
     with closing(optimizer):
         train(model, optimizer, range(3, 6))
         assert_same(snapshot(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize(("ratio", "place"), [(0.0, HOST), (1.0, RESIDENT)])
+def test_a_move_without_enough_memory_keeps_a_delayed_update(
+    ratio: float, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(fails: bool) -> dict[str, Tensor]:
+        model = gpt()
+        with closing(twin(model, lr=1e-2, early=True, delayed_update=True, ratio=ratio)) as optimizer:
+            train(model, optimizer, range(3))
+            optimizer.wait()
+            optimizer.runtime.wait_for_copies()
+            for bucket in optimizer.runtime.buckets if fails else ():
+                with pytest.raises(MemoryError):
+                    reconfigure.move(optimizer.runtime, bucket, place)
+            train(model, optimizer, range(3, 6))
+            return snapshot(model, optimizer)
+
+    wanted = run(False)
+    monkeypatch.setattr(changes, "move", Mock(side_effect=MemoryError))
+    assert_same(run(True), wanted)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])

@@ -292,7 +292,10 @@ def pattern_from_config(section: Mapping[str, Any], num_heads: int) -> SparsityC
 
 
 def _spans(rows: Tensor, first: Tensor, end: Tensor, num_blocks: int, is_causal: bool = False) -> Tensor:
-    """Blocks in the columns from `first` to `end` (exclusive) of each row, or up to the diagonal if causal."""
+    """Flat indices of the blocks in the columns from `first` to `end` (exclusive) of each row.
+
+    If causal, columns after the diagonal are left out.
+    """
     end = torch.minimum(end, rows + 1) if is_causal else end
     lengths = (end - first).clamp(min=0)
     _check_kept(int(lengths.sum()))

@@ -118,7 +118,8 @@ class _Archive:
     def read(self, name: str) -> bytes:
         start, size = self._place(name)
         if size > MAX_PICKLE_BYTES:
-            raise invalid_value(f"{self.path}: The size of {name!r}", size, f"at most {MAX_PICKLE_BYTES} bytes")
+            remedy = "The entry has only names and numbers, so the file is damaged. Copy it again, or save it again."
+            raise invalid_value(f"{self.path}: The size of {name!r}", size, f"at most {MAX_PICKLE_BYTES} bytes", remedy)
         return self._raw[start : start + size]
 
     def storage(self, key: str, dtype: torch.dtype, numel: int) -> Tensor:

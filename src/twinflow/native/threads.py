@@ -33,7 +33,10 @@ def default_threads(environ: Mapping[str, str]) -> int:
 
 
 def limit_threads(num_cpus: int, quota: int | None, num_local: int) -> int:
-    """Number of threads of one rank that has `num_cpus` CPUs of its own. All local ranks share the quota."""
+    """Number of threads of one rank that has `num_cpus` CPUs of its own.
+
+    `quota` is the number of CPUs that the control group allows all local ranks together. None means no limit.
+    """
     allowed = num_cpus if quota is None else min(num_cpus, quota // num_local)
     return max(1, min(allowed, MAX_THREADS))
 

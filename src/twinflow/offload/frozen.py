@@ -100,7 +100,7 @@ class Frozen:
         self._copier.start()
 
     def end(self) -> None:
-        """Releases all buckets and ends the copier. The registered functions must not be called any more."""
+        """Releases all buckets and ends the copier. The functions that `add` has returned must not be called later."""
         with self._changed:
             self._is_over = True
             for index in self._unread:

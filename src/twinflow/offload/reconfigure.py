@@ -34,7 +34,7 @@ def change(runtime: Runtime, settings: Settings) -> None:
 def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
     """Moves the state of a bucket to another place. Call `wait` and `wait_for_copies` first.
 
-    Raises MemoryError if the other place has too little memory. The state then stays in its place.
+    Raises MemoryError if the other place has too little memory. Nothing has changed then.
     """
     runtime.wait_for_readers()
     if place == bucket.plan.place:
@@ -44,9 +44,11 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
     if last is not None and any(task.bucket is bucket for task in last.unsent):
         last.unsent = [task for task in last.unsent if task.bucket is not bucket]
         has_unsent = True
-    changes.move(bucket, place, runtime.updaters[place], runtime.options())
-    if has_unsent and last is not None:
-        _hold_back(runtime, last, bucket)
+    try:
+        changes.move(bucket, place, runtime.updaters[place], runtime.options())
+    finally:  # also if there was too little memory
+        if has_unsent and last is not None:
+            _hold_back(runtime, last, bucket)
     fit_pools(runtime.executor, runtime.settings, runtime.buckets)
 
 
