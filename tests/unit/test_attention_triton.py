@@ -163,7 +163,8 @@ def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, call: str) -> None:
 
 
 @pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
-@pytest.mark.parametrize("call", ["128-bf16-128-2-2", pytest.param("128-fp16-16-4-2-causal", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("call", ["128-bf16-128-2-2", "128-fp16-16-4-2-causal"])
 def test_compiled_those_for_hopper_fit(tmp_path: Path, call: str) -> None:
     """A program has a multiprocessor to itself: two warpgroups with products, each with its own half, and a loader."""
     products = {"forward": 4 if "-128-2-2" in call else 2, "query_gradients": 3, "key_gradients": 4}

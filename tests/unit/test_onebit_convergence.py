@@ -25,6 +25,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from onebit_played import CompressedAdam, PlainAdam, PlayedAdam  # noqa: E402
 
+pytestmark = pytest.mark.matrix  # benchmarks are no part of the library
+
 
 class ThreadGroup(Group):
     """Ranks that are threads: a collective reads the tensors of all threads between two barriers."""

@@ -13,6 +13,8 @@ import torch
 
 from twinflow.planner.costs import Memory
 
+pytestmark = pytest.mark.matrix  # benchmarks are no part of the library
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = Memory(int(150.1e9 * 0.98), int(134.2e9 * 0.97))
 
