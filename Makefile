@@ -58,11 +58,11 @@ test: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Four workers keep two cores busy while tests wait for processes. More threads in each would only wait for each other.
+# Three workers keep two cores busy while tests wait for processes; four take longer.
 # The tests are collected once before, which compiles them and all that they import: else each worker would do it again.
 unit: $(VENV)/.installed
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "not slow and not matrix"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not matrix"
 
 test-all: lint
 	$(BIN)/python tests/run_parts.py

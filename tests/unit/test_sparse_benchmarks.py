@@ -18,6 +18,8 @@ import sparse_convergence as convergence  # noqa: E402
 
 from twinflow.loss import IGNORE_INDEX  # noqa: E402
 
+pytestmark = pytest.mark.matrix  # benchmarks are no part of the library
+
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(FOLDER / script), "--tiny", *arguments]
