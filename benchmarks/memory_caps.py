@@ -179,9 +179,8 @@ def our_config(zero: Mapping[str, Any]) -> dict[str, Any]:
     return config_of(zero) | {"bf16": {"enabled": CUDA, "check_grad_overflow": False}}
 
 
-def engine_steps(shape: GPTConfig) -> None:
-    """ZeRO-2 with all state on the GPU, by our engine."""
-    engine, *_ = twinflow.initialize(model=build(lambda: GPT(shape), DEVICE, DTYPE), config=our_config({"stage": 2}))
+def two_steps(engine: Any, shape: GPTConfig) -> None:
+    """Two steps of an engine of either library, which is closed then."""
     try:
         x = tokens_of(shape)
         for _ in range(2):
@@ -189,6 +188,12 @@ def engine_steps(shape: GPTConfig) -> None:
             engine.step()
     finally:
         engine.destroy()
+
+
+def engine_steps(shape: GPTConfig) -> None:
+    """ZeRO-2 with all state on the GPU, by our engine."""
+    engine, *_ = twinflow.initialize(model=build(lambda: GPT(shape), DEVICE, DTYPE), config=our_config({"stage": 2}))
+    two_steps(engine, shape)
 
 
 def deepspeed_steps(shape: GPTConfig) -> None:
@@ -198,13 +203,7 @@ def deepspeed_steps(shape: GPTConfig) -> None:
     model = build(lambda: GPT(shape), DEVICE, DTYPE)
     config = config_of({"stage": 2}, torch_adam=True) | {"steps_per_print": 10**9}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        x = tokens_of(shape)
-        for _ in range(2):
-            engine.backward(engine(x, x).loss)
-            engine.step()
-    finally:
-        engine.destroy()
+    two_steps(engine, shape)
 
 
 STEPS = {"plain": plain_steps, "zero2": engine_steps, "deepspeed": deepspeed_steps}

@@ -153,7 +153,7 @@ def test_a_rank_that_dies_makes_the_others_fail(tmp_path: Path) -> None:
     for rank in (0, 2, 3):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["error"] == "RuntimeError"
-        assert re.search("from pipeline rank 1 failed:|message to pipeline rank 1 could not be sent", found["text"]), (
+        assert re.search("from pipeline rank 1 failed|message to pipeline rank 1 could not be sent", found["text"]), (
             found
         )
         assert found["seconds"] < 60

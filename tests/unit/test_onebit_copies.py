@@ -16,9 +16,9 @@ from twinflow.engine.restore import _check_errors
 from twinflow.offload.bucket import Param
 from twinflow.offload.placement import place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, BucketPlan, ParamSpec, plan_buckets
-from twinflow.offload.shards import widen
 from twinflow.optim.switch import Replica, own_errors, tree_of
 from twinflow.parallel.shard import even_shard, mark
+from twinflow.zero.parts import widen
 
 
 def spec(name: str, numel: int, block: int = 0, shared: str = "") -> ParamSpec:

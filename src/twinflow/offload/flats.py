@@ -57,7 +57,6 @@ class FlatPool:
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
     def _forget_free(self) -> None:
-        """Free all unused buffers."""
         for free in self._free.values():
             while free:
                 tensor, event = free.pop()

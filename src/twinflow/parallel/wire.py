@@ -292,7 +292,8 @@ class Wire:
         try:
             message = self._links.receive(sender, keys[0])
         except RuntimeError as error:
-            raise RuntimeError(f"Receiving from pipeline rank {sender} failed: {error}. Read its log.") from error
+            cause = f"Receiving from pipeline rank {sender} failed. Look for the first error in its log. Cause: {error}"
+            raise RuntimeError(cause) from error
         with self._changed:
             self._mailbox[keys.popleft()] = message
             self._changed.notify_all()

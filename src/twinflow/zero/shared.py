@@ -30,11 +30,11 @@ from twinflow.offload.executor import Executor
 from twinflow.offload.flats import FlatPool
 from twinflow.offload.plan import BucketPlan, ParamSpec
 from twinflow.offload.settings import Settings
-from twinflow.offload.shards import part_of, widen
 from twinflow.offload.sharing import OwnBuckets, Shards, SharedBuckets
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.topology import DATA
 from twinflow.zero.compression import Compression, Exchanges
+from twinflow.zero.parts import part_of, widen
 from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import NormReducer, Reducer, Wire
 

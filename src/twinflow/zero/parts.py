@@ -3,8 +3,8 @@
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
 Parts and slices start at multiples of 128 in their bucket. A part therefore also starts at a multiple of 128 in a
-parameter, and every element gets the same bits as with one rank. If a bucket has a parameter that
-cannot be split, all its slices are assigned whole, the largest first, each to the rank with the fewest elements so far.
+parameter, and every element gets the same bits as with one rank. If a bucket has a parameter that cannot be split, all
+its slices are assigned whole, the largest first, each to the rank with the fewest elements so far.
 """
 
 from __future__ import annotations
