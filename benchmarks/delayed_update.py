@@ -1,15 +1,18 @@
 """Does training with the delayed update end where training without it ends, and how much faster is a step?
 
     python benchmarks/delayed_update.py                  # 25 M parameters, 3 seeds, 3,000 steps: needs CUDA
+    python benchmarks/delayed_update.py --parts quality --lr 3e-4 1e-4      # with other learning rates
     python benchmarks/delayed_update.py --tiny           # shows on any machine that the script works, nothing more
     python benchmarks/delayed_update.py --plot benchmarks/results/<date>-delayed-update.json
 
 Part 1 trains a GPT on Python source text, in bf16 with all state on the host: without the delay, with the delay after
-the warm-up of the learning rate, and with the delay from the first step. A seed sets the initial weights and the
-batches. All runs are processes that share the GPU, so their times mean nothing. Part 2 measures steps of a larger GPT
-with few tokens, alone: forward and backward, then a step without and with the delay, in alternating windows. Prints
-tables; `--save` writes them to `--save-to`, with a JSON file and a picture of the curves. `--budget` is the wall-clock
-time in seconds after which runs of part 1 are stopped; these are named in the output.
+the warm-up of the learning rate, and with the delay from the first step. `--ways "plain PyTorch"` is the delay after
+the warm-up in a few lines of PyTorch, without this library, to separate the method from its implementation. A seed sets
+the initial weights and the batches. Each learning rate has its own runs. All runs are processes that share the GPU, so
+their times mean nothing. Part 2 measures steps of a larger GPT with few tokens, alone: forward and backward, then a
+step without and with the delay, in alternating windows. Prints tables; `--save` writes them to `--save-to`, with a JSON
+file and a picture of the curves. `--budget` is the wall-clock time in seconds after which runs of part 1 are stopped;
+these are named in the output.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from twinflow.optim.twin import TwinOptimizer
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-WAYS = ("no delay", "delay after warm-up", "delay from the start")
+WAYS = ("no delay", "delay after warm-up", "delay from the start", "plain PyTorch")
 POINTS = 60  # of a curve
 TOLD = 500  # steps between two lines of progress
 
@@ -73,30 +76,63 @@ def all_batches(data: TokenData, split: Split, num: int, batch_size: int, contex
     return tokens, targets
 
 
-def train(way: str, seed: int, scale: Scale, deadline: float) -> dict[str, Any]:
-    """The curve of the training loss, and the validation loss at the end. `valid` is missing if time was up before."""
-    start = time.time()
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    row: dict[str, Any] = {"way": way, "seed": seed, "curve": []}
-    data = load_data("stdlib", seed=seed)
-    tokens, targets = all_batches(data, "train", scale.num_steps, scale.batch_size, scale.shape.context)
-    model = GPT(scale.shape).to(DEVICE, DTYPE)
-    warm_up = scale.num_steps // 20
-    optimizer = TwinOptimizer(
+class PlainDelay(torch.optim.AdamW):
+    """The delay in plain PyTorch. AdamW updates fp32 copies; after `start` steps, the model gets them a step late."""
+
+    def __init__(self, model: GPT, start: int, **options: Any) -> None:
+        self.used = list(model.parameters())
+        self.newest = [param.detach().to(torch.float32, copy=True) for param in self.used]
+        super().__init__(self.newest, foreach=True, **options)
+        self.start, self.num_steps = start, 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        before = [param.clone() for param in self.newest]
+        for param, newest in zip(self.used, self.newest, strict=True):
+            newest.grad = param.grad.float() if param.grad is not None else None
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(self.newest, 1.0)
+        super().step()
+        self.num_steps += 1
+        torch._foreach_copy_(self.used, before if self.num_steps > self.start else self.newest)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        torch._foreach_copy_(self.used, self.newest)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def optimizer_of(way: str, model: GPT, lr: float, warm_up: int) -> TwinOptimizer | PlainDelay:
+    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if way == "plain PyTorch":
+        return PlainDelay(model, warm_up, **options)
+    return TwinOptimizer(
         model,
         "adamw",
-        lr=1e-3,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
         max_grad_norm=1.0,
         early=True,
         host_threads=2,
         delayed_update=way != "no delay",
         delayed_update_start=warm_up if way == "delay after warm-up" else 0,
+        **options,
     )
+
+
+def train(way: str, seed: int, lr: float, scale: Scale, deadline: float) -> dict[str, Any]:
+    """The curve of the training loss, and the validation loss at the end. `valid` is missing if time was up before."""
+    start = time.time()
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"way": way, "seed": seed, "lr": lr, "curve": []}
+    data = load_data("stdlib", seed=seed)
+    tokens, targets = all_batches(data, "train", scale.num_steps, scale.batch_size, scale.shape.context)
+    model = GPT(scale.shape).to(DEVICE, DTYPE)
+    warm_up = scale.num_steps // 20
+    optimizer = optimizer_of(way, model, lr, warm_up)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=warm_up)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, scale.num_steps - warm_up, eta_min=1e-4)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, scale.num_steps - warm_up, eta_min=lr / 10)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [warm_up])
     every = max(1, scale.num_steps // POINTS)
     since = []
@@ -112,7 +148,7 @@ def train(way: str, seed: int, scale: Scale, deadline: float) -> dict[str, Any]:
             since = []
             if (step + 1) % TOLD < every:
                 loss_now, seconds = row["curve"][-1][1], time.time() - start
-                print(f"{way}, seed {seed}, step {step + 1}: {loss_now:.4f}, {seconds:.0f} s", flush=True)
+                print(f"{way}, {lr:g}, seed {seed}, step {step + 1}: {loss_now:.4f}, {seconds:.0f} s", flush=True)
             if time.time() > deadline and step + 1 < scale.num_steps:
                 return {**row, "why": f"stopped at step {step + 1:,} after {time.time() - start:.0f} s"}
     optimizer.flush()  # the last delayed update
@@ -129,34 +165,45 @@ def validate(model: GPT, data: TokenData, batch_size: int) -> float:
     return float(torch.stack([model(*pair).loss for pair in zip(tokens, targets, strict=True)]).float().mean())
 
 
-def train_all(scale: Scale, ways: list[str], budget: float) -> list[dict[str, Any]]:
+def train_all(scale: Scale, ways: list[str], rates: list[float], budget: float) -> list[dict[str, Any]]:
     """All runs. A run that failed or was stopped has `why` instead of `valid`."""
     begin = time.time()
-    jobs = [(way, seed) for seed in range(scale.num_seeds) for way in ways]
+    seeds = {way: range(1 if way == "plain PyTorch" else scale.num_seeds) for way in ways}
+    jobs = [(way, seed, lr) for lr in rates for way in ways for seed in seeds[way]]
     found = []
     with ProcessPoolExecutor(len(jobs) if CUDA else 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(train, way, seed, scale, begin + budget - 10.0): (way, seed) for way, seed in jobs}
+        pending = {pool.submit(train, *job, scale, begin + budget - 10.0): job for job in jobs}
         for run in as_completed(pending):
-            way, seed = pending[run]
+            way, seed, lr = pending[run]
             try:
                 row = run.result()
             except Exception as error:
                 traceback.print_exc()
-                row = {"way": way, "seed": seed, "curve": [], "why": f"failed with {type(error).__name__}: {error}"}
+                row = {
+                    "way": way,
+                    "seed": seed,
+                    "lr": lr,
+                    "curve": [],
+                    "why": f"failed with {type(error).__name__}: {error}",
+                }
             found.append(row)
             ends = f"{row['valid']:.4f}" if "valid" in row else row["why"]
-            print(f"{time.time() - begin:4.0f} s: {way}, seed {seed}: {ends}", flush=True)
-    return sorted(found, key=lambda row: (row["seed"], WAYS.index(row["way"])))
+            print(f"{time.time() - begin:4.0f} s: {way}, {lr:g}, seed {seed}: {ends}", flush=True)
+    return sorted(found, key=lambda row: (-row["lr"], row["seed"], WAYS.index(row["way"])))
 
 
 def plotted(runs: list[dict[str, Any]]) -> str:
-    """The curves of all runs in one plot, without the steep start."""
-    curves = []
-    for row in runs:
-        points = [(step, loss) for step, loss in row["curve"]][len(row["curve"]) // 6 :]
-        label = row["way"] if row["seed"] == min(one["seed"] for one in runs) else ""
-        curves.append(Curve(label, points, WAYS.index(row["way"]), is_faint=True))
-    return picture([Panel("Training loss of a GPT with the delayed update, nats a byte, all seeds", curves)])
+    """The curves of all runs, without the steep start, one plot for each learning rate."""
+    panels = []
+    for lr in sorted({row["lr"] for row in runs}, reverse=True):
+        curves, named = [], set()
+        for row in (row for row in runs if row["lr"] == lr):
+            points = [(step, loss) for step, loss in row["curve"]][len(row["curve"]) // 6 :]
+            label = "" if row["way"] in named else row["way"]
+            named.add(row["way"])
+            curves.append(Curve(label, points, WAYS.index(row["way"]), is_faint=True))
+        panels.append(Panel(f"Training loss of a GPT, nats a byte, learning rate {lr:g}, all seeds", curves))
+    return picture(panels)
 
 
 def measure_steps(scale: Scale) -> list[dict[str, Any]]:
@@ -210,21 +257,26 @@ def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]], scale: Scale) -
             f"A GPT of {numel / 1e6:.1f} M parameters, {scale.num_steps:,} steps of {scale.batch_size} x "
             f"{scale.shape.context} bytes of Python source text, all state on the host. Validation loss, nats a byte:",
             "",
-            "| way | " + " | ".join(f"seed {seed}" for seed in range(scale.num_seeds)) + " | mean | beside no delay |",
-            "|---|" + "---:|" * (scale.num_seeds + 2),
+            "| learning rate | way | " + " | ".join(f"seed {seed}" for seed in range(scale.num_seeds)) + " | mean | |",
+            "|---:|---|" + "---:|" * (scale.num_seeds + 2),
         ]
-        by_way: dict[str, dict[int, float]] = {}
+        found: dict[tuple[float, str], dict[int, float]] = {}
         for run in (run for run in runs if "valid" in run):
-            by_way.setdefault(run["way"], {})[run["seed"]] = run["valid"]
-        for way, losses in by_way.items():
-            cells = [f"{losses[seed]:.4f}" if seed in losses else "left out" for seed in range(scale.num_seeds)]
-            both = sorted(set(losses) & set(by_way.get(WAYS[0], {})))  # seeds that both ways have
+            found.setdefault((run["lr"], run["way"]), {})[run["seed"]] = run["valid"]
+        for (lr, way), losses in sorted(found.items(), key=lambda item: (-item[0][0], WAYS.index(item[0][1]))):
+            cells = [f"{losses[seed]:.4f}" if seed in losses else "" for seed in range(scale.num_seeds)]
+            plain = found.get((lr, WAYS[0]), {})
+            both = sorted(set(losses) & set(plain))  # seeds that both ways have
             beside = ""
-            if both:
-                mean, plain = (statistics.mean(by_way[one][seed] for seed in both) for one in (way, WAYS[0]))
-                beside = f"{mean / plain - 1.0:+.2%}"
-            lines.append(f"| {way} | {' | '.join(cells)} | {statistics.mean(losses.values()):.4f} | {beside} |")
-        missing = [f"- Left out: {run['way']}, seed {run['seed']}: {run['why']}" for run in runs if "why" in run]
+            if both and way != WAYS[0]:
+                ratio = statistics.mean(losses[seed] for seed in both) / statistics.mean(plain[seed] for seed in both)
+                beside = f"{ratio - 1.0:+.2%}"
+            cells += [f"{statistics.mean(losses.values()):.4f}", beside]
+            lines.append(f"| {lr:g} | {way} | {' | '.join(cells)} |")
+        lines += ["", "The last column compares with no delay at the same learning rate, over the seeds of both."]
+        missing = [
+            f"- Left out: {run['way']}, {run['lr']:g}, seed {run['seed']}: {run['why']}" for run in runs if "why" in run
+        ]
         lines += ["", *missing, *([""] if missing else [])]
     if rows:
         lines += [
@@ -245,7 +297,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=["quality", "speed"], default=["quality", "speed"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-3])
+    parser.add_argument("--add", type=Path, metavar="FILE.json", help="saved runs that are shown beside the new ones")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which runs of part 1 are stopped")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
@@ -256,7 +310,9 @@ def main() -> None:
         options.plot.with_suffix(".svg").write_text(plotted(runs), encoding="utf-8")
         return
     scale = TINY if options.tiny else FULL
-    runs = train_all(scale, options.ways, options.budget) if "quality" in options.parts else []
+    runs = train_all(scale, options.ways, options.lr, options.budget) if "quality" in options.parts else []
+    if options.add:
+        runs += json.loads(options.add.read_text(encoding="utf-8"))["runs"]
     path = options.save_to / f"{datetime.date.today()}-delayed-update.md"
     if options.save:
         options.save_to.mkdir(parents=True, exist_ok=True)

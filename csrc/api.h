@@ -67,6 +67,8 @@ TF_PUBLIC void tf_sum_squares(const void* const* tensors, const int64_t* numels,
                               int64_t num_tensors, double* sums);
 TF_PUBLIC void tf_accumulate(float* into, const void* from, int32_t from_type, int64_t numel);
 TF_PUBLIC void tf_cast(void* into, int32_t into_type, const void* from, int32_t from_type, int64_t numel);
+// master[i] = values[i], except where values[i] is a nearest neighbour of master[i] in its own type.
+TF_PUBLIC void tf_adopt(float* master, const void* values, int32_t values_type, int64_t numel);
 // Conversion of fp32 values to a split master, which has upper (bf16) and lower (int16) halves, and back.
 TF_PUBLIC void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
 TF_PUBLIC void tf_join(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);

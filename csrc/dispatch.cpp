@@ -151,6 +151,11 @@ void tf_cast(void* into, int32_t into_type, const void* from, int32_t from_type,
   parallel_ranges(numel, 2 * kTaskNumel, [&](int64_t b, int64_t e) { k.cast(into, into_type, from, from_type, b, e); });
 }
 
+void tf_adopt(float* master, const void* values, int32_t values_type, int64_t numel) {
+  const Kernels& k = kernels();
+  parallel_ranges(numel, 2 * kTaskNumel, [&](int64_t b, int64_t e) { k.adopt(master, values, values_type, b, e); });
+}
+
 void tf_split(const float* values, uint16_t* upper, int16_t* lower, int64_t numel) {
   const Kernels& k = kernels();
   parallel_ranges(numel, 2 * kTaskNumel,

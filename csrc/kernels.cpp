@@ -363,6 +363,30 @@ void cast(void* into, int into_type, const void* from, int from_type, int64_t be
   }
 }
 
+// Ties may go either way: torch rounds them to even, and a split master rounds them away from zero.
+void adopt(float* master, const void* values, int values_type, int64_t begin, int64_t end) {
+  FlushMode mode(false);
+  alignas(64) float given[kTile], rounded[kTile];
+  for (int64_t at = begin; at < end; at += kTile) {
+    const int n = (int)smaller(kTile, end - at);
+    float* __restrict own = master + at;
+    load(values, values_type, at, given, n);
+    cast(rounded, TF_F32, own, TF_F32, 0, n);
+    if (values_type != TF_F32) {
+      alignas(64) uint16_t half[kTile];
+      cast(half, values_type, own, TF_F32, 0, n);
+      cast(rounded, TF_F32, half, values_type, 0, n);
+    }
+    const uint32_t reach = values_type == TF_BF16 ? 0x8000u : 0u;  // half the distance of two bf16 values
+    for (int i = 0; i < n; ++i) {
+      const uint32_t u = bits(own[i]), v = bits(given[i]);
+      const bool both_finite = (u & 0x7F800000u) != 0x7F800000u && (v & 0x7F800000u) != 0x7F800000u;
+      const bool is_near = both_finite && reach && u - v + reach <= 2 * reach;
+      own[i] = is_near || rounded[i] == given[i] ? own[i] : given[i];
+    }
+  }
+}
+
 void split_all(const float* values, uint16_t* upper, int16_t* lower, int64_t numel) {
   for (int64_t at = 0; at < numel; at += kTile)
     split(values + at, upper + at, lower + at, (int)smaller(kTile, numel - at));
@@ -397,7 +421,7 @@ void decode(const tf_packing& packing, int64_t row, int64_t begin, int64_t end) 
 
 const Kernels& TF_JOIN(kernels_, TF_ISA)() {
   using namespace TF_ISA;
-  static const Kernels table = {TF_STRING(TF_ISA), kRuleNames, update, sum_squares, accumulate, cast,
+  static const Kernels table = {TF_STRING(TF_ISA), kRuleNames, update, sum_squares, accumulate, cast,  adopt,
                                 split_all,         join_all,   scale,  encode,      mean,       decode};
   return table;
 }

@@ -22,6 +22,7 @@ struct Kernels {
   double (*sum_squares)(const void* tensor, int dtype, int64_t begin, int64_t end);  // at most kSumChunk elements
   void (*accumulate)(float* into, const void* from, int from_type, int64_t begin, int64_t end);
   void (*cast)(void* into, int into_type, const void* from, int from_type, int64_t begin, int64_t end);
+  void (*adopt)(float* master, const void* values, int values_type, int64_t begin, int64_t end);
   void (*split)(const float* values, uint16_t* upper, int16_t* lower, int64_t numel);
   void (*join)(const uint16_t* upper, const int16_t* lower, float* values, int64_t numel);
   void (*scale)(float* values, float factor, int64_t numel);

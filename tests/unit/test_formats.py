@@ -16,6 +16,7 @@ from twinflow.rules.formats import (
     join,
     random_bits,
     rounding_key,
+    rounds_to,
     split,
     to_bf16,
     to_bf16_stochastic,
@@ -54,6 +55,23 @@ def test_split_reference_equals_the_kernel() -> None:
     for a, b in zip(split(values), native.split(values), strict=True):
         assert torch.equal(a.view(torch.int16), b.view(torch.int16))
     assert torch.equal(join(*split(values)).view(torch.int32), native.join(*native.split(values)).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adopted_values_are_those_of_the_reference(dtype: torch.dtype) -> None:
+    """Every upper half with lower halves around ties, beside values that are equal, next to them, or anything."""
+    lowers = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
+    patterns = (torch.arange(2**16)[:, None] << 16 | lowers).flatten()
+    master = torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32).view(torch.float32)
+    shuffled = master[torch.randperm(len(master), generator=torch.Generator().manual_seed(0))]
+    for values in (master, split(master)[0].float(), master.nextafter(torch.tensor(0.0)), -master, shuffled):
+        given = values.to(dtype)
+        wanted = torch.where(rounds_to(master, given), master, given.float())
+        found = master.clone()
+        native.adopt(found, given)
+        same = (found.view(torch.int32) == wanted.view(torch.int32)) | (found.isnan() & wanted.isnan())
+        assert same.all()
+    assert not torch.equal(found.nan_to_num(), master.nan_to_num())  # the shuffled values are not the old ones
 
 
 def test_upper_half_is_the_nearest_bf16() -> None:

@@ -21,6 +21,7 @@ from twinflow.rules.segment import FLOATS, Segment, Store, check_segment, check_
 
 __all__ = [
     "accumulate",
+    "adopt",
     "advise_huge",
     "available",
     "cast",
@@ -132,6 +133,17 @@ def cast(into: Tensor, values: Tensor) -> None:
     library.tf_cast(
         into.data_ptr(), DTYPE_CODES[into.dtype], values.data_ptr(), DTYPE_CODES[values.dtype], into.numel()
     )
+
+
+def adopt(master: Tensor, values: Tensor) -> None:
+    """Set fp32 `master` to `values`, except in elements that `values` are nearest neighbours of in their dtype."""
+    check_tensor("master", master, (torch.float32,))
+    check_tensor("values", values, FLOATS, master.numel())
+    library = load().library
+    if library is None:
+        master.copy_(torch.where(formats.rounds_to(master, values), master, values.float()))
+        return
+    library.tf_adopt(master.data_ptr(), values.data_ptr(), DTYPE_CODES[values.dtype], master.numel())
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

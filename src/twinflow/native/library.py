@@ -61,6 +61,7 @@ _SIGNATURES: Signatures = {
     "tf_sum_squares": ([POINTER(c_void_p), POINTER(c_int64), POINTER(c_int32), c_int64, POINTER(c_double)], None),
     "tf_accumulate": ([c_void_p, c_void_p, c_int32, c_int64], None),
     "tf_cast": ([c_void_p, c_int32, c_void_p, c_int32, c_int64], None),
+    "tf_adopt": ([c_void_p, c_void_p, c_int32, c_int64], None),
     "tf_split": ([c_void_p, c_void_p, c_void_p, c_int64], None),
     "tf_join": ([c_void_p, c_void_p, c_void_p, c_int64], None),
     "tf_encode": ([POINTER(CPacking)], None),

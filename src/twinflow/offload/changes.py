@@ -160,12 +160,10 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
             continue
         with plain():
             values = given.get(param.tensor, param.local).detach().reshape(-1)
-        on_host = values if all(bucket.is_on_device for bucket in param.buckets) else values.cpu()
         for bucket in param.buckets:
-            source = values if bucket.is_on_device else on_host
             for i, piece in enumerate(bucket.slices):
                 if piece.param == param.index:
-                    bucket.updater.write_master(bucket, i, source[piece.start : piece.start + piece.numel], keep)
+                    bucket.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
         param.note_write()
 
 

@@ -132,7 +132,7 @@ class StreamedTorchUpdater:
         self._host.clear(bucket, index, options)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        self._host.write_master(bucket, index, values.cpu(), keep)
+        self._host.write_master(bucket, index, values, keep)
 
 
 def _seen(param: Param) -> None:

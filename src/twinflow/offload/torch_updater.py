@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow import native
 from twinflow.device import Device
+from twinflow.offload import slices
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Passage, Task
 from twinflow.offload.plan import BucketPlan
@@ -38,7 +39,6 @@ from twinflow.offload.torch_state import (
     read_back,
 )
 from twinflow.offload.updater import hidden_zeros
-from twinflow.rules.formats import rounds_to
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
 from twinflow.state_dict import StateDict, dict_of, params_of, tensor_of
@@ -212,9 +212,7 @@ class TorchUpdater:
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
         piece = bucket.slices[index]
-        master = bucket.store.master.narrow(0, piece.offset, piece.numel)
-        wide = values.float()
-        master.copy_(torch.where(rounds_to(master, values.to(master.device)), master, wide) if keep else wide)
+        slices.write_master(bucket.store.narrow(piece.offset, piece.numel), values, keep)
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
         """Returns the weights, which are in the master."""
