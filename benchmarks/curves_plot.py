@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from twinflow.monitor.plot import Scale, finite, tick_text, ticks, value_range
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 300, 56, 520, 40, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 820, 300, 56, 520, 40, 50
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")
 STYLE = "text{font:13px sans-serif;fill:#334155}.title{font-weight:600}.tick{font-size:11px;fill:#64748b}"
 STYLE += ".grid{stroke:#e2e8f0;stroke-width:1}"

@@ -6,13 +6,13 @@
     python benchmarks/delayed_update.py --plot benchmarks/results/<date>-delayed-update.json
 
 Part 1 trains a GPT on Python source text, in bf16 with all state on the host: without the delay, with the delay after
-the warm-up of the learning rate, and with the delay from the first step. `--ways "plain PyTorch"` is the delay after
-the warm-up in a few lines of PyTorch, without this library, to separate the method from its implementation. A seed sets
-the initial weights and the batches. Each learning rate has its own runs. All runs are processes that share the GPU, so
-their times mean nothing. Part 2 measures steps of a larger GPT with few tokens, alone: forward and backward, then a
-step without and with the delay, in alternating windows. Prints tables; `--save` writes them to `--save-to`, with a JSON
-file and a picture of the curves. `--budget` is the wall-clock time in seconds after which runs of part 1 are stopped;
-these are named in the output.
+the warm-up of the learning rate, after a third of the steps, and from the first step. `--ways "plain PyTorch"` is the
+delay after the warm-up in a few lines of PyTorch, without this library, to separate the method from its implementation.
+A seed sets the initial weights and the batches. Each learning rate has its own runs. All runs are processes that share
+the GPU, so their times mean nothing. Part 2 measures steps of a larger GPT with few tokens, alone: forward and
+backward, then a step without and with the delay, in alternating windows. Prints tables; `--save` writes them to
+`--save-to`, with a JSON file and a picture of the curves. `--budget` is the wall-clock time in seconds after which runs
+of part 1 are stopped; these are named in the output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from twinflow.optim.twin import TwinOptimizer
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
-WAYS = ("no delay", "delay after warm-up", "delay from the start", "plain PyTorch")
+WAYS = ("no delay", "delay after warm-up", "delay from the start", "plain PyTorch", "delay after a third")
 POINTS = 60  # of a curve
 TOLD = 500  # steps between two lines of progress
 
@@ -104,7 +104,9 @@ class PlainDelay(torch.optim.AdamW):
         """Nothing is held."""
 
 
-def optimizer_of(way: str, model: GPT, lr: float, warm_up: int) -> TwinOptimizer | PlainDelay:
+def optimizer_of(way: str, model: GPT, lr: float, num_steps: int) -> TwinOptimizer | PlainDelay:
+    warm_up = num_steps // 20
+    start = {"delay after warm-up": warm_up, "delay after a third": num_steps // 3}.get(way, 0)
     options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if way == "plain PyTorch":
         return PlainDelay(model, warm_up, **options)
@@ -115,7 +117,7 @@ def optimizer_of(way: str, model: GPT, lr: float, warm_up: int) -> TwinOptimizer
         early=True,
         host_threads=2,
         delayed_update=way != "no delay",
-        delayed_update_start=warm_up if way == "delay after warm-up" else 0,
+        delayed_update_start=start,
         **options,
     )
 
@@ -130,7 +132,7 @@ def train(way: str, seed: int, lr: float, scale: Scale, deadline: float) -> dict
     tokens, targets = all_batches(data, "train", scale.num_steps, scale.batch_size, scale.shape.context)
     model = GPT(scale.shape).to(DEVICE, DTYPE)
     warm_up = scale.num_steps // 20
-    optimizer = optimizer_of(way, model, lr, warm_up)
+    optimizer = optimizer_of(way, model, lr, scale.num_steps)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=warm_up)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, scale.num_steps - warm_up, eta_min=lr / 10)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [warm_up])
@@ -297,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=["quality", "speed"], default=["quality", "speed"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:3]))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[way for way in WAYS if way != "plain PyTorch"])
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-3])
     parser.add_argument("--add", type=Path, metavar="FILE.json", help="saved runs that are shown beside the new ones")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which runs of part 1 are stopped")

@@ -21,10 +21,10 @@ def test_quality_is_saved(tmp_path: Path, budget: int) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     table, curves, drawing = (next(tmp_path.glob(f"*-delayed-update.{kind}")) for kind in ("md", "json", "svg"))
     runs = json.loads(curves.read_text())["runs"]
-    assert len(runs) == 3
+    assert len(runs) == 4
     is_done = budget > 10
-    assert [("valid" in run) for run in runs] == [is_done] * 3
-    assert table.read_text().count("Left out") == (0 if is_done else 3)
+    assert [("valid" in run) for run in runs] == [is_done] * 4
+    assert table.read_text().count("Left out") == (0 if is_done else 4)
     before = drawing.read_text()
     drawing.unlink()
     subprocess.run([sys.executable, str(SCRIPT), "--plot", str(curves)], check=True)
