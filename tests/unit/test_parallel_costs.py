@@ -171,6 +171,9 @@ def test_a_slow_network_prefers_stages_across_machines() -> None:
         assert pipe.fits
         assert hybrid.fits
         gains[schedule, batch] = (pipe.tflops / data.tflops, hybrid.tflops / data.tflops)
+        even = replace(shape, num_heads=32)  # 25 heads cannot be divided over the four GPUs of a machine
+        tensor = [estimate(even, Layout(pp, 4, dp, batch // dp), cluster) for pp, dp in ((1, 4), (4, 1))]
+        assert max(one.tflops for one in tensor) < 0.6 * pipe.tflops  # "model parallelism is not advantageous"
     assert min(gains["1f1b", 16] + gains["zbv", 16]) > 7
     assert min(gains["1f1b", 64] + gains["zbv", 64] + gains["zbv", 256]) > 2  # "over twice at larger batch sizes"
     assert min(gains["1f1b", 256]) > 1.9  # its stages wait for the slow network in turns
