@@ -129,7 +129,7 @@ def transformers_model(kind: str, **options: Any) -> Any:
         return auto.from_config(config)
 
 
-@pytest.mark.parametrize("kind", READY)
+@pytest.mark.parametrize("kind", [*READY, "llama", "mistral", "qwen2"])
 def test_plans_of_transformers(kind: str) -> None:
     """Every matrix of every layer is cut, with and without a head; norms and what is added after sums are not."""
     model = transformers_model(kind)

@@ -229,9 +229,10 @@ class OwnForward:
         for name, module in self.root.named_modules():
             if name in on_path or name in inside:
                 self._check_container(name, module, name in on_path)
-            elif not any(f"{name}.".startswith(f"{one}.") for one in (*self._before, *found, self.path)):
-                if next(module.parameters(), None) is not None:
-                    found[name] = module
+                continue
+            is_known = any(f"{name}.".startswith(f"{one}.") for one in (*self._before, *found, self.path))
+            if not is_known and next(module.parameters(), None) is not None:
+                found[name] = module
         return found
 
     def _check_container(self, name: str, module: nn.Module, is_copied: bool) -> None:
