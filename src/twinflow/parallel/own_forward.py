@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -73,9 +73,14 @@ class OwnForward:
         self._stubs = {i: _Skipped(layer, f"{self.path}.{i}") for i, layer in self._layers.items()}
         self._inner = type(_innermost(self.root))
         self._checked: set[tuple[int, int, int]] = set()
-        self._before: dict[str, nn.Module] = {}
-        self._before = self._find_before(on_path)
-        self._after = self._find_after(on_path)
+        # Modules before and after the layers, by name. None: of another rank.
+        self._before: dict[str, nn.Module | None] = {}
+        self._after: dict[str, nn.Module | None] = {}
+        before = self._find_before(on_path)
+        after = self._find_after(on_path, list(before))
+        self._dropouts = [name for name, module in before.items() if isinstance(module, nn.Dropout)]
+        self._before |= before
+        self._after |= after
 
     @property
     def _list(self) -> nn.ModuleList:
@@ -85,11 +90,11 @@ class OwnForward:
 
     def parts(self) -> list[Part]:
         last = self.num_layers
-        parts = [Part(self._before, partial(self.call, 0, 1), chain=self)]
+        parts = [Part(_present(self._before), partial(self.call, 0, 1), chain=self)]
         for i in range(1, last):
             modules = {f"{self.path}.{i - 1}": self._layers[i - 1]}
             parts.append(Part(modules, partial(self.call, i, i + 1), is_block=True, chain=self))
-        modules = {f"{self.path}.{last - 1}": self._layers[last - 1], **self._after}
+        modules = {f"{self.path}.{last - 1}": self._layers[last - 1], **_present(self._after)}
         return [*parts, Part(modules, self.finish, is_loss=True)]
 
     def keep(self, module: nn.Module) -> None:
@@ -101,13 +106,11 @@ class OwnForward:
         self._list._modules = {str(i): layer for i, layer in self._layers.items()}
         for name in [*self._before, *self._after]:
             if name not in own:
-                _place(self.root, name, _Absent(name))
+                _place(self.root, name, None)
+        self._before = {name: own.get(name) for name in self._before}
+        self._after = {name: own.get(name) for name in self._after}
         module._modules = self.root._modules
         module._buffers = self.root._buffers
-        self._before = {name: one for name, one in self._before.items() if name in own} | {
-            name: _Absent(name) for name in self._before if name not in own
-        }
-        self._after = {}
 
     def call(self, start: int, stop: int, *values: Any) -> Any:
         """Run the parts from `start` up to `stop`. `values`: the inputs of the model, after the activations if `start`
@@ -179,16 +182,19 @@ class OwnForward:
         self.root.training = self._list.training  # the containers are modules of the PipelineModule, but not the root
         before = self._list._modules
         self._list._modules = {str(i): member for i, member in sorted(members.items())}
+        others: dict[str, nn.Module] = {name: _Absent(name) for name, module in self._after.items() if module is None}
+        if start > 0:
+            others |= {name: _Before(run, is_dropout=name in self._dropouts) for name in self._before}
         try:
-            for name, module in self._before.items() if start > 0 else ():
-                _place(self.root, name, _Before(run, is_dropout=isinstance(module, nn.Dropout)))
+            for name, other in others.items():
+                _place(self.root, name, other)
             yield run
         finally:
             self._list._modules = before
             for stub in self._stubs.values():
                 stub.run = None
-            for name, module in self._before.items() if start > 0 else ():
-                _place(self.root, name, module)
+            for name in others:
+                _place(self.root, name, self._before.get(name, self._after.get(name)))
 
     def _first_time(self, start: int, stop: int, x: Tensor | None) -> bool:
         key = (start, stop, int(torch.is_grad_enabled()))
@@ -222,15 +228,15 @@ class OwnForward:
             if isinstance(module, nn.Dropout) or next(module.parameters(), None) is not None
         }
 
-    def _find_after(self, on_path: set[str]) -> dict[str, nn.Module]:
+    def _find_after(self, on_path: set[str], before: Sequence[str]) -> dict[str, nn.Module]:
         """All other modules with weights, by name."""
-        inside = {name for one in self._before for name in _parents(one)}  # containers of modules before the layers
+        inside = {name for one in before for name in _parents(one)}  # containers of modules before the layers
         found: dict[str, nn.Module] = {}
         for name, module in self.root.named_modules():
             if name in on_path or name in inside:
                 self._check_container(name, module, name in on_path)
                 continue
-            is_known = any(f"{name}.".startswith(f"{one}.") for one in (*self._before, *found, self.path))
+            is_known = any(f"{name}.".startswith(f"{one}.") for one in (*before, *found, self.path))
             if not is_known and next(module.parameters(), None) is not None:
                 found[name] = module
         return found
@@ -466,9 +472,18 @@ def _innermost(model: Any) -> nn.Module:
     return found
 
 
-def _place(root: nn.Module, name: str, module: nn.Module) -> None:
+def _present(modules: Mapping[str, nn.Module | None]) -> dict[str, nn.Module]:
+    return {name: module for name, module in modules.items() if module is not None}
+
+
+def _place(root: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Set the child with this name, or remove it."""
     parent, _, last = name.rpartition(".")
-    root.get_submodule(parent)._modules[last] = module
+    siblings = root.get_submodule(parent)._modules
+    if module is None:
+        siblings.pop(last, None)
+    else:
+        siblings[last] = module
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ from twinflow.loss import IGNORE_INDEX, LOSS_CHUNK, Targets, chunked_cross_entro
 from twinflow.parallel import collectives
 from twinflow.parallel.collectives import SEQUENCE_DIM
 from twinflow.parallel.deferral import is_conv1d, linear
-from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
+from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match, plan_for
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 
 _SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
@@ -108,6 +108,7 @@ class Cut:
     param: nn.Parameter
     shard: TensorShard
     owner: str  # name of the first module with this parameter
+    num_units: int  # the number of tensor ranks must divide it
 
 
 def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int, world: int) -> dict[int, Cut]:
@@ -126,13 +127,24 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
             if shard_of(param) is not None:
                 raise ValueError(f"The layer {name} is already split. Call parallelize only once for a model.")
             fused = replace(style, num_fused=2) if style.kind == "experts" and attribute == style.names[0] else style
-            cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, fused, rank, world), name)
+            shard = _shard(f"{name}.{attribute}", param.shape[dim], dim, fused, rank, world)
+            cut = Cut(param, shard, name, shard.full // (fused.num_fused * fused.unit))
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
                 allowed = f"a style that splits {attribute} as in {known.owner}, because the two layers share it"
                 raise invalid_value(f"The style of {name}", style.kind, allowed)
     _check_ties(modules, styles, cuts)
     return cuts
+
+
+def tensor_units(model: nn.Module) -> int:
+    """A number whose divisors are the numbers of tensor ranks that can split the model. 1 if it has no plan."""
+    modules = dict(model.named_modules())
+    try:
+        cuts = plan_cuts(modules, match(modules, plan_for(model)), 0, 1)
+    except ValueError:
+        return 1
+    return math.gcd(*(cut.num_units for cut in cuts.values()))
 
 
 def _check_kind(name: str, module: Any, style: Style) -> None:

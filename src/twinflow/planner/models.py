@@ -45,6 +45,7 @@ class ModelCost:
     num_heads: int = 0
     num_kv_heads: int = 0  # heads of keys and values
     inner: int = 0  # width of the MLP
+    tensor_units: int = 0  # all other sizes: a multiple of each possible number of tensor ranks
 
     @property
     def numel(self) -> int:
@@ -123,12 +124,13 @@ def from_counts(
     num_wide: int = 2,
     num_heads: int = 0,
     num_kv_heads: int = 0,
+    tensor_units: int = 0,
 ) -> ModelCost:
     """Costs of any model from the number of elements of each of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
     follows from the largest block. `num_wide`: number of activations of this width that a block keeps. `num_heads`,
-    `num_kv_heads`: 0 if they are not known.
+    `num_kv_heads`, `tensor_units`: 0 if they are not known.
     """
     known_inner = inner or 0
     if inner is None:
@@ -150,6 +152,7 @@ def from_counts(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         inner=known_inner,
+        tensor_units=tensor_units,
     )
 
 
@@ -216,7 +219,8 @@ def _opt(config: Mapping[str, Any], name: str) -> ModelCost:
     embedding = config["vocab_size"] * narrow + (positions + 2) * h + projections
     head = 0 if config.get("_remove_final_layer_norm") or narrow != h else 2 * h
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    return _classic(name, config, h, heads, config["ffn_dim"], layers, embedding, head, min(2048, positions))
+    cost = _classic(name, config, h, heads, config["ffn_dim"], layers, embedding, head, min(2048, positions))
+    return replace(cost, tensor_units=1)  # transformers has no tensor-parallel plan for OPT
 
 
 def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
