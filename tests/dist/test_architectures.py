@@ -62,6 +62,29 @@ def test_every_architecture(everything: list[dict[str, Any]], name: str, mode: s
     check(everything, name, mode)
 
 
+# Other ways to run a few of them, by number of ranks.
+OTHERS = {
+    2: {
+        "qwen3": ["tensor, sequence", "tensor, padded", "pipeline, padded", "pipeline, zbv"],
+        "gemma3": ["tensor, checkpointing", "pipeline, checkpointing", "pipeline, interleaved"],
+        "llama-classifier": ["tensor, padded", "pipeline, padded"],
+        "gpt_neox": ["tensor, sequence", "pipeline, recomputed"],
+        "bloom": ["pipeline, padded", "pipeline, zbv"],
+        "mixtral": ["tensor, checkpointing", "pipeline, interleaved"],
+    },
+    4: {name: ["both"] for name in ("qwen3", "gemma3", "mixtral", "llama-lora")} | {"olmo2": ["pipeline, stage 3"]},
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", OTHERS)
+def test_schedules_masks_and_both_axes(world: int) -> None:
+    ranks = run_ranks(world, cases.compare, OTHERS[world], timeout_s=600.0)
+    for name, modes in OTHERS[world].items():
+        for mode in modes:
+            check(ranks, name, mode)
+
+
 def split_by_hand(name: str, mode: str) -> None:
     """Splits a model in this process, and runs a pipeline once."""
     one = ARCHITECTURES[name]

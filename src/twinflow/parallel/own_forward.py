@@ -35,6 +35,7 @@ from twinflow.parallel.specs import Part
 
 # Packages whose forwards compute the loss only from inputs, activations and the modules that they call.
 _KNOWN: Final = ("transformers", "peft")
+_POSITIONS: Final = ("start_positions", "end_positions")  # the targets of question answering
 _NUM_OUTPUTS: Final = 8  # a layer returns at most as many values, or a tensor
 # Values of a model's config that need the outputs of all layers, or skip layers.
 _WHOLE: Final = {
@@ -72,7 +73,15 @@ class OwnForward:
         self._layers: dict[int, nn.Module] = dict(enumerate(self._list))
         self._stubs = {i: _Skipped(layer, f"{self.path}.{i}") for i, layer in self._layers.items()}
         self._inner = type(_innermost(self.root))
+        if "labels" not in self._arguments and not set(_POSITIONS) <= set(self._arguments):
+            raise incompatible(
+                f"{self._inner.__name__} without an argument labels",
+                "pipeline stages",
+                "the last stage needs the loss of the model",
+                "Use a class of the model with a head, for example for causal language modelling.",
+            )
         self._checked: set[tuple[int, int, int]] = set()
+        self._has_checked_mask = False
         # Modules before and after the layers, by name. None: of another rank.
         self._before: dict[str, nn.Module | None] = {}
         self._after: dict[str, nn.Module | None] = {}
@@ -117,6 +126,8 @@ class OwnForward:
         is not 0. Returns the activations and the inputs.
         """
         x, inputs = (None, values) if start == 0 else (values[0], values[1:])
+        if start == 0:
+            self._check_mask(inputs)
         with self._running(start, stop, x) as run:
             try:
                 self.root(**self._named(inputs))
@@ -143,17 +154,19 @@ class OwnForward:
             return {}
         if "labels" in self._arguments:
             return {"labels": target}
-        names = ("start_positions", "end_positions")
-        if all(name in self._arguments for name in names):
-            if not isinstance(target, tuple | list) or len(target) != len(names):
-                raise invalid_value("The target of question answering", type(target).__name__, f"a pair of {names}")
-            return dict(zip(names, target, strict=True))
-        raise incompatible(
-            f"{self._inner.__name__} without an argument labels",
-            "pipeline stages",
-            "the last stage needs the loss of the model",
-            "Use a class of the model with a head, for example for causal language modelling.",
-        )
+        if not isinstance(target, tuple | list) or len(target) != len(_POSITIONS):
+            raise invalid_value("The target of question answering", type(target).__name__, f"a pair of {_POSITIONS}")
+        return dict(zip(_POSITIONS, target, strict=True))
+
+    def _check_mask(self, inputs: Sequence[Any]) -> None:
+        """Raises ValueError if the first attention mask is something else, such as positions."""
+        mask = inputs[1] if len(inputs) > 1 else None
+        if mask is None or self._has_checked_mask:
+            return
+        self._has_checked_mask = True
+        if mask.shape[0] != inputs[0].shape[0] or bool(((mask != 0) & (mask != 1)).any()):
+            expected = "an attention mask of zeros and ones, with a row for each row of token numbers"
+            raise invalid_value("The second input of the model", f"of shape {tuple(mask.shape)}", expected)
 
     def _named(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """The inputs as arguments of forward."""
@@ -184,7 +197,7 @@ class OwnForward:
         self._list._modules = {str(i): member for i, member in sorted(members.items())}
         others: dict[str, nn.Module] = {name: _Absent(name) for name, module in self._after.items() if module is None}
         if start > 0:
-            others |= {name: _Before(run, is_dropout=name in self._dropouts) for name in self._before}
+            others |= {name: _Before(name, run, is_dropout=name in self._dropouts) for name in self._before}
         try:
             for name, other in others.items():
                 _place(self.root, name, other)
@@ -373,8 +386,9 @@ class _Entry(nn.Module):
 class _Before(nn.Module):
     """A module before the layers, in a forward that begins with a layer."""
 
-    def __init__(self, run: _Run, is_dropout: bool) -> None:
+    def __init__(self, name: str, run: _Run, is_dropout: bool) -> None:
         super().__init__()
+        self.name = name
         self._run = run
         self._is_dropout = is_dropout
 
@@ -400,7 +414,7 @@ class _Absent(nn.Module):
 
 
 def _absent(stub: nn.Module, name: str) -> NoReturn:
-    of = vars(stub).get("name", "a module")
+    of = vars(stub)["name"]
     raise AttributeError(
         f"The model reads the attribute {name} of {of}, which is on another pipeline stage. Use pipeline.stages=1, or "
         "define a method pipeline_parts() that returns a list of twinflow.parallel.Part."

@@ -238,6 +238,9 @@ class _Transformers:
         self._styles: dict[str, str] = {}
 
     def plan(self) -> dict[str, str]:
+        if type(self._inner).forward.__module__.startswith("liger_kernel"):
+            reason = "it computes the loss from the weight of the output projection, which is split"
+            raise self._refused("The fused loss of Liger", reason)
         for name, module in self._modules.items():
             text = self._given.get(self._key(name))
             if text == "moe_tp_experts":
@@ -294,7 +297,7 @@ class _Transformers:
         if not isinstance(width, int):
             return "column"
         layer = getattr(module, "base_layer", module)
-        heads = self._config.num_attention_heads
+        heads = getattr(self._config, "num_attention_heads", 0)
         kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
         num_heads = {heads * width: heads, kv_heads * width: kv_heads, 3 * heads * width: heads}
         features = layer.weight.shape[0]
@@ -307,8 +310,12 @@ class _Transformers:
         """The style of a module with the weights of all experts."""
         own = {one: self._given.get(self._key(f"{name}.{one}")) for one in module._parameters}
         by_style = {style: one for one, style in own.items()}
-        if set(by_style) != set(_EXPERTS) or len(own) != 2 or getattr(module, "is_transposed", False):
-            reason = f"of its parameters {list(own)}, one must have the style {_EXPERTS[0]} and one {_EXPERTS[1]}"
+        is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
+        if set(by_style) != set(_EXPERTS) or len(own) != 2 or not is_plain:
+            reason = (
+                f"of its parameters {list(own)}, one must have the style {_EXPERTS[0]} and one {_EXPERTS[1]}, with "
+                "concatenated gates and values and without a transposition"
+            )
             raise self._refused(f"The module {name} of experts", reason)
         return f"experts:{by_style[_EXPERTS[0]]},{by_style[_EXPERTS[1]]}"
 
