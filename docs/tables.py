@@ -60,8 +60,8 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "pipeline.stages": "also splits an ordinary model into stages; DeepSpeed uses the stages of a PipelineModule",
     "pipeline.partition": "also works with an ordinary model; DeepSpeed uses the partition of a PipelineModule",
     "tensor_parallel.autotp_size": (
-        "twinflow uses the plans in the configs of transformers, and has plans for its own GPT, GPT-2 and BERT; other "
-        "models need tensor_parallel.plan"
+        "twinflow uses the plans in the configs of transformers, and has plans for its own GPT, GPT-2, OPT, BERT and "
+        "some others; other models need tensor_parallel.plan"
     ),
     "prescale_gradients": _NOT_FULLY_SHARD,
     "gradient_predivide_factor": _NOT_FULLY_SHARD,

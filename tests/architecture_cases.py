@@ -76,7 +76,7 @@ def whole(one: Architecture, model: Any, mode: str) -> tuple[list[float], dict[s
         nn.utils.clip_grad_norm_(params, CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -100,7 +100,7 @@ def split(one: Architecture, model: Any, mode: str) -> tuple[list[float], dict[s
             loss = engine(input_ids=ids, **given).loss
             engine.backward(loss)
             engine.step()
-            total += float(loss) / PARTS
+            total += float(loss.detach()) / PARTS
         losses.append(total)
     state = engine.module_state_dict()
     found = {

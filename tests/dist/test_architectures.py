@@ -22,7 +22,7 @@ pytest.importorskip("peft")
 
 NEAR = 1e-5
 MODES = ("tensor", "pipeline")
-SAMPLE = {"qwen3": ["tensor"], "gemma3": ["pipeline"], "mixtral": ["tensor"], "llama-lora": ["tensor", "pipeline"]}
+SAMPLE = {"qwen3": ["tensor"], "gemma3": ["pipeline"], "mixtral": ["tensor"], "llama-lora": ["pipeline"]}
 TRAINED = [(name, mode) for name, one in ARCHITECTURES.items() for mode in MODES if not getattr(one, mode)]
 REFUSED = [
     (name, mode)
@@ -70,6 +70,9 @@ OTHERS = {
         "llama-classifier": ["tensor, padded", "pipeline, padded"],
         "gpt_neox": ["tensor, sequence", "pipeline, recomputed"],
         "bloom": ["pipeline, padded", "pipeline, zbv"],
+        "phi": ["tensor, sequence"],
+        "gemma2": ["tensor, sequence"],
+        "cohere2": ["tensor, sequence"],
         "mixtral": ["tensor, checkpointing", "pipeline, interleaved"],
     },
     4: {name: ["both"] for name in ("qwen3", "gemma3", "mixtral", "llama-lora")} | {"olmo2": ["pipeline, stage 3"]},

@@ -27,7 +27,7 @@ from twinflow.parallel.tensor import (
 CONFIG = GPTConfig(vocab_size=32, context=8, num_layers=2, hidden=16, num_heads=4)
 
 
-SMALL = ("norm", "Norm", "ln_", "position", "wpe", "token_type", "predictions.transform", "pooler")
+SMALL = ("norm", "Norm", "ln_", "position", "wpe", "token_type", "predictions.transform", "pooler", "lm_head.dense")
 
 
 def cuts_of(model: nn.Module, rank: int, world: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def transformers_model(kind: str, **options: Any) -> Any:
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, **options
     )
-    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if "bert" in kind else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config)
 

@@ -61,7 +61,7 @@ MODELS: list[tuple[str, dict[str, Any], set[int]]] = [
     ("gpt2", {**GPT2, "n_inner": 100}, {1, 2, 4}),
     ("bert", {**SIZES, "vocab_size": 196}, {1, 2, 4}),
     ("gpt_neox", SIZES, {1, 2, 4, 8}),
-    ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 96}, {1}),
+    ("opt", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 96}, {1, 2, 4, 8}),
 ]
 BUILT: list[tuple[str, dict[str, Any], set[int]]] = [  # models whose configs `from_hf` does not know
     ("qwen3", {**SIZES, "num_key_value_heads": 4, "head_dim": 16}, {1, 2, 4}),

@@ -120,7 +120,9 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     elif type(model).__name__ == "GPT" and hasattr(config, "num_heads"):
         plan = _gpt(config)
     elif getattr(config, "base_model_tp_plan", None):
-        return _Transformers(model).plan()
+        return _Transformers(model, config.base_model_tp_plan).plan()
+    elif model_type in _ADDED:
+        return _Transformers(model, *_ADDED[model_type]).plan()
     elif model_type:
         reason = "transformers has no base_model_tp_plan for it"
         raise incompatible(f"A model of type {model_type!r}", "tensor ranks", reason, _REMEDY)
@@ -197,11 +199,40 @@ def _bert(config: Any) -> dict[str, str]:
         "*layer.*.output.LayerNorm": "sequence",
         "*layer.*.output.dropout": "sequence",
         "*cls.predictions.decoder": "head",
+        "lm_head.decoder": "head",  # of RoBERTa
         **_stream("*layer", config.num_hidden_layers),
     }
 
 
-READY: Final = {"gpt2": _gpt2, "bert": _bert}  # by `config.model_type`. transformers has no plans for these
+READY: Final = {
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "roberta": _bert,
+}  # by `config.model_type`. transformers has no plans for these
+
+
+def _decoder(layers: str, attention: str, columns: str, rows: str) -> dict[str, str]:
+    """A plan in the notation of transformers. `columns`, `rows`: names in a layer, of layers besides q, k and v."""
+    inputs = [*(f"{attention}.{name}_proj" for name in "qkv"), *columns.split()]
+    return {f"{layers}.*.{name}": "colwise" for name in inputs} | {
+        f"{layers}.*.{name}": "rowwise" for name in rows.split()
+    }
+
+
+# Plans of model types for which transformers has none, and the attributes of an attention that count heads.
+_ADDED: Final = {
+    "gpt_neo": (
+        _decoder("h", "attn.attention", "mlp.c_fc", "attn.attention.out_proj mlp.c_proj"),
+        "num_heads",
+    ),
+    "gptj": (_decoder("h", "attn", "mlp.fc_in", "attn.out_proj mlp.fc_out"), "num_attention_heads"),
+    "nemotron": (_decoder("layers", "self_attn", "mlp.up_proj", "self_attn.o_proj mlp.down_proj"), ""),
+    "opt": (_decoder("decoder.layers", "self_attn", "fc1", "self_attn.out_proj fc2"), "num_heads"),
+    "stablelm": (
+        _decoder("layers", "self_attn", "mlp.gate_proj mlp.up_proj", "self_attn.o_proj mlp.down_proj"),
+        "num_heads,num_key_value_heads",
+    ),
+}
 
 
 # Plans of transformers. The names in `base_model_tp_plan` are relative to the base model. The embedding and the output
@@ -226,15 +257,16 @@ _LORA: Final = ("base_layer", "lora_A", "lora_B", "lora_dropout")  # parts of a 
 class _Transformers:
     """Builds the plan of a model from the plan in its config. The result has the full names of modules."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, given: Mapping[str, str], counts: str = "") -> None:
         self._model = model
+        self._given = given
+        self._counts = counts
         self._config = model.config
         self._modules: dict[str, Any] = dict(model.named_modules())
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._inner = inner
         base = getattr(inner, "base_model", inner)
         self._prefix = next(f"{name}." if name else "" for name, module in self._modules.items() if module is base)
-        self._given: dict[str, str] = dict(self._config.base_model_tp_plan)
         self._styles: dict[str, str] = {}
 
     def plan(self) -> dict[str, str]:
@@ -352,8 +384,12 @@ class _Transformers:
                 reason = "base_model_tp_plan has no entry for it, and it is between layers that are split"
                 raise self._refused(f"The module {name}.{child}", reason)
         has_adapters = has_adapters or any(hasattr(part, "base_layer") for part in module.children())
+        if has_adapters and self._counts and width is not None:
+            raise self._refused(
+                f"An adapter in {name}", "the module counts heads, which only a plan of its own can divide"
+            )
         if not has_adapters:
-            self._styles[name] = "region" if width is None else "heads"
+            self._styles[name] = "region" if width is None else f"heads:{self._counts}".rstrip(":")
 
     def _layers(self) -> list[str]:
         """The names of the layers: the members of the outermost lists."""
@@ -372,11 +408,14 @@ class _Transformers:
             if layer is None:
                 continue
             style = self._styles.get(name, "")
-            if style == "row:whole" or style.startswith(("head:", "experts")) or style == "head":
+            is_inside = any(self._styles.get(one, "").startswith(("heads", "region")) for one in _parents(name))
+            if style in ("head", "row:whole") or style.startswith("experts"):
                 return
-            inside = any(self._styles.get(one) in ("heads", "region") for one in _parents(name))
-            if not style and not inside and module._parameters:
-                norms.append(name)
+            if is_inside or style.startswith(("heads", "region")) or not module._parameters:
+                continue
+            if style or any(param.dim() > 1 for param in module.parameters()):
+                return  # not a norm, or a layer that may get tensors with other dims
+            norms.append(name)
         if layers and all(name.rpartition(".")[0] in layers for name in norms):
             self._styles |= dict.fromkeys(norms, "sequence")
             self._styles[layers[0]] = "stream:enter"

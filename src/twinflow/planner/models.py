@@ -219,8 +219,7 @@ def _opt(config: Mapping[str, Any], name: str) -> ModelCost:
     embedding = config["vocab_size"] * narrow + (positions + 2) * h + projections
     head = 0 if config.get("_remove_final_layer_norm") or narrow != h else 2 * h
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    cost = _classic(name, config, h, heads, config["ffn_dim"], layers, embedding, head, min(2048, positions))
-    return replace(cost, tensor_units=1)  # transformers has no tensor-parallel plan for OPT
+    return _classic(name, config, h, heads, config["ffn_dim"], layers, embedding, head, min(2048, positions))
 
 
 def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
