@@ -26,7 +26,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
-from twinflow.parallel.plans import match, may_drop, plan_for
+from twinflow.parallel.plans import match, needs_dropout, plan_for
 from twinflow.parallel.shard import mark_copy, shard_of
 from twinflow.parallel.split import split_model
 from twinflow.parallel.support import Combination, check
@@ -105,7 +105,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
     if dist.is_initialized() and dist.get_world_size() > 1:
         grid = make_grid(axes.pipe, axes.model, found.num_data, device, TIMEOUT)
     plan = _plan(module, config, grid) if grid is not None and axes.model > 1 else None
-    drops = may_drop(module)
+    drops = plan is not None and needs_dropout(module)
     if isinstance(module, PipelineModule):
         _check_pipeline(module, config, grid)
     if config.sparse_attention is not None:

@@ -286,6 +286,28 @@ def test_hugging_face(name: str, attention: str, schedule: str, num_ranks: int, 
         assert last_of(ranks).finish(forward(ranks, ids)).equal(model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_rank_lets_go_of_a_transformers_model(name: str) -> None:
+    model = make_hf(name)
+    kept = split_model(model, 2, 0)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    watched = [weakref.ref(param) for param in layers[-1].parameters()]
+    first = next(layers[0].parameters())
+    assert any(param is first for param in kept.parameters())  # no copy
+    assert [block.name.rpartition(".")[2] for block in find_blocks(kept)] == ["0", "1"]
+    del model, layers, first
+    gc.collect()
+    assert not any(ref() is not None for ref in watched)
+
+
+def test_a_deep_copy_of_a_transformers_model_runs_its_own_modules() -> None:
+    (module,) = split(make_hf("llama"), "1f1b", 1, 1)
+    clone = copy.deepcopy(module)
+    nn.init.zeros_(clone.get_parameter("lm_head.weight"))
+    assert not clone.finish(forward([clone], batch()[0])).any()
+    assert module.finish(forward([module], batch()[0])).any()
+
+
 def test_a_subclass_of_a_known_model() -> None:
     model = make_hf("llama")
     base: Callable[..., Any] = type(model)

@@ -133,11 +133,13 @@ def plan_for(model: nn.Module) -> dict[str, str]:
     return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
-def may_drop(model: nn.Module) -> bool:
-    """Whether the model has dropout anywhere: as a module, or by a value of its config."""
-    if any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules()):
-        return True
-    return bool(_dropouts(getattr(model, "config", None)))
+def needs_dropout(model: nn.Module) -> bool:
+    """Whether the model has dropout for which a plan of `plan_for` has no styles: in a module, or by its config."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type") or config.model_type in READY:
+        return False
+    has_modules = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+    return has_modules or bool(_dropouts(config))
 
 
 def _dropouts(config: Any) -> set[str]:
