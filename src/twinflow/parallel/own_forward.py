@@ -187,7 +187,7 @@ class OwnForward:
         members: dict[int, nn.Module] = dict(self._stubs)
         members |= {i: layer for i, layer in self._layers.items() if start <= i + 1 < stop}
         if start > 0:
-            members[start - 1] = _Entry(self._layers[start - 1], run)
+            members[start - 1] = _Entry(self._layers[start - 1], self._stubs[start - 1].first, run)
         if stop <= self.num_layers:
             members[stop - 1] = _Exit(self._stubs[stop - 1])
         for stub in self._stubs.values():
@@ -321,56 +321,58 @@ class _Run:
 
 
 class _Stub(nn.Module):
-    """Has the simple attributes of a layer, which the model may read."""
+    """In place of a layer. Has its simple attributes, which the model may read."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, name: str, first: str) -> None:
         super().__init__()
         own = vars(self)
         simple = (str, int, float, bool, type(None))
-        own |= {name: value for name, value in vars(layer).items() if isinstance(value, simple) and name not in own}
+        own |= {key: value for key, value in vars(layer).items() if isinstance(value, simple) and key not in own}
+        self.name = name
+        self.first = first  # the first argument of the layer's forward: the activations
+
+    def __getattr__(self, name: str) -> Any:
+        _absent(self, name)
 
 
 class _Skipped(_Stub):
     """A layer that this forward does not run."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        super().__init__(layer)
-        self.name = name
+        super().__init__(layer, name, next(iter(inspect.signature(layer.forward).parameters)))
         self.run: _Run | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.run is not None
         return (self.run.nan(),) * _NUM_OUTPUTS  # ignored by `_Entry`, also if the model expects a tensor
 
-    def __getattr__(self, name: str) -> Any:
-        _absent(self, name)
-
 
 class _Exit(_Stub):
     """The layer after a stage."""
 
+    def __init__(self, stub: _Skipped) -> None:
+        super().__init__(stub, stub.name, stub.first)
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _Left(args[0] if args else next(iter(kwargs.values())))
+        raise _Left(args[0] if args else kwargs[self.first])
 
 
 class _Entry(nn.Module):
     """The first layer of a stage, with the activations of the previous stage."""
 
-    def __init__(self, layer: nn.Module, run: _Run) -> None:
+    def __init__(self, layer: nn.Module, first: str, run: _Run) -> None:
         super().__init__()
-        vars(self)["_layer"] = layer
+        vars(self)["_layer"] = layer  # not a child
+        self._first = first
         self._run = run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         run.num_entries += 1
-        if args:
-            args = args[1:]
-        else:
-            kwargs = dict(list(kwargs.items())[1:])
+        others = {name: value for name, value in kwargs.items() if name != self._first}
         if run.is_first:
-            self._check(args, kwargs)
-        return self._layer(run.x, *args, **kwargs)
+            self._check(args[1:], others)
+        return self._layer(run.x, *args[1:], **others)
 
     def _check(self, args: Any, kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(self._layer.forward).parameters)[1:]
