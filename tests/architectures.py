@@ -154,6 +154,11 @@ ARCHITECTURES = {
     "nemotron": Architecture("Nemotron", "nemotron", _GROUPED),
     "ernie4_5": Architecture("Ernie 4.5", "ernie4_5", {**_GROUPED, "head_dim": 4}),
     "exaone4": Architecture("EXAONE 4", "exaone4", {**_GROUPED, **_WINDOW}),
+    "olmo3": Architecture("OLMo 3", "olmo3", _GROUPED),
+    "llama4": Architecture(
+        "Llama 4, text", "llama4_text", {**_MOE, "num_local_experts": 4, "head_dim": 4, "intermediate_size_mlp": 24}
+    ),
+    "minimax": Architecture("MiniMax", "minimax", {**_MOE, "num_local_experts": 4}),
     "bert": Architecture("BERT", "bert", _BASE, head="MaskedLM"),
     "roberta": Architecture("RoBERTa", "roberta", {**_BASE, "max_position_embeddings": 40}, head="MaskedLM"),
     "llama-classifier": Architecture("Llama", "llama", _GROUPED, head="SequenceClassification"),

@@ -434,8 +434,24 @@ def test_a_weight_of_another_stage_is_refused() -> None:
     penalty.__module__ = plain.__module__
     model.__class__ = type("Penalty", (type(model),), {"forward": penalty})
     with pytest.raises(
-        AttributeError, match=r"reads the attribute weight of model.embed_tokens, .*another pipeline stage"
+        ValueError, match=r"it reads the attribute square of model.embed_tokens.weight, .*another stage"
     ):
+        run_by_hand(model, batch()[0])
+
+
+def test_a_forward_that_needs_a_layer_of_another_stage_is_refused() -> None:
+    model = make_hf("llama")
+    base = model.model
+    plain = type(base).forward
+
+    def reads(self: Any, **kwargs: Any) -> Any:
+        assert self.embed_tokens.weight.device.type == "cpu"  # may be read on all stages
+        assert self.layers[0].self_attn.is_causal
+        return plain(self, **kwargs)
+
+    reads.__module__ = plain.__module__
+    base.__class__ = type("Model", (type(base),), {"forward": reads})
+    with pytest.raises(ValueError, match=r"forward of LlamaForCausalLM .*self_attn of model.layers.0, .*another stage"):
         run_by_hand(model, batch()[0])
 
 

@@ -36,6 +36,9 @@ from twinflow.parallel.specs import Part
 # Packages whose forwards compute the loss only from inputs, activations and the modules that they call.
 _KNOWN: Final = ("transformers", "peft")
 _POSITIONS: Final = ("start_positions", "end_positions")  # the targets of question answering
+_REMEDY: Final = (
+    "Use pipeline.stages=1, or define a method pipeline_parts() that returns a list of twinflow.parallel.Part."
+)
 _NUM_OUTPUTS: Final = 8  # a layer returns at most as many values, or a tensor
 # Values of a model's config that need the outputs of all layers, or skip layers.
 _WHOLE: Final = {
@@ -61,7 +64,7 @@ class OwnForward:
                 f"{type(model).__name__} with {len(names)} lists of layers{_listed(names)}",
                 "pipeline stages",
                 "the stages divide one nn.ModuleList of layers",
-                "Define a method pipeline_parts() that returns a list of twinflow.parallel.Part.",
+                _REMEDY,
             )
         self.path: str = names[0]
         steps = self.path.split(".")
@@ -202,6 +205,14 @@ class OwnForward:
             for name, other in others.items():
                 _place(self.root, name, other)
             yield run
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, _ElsewhereError):
+                if start == 0 or run.num_entries > 0:
+                    raise
+                reason = f"it fails before layer {start - 1} without the modules of other stages: {error}"
+            name = f"The forward of {self._inner.__name__}"
+            raise incompatible(name, "pipeline stages", reason, _REMEDY) from error
         finally:
             self._list._modules = before
             for stub in self._stubs.values():
@@ -263,7 +274,7 @@ class OwnForward:
                 what,
                 "pipeline stages",
                 "it belongs to several stages",
-                "Define a method pipeline_parts() that returns a list of twinflow.parallel.Part.",
+                _REMEDY,
             )
 
 
@@ -398,6 +409,20 @@ class _Before(nn.Module):
         return args[0] if self._is_dropout else self._run.nan()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self._run.x is not None:
+            return _Weight(f"{self.name}.weight", self._run.x)
+        return _absent(self, name)
+
+
+class _Weight:
+    """In place of a weight of another stage. A model may read where it is, but not its values."""
+
+    def __init__(self, name: str, x: Tensor) -> None:
+        self.name = name
+        self.device = x.device
+        self.dtype = x.dtype
+
+    def __getattr__(self, name: str) -> Any:
         _absent(self, name)
 
 
@@ -415,12 +440,13 @@ class _Absent(nn.Module):
         _absent(self, name)
 
 
-def _absent(stub: nn.Module, name: str) -> NoReturn:
+class _ElsewhereError(AttributeError):
+    """The model reads an attribute of a module of another stage."""
+
+
+def _absent(stub: object, name: str) -> NoReturn:
     of = vars(stub)["name"]
-    raise AttributeError(
-        f"The model reads the attribute {name} of {of}, which is on another pipeline stage. Use pipeline.stages=1, or "
-        "define a method pipeline_parts() that returns a list of twinflow.parallel.Part."
-    )
+    raise _ElsewhereError(f"it reads the attribute {name} of {of}, which is on another stage")
 
 
 def check_forward(module: nn.Module, recipe: type | None = None) -> None:
@@ -521,7 +547,7 @@ def _refused(what: str, source: str) -> ValueError:
         what,
         "pipeline stages",
         f"it is computed from {source}, which are on another stage",
-        "Use pipeline.stages=1, or define a method pipeline_parts() that returns a list of twinflow.parallel.Part.",
+        _REMEDY,
     )
 
 
