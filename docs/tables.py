@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,8 +60,8 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "pipeline.stages": "also splits an ordinary model into stages; DeepSpeed uses the stages of a PipelineModule",
     "pipeline.partition": "also works with an ordinary model; DeepSpeed uses the partition of a PipelineModule",
     "tensor_parallel.autotp_size": (
-        "twinflow has plans for its own GPT, Llama, Mistral, Qwen2, GPT-2 and BERT; other models need "
-        "tensor_parallel.plan"
+        "twinflow uses the plans in the configs of transformers, and has plans for its own GPT, GPT-2, OPT, BERT and "
+        "some others; other models need tensor_parallel.plan"
     ),
     "prescale_gradients": _NOT_FULLY_SHARD,
     "gradient_predivide_factor": _NOT_FULLY_SHARD,
@@ -458,6 +460,25 @@ def support_table() -> str:
     return "\n".join(rows)
 
 
+def architecture_table() -> str:
+    """The models of tests/architectures.py, which tests split over two tensor ranks and over two stages."""
+    spec = spec_from_file_location("architectures", DOCS.parent / "tests" / "architectures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks for the module there
+    spec.loader.exec_module(module)
+    rows = []
+    for one in module.ARCHITECTURES.values():
+        kind = "PeftModel" if one.lora else one.head
+        cells = [
+            reason if reason == module.DROPOUT else f"no, because {reason}" for reason in (one.tensor, one.pipeline)
+        ]
+        cells = [text if reason else "equal" for text, reason in zip(cells, (one.tensor, one.pipeline), strict=True)]
+        rows.append(f"| {one.title} | `{one.kind}`, {kind} | {' | '.join(cells)} |")
+    return "\n".join(["| model | type, class | tensor ranks | pipeline stages |", "|---|---|---|---|", *rows])
+
+
 TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
     ("config.md", "keys"): key_tables,
     ("config.md", "options"): option_tables,
@@ -472,6 +493,7 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
     ("memory.md", "kinds"): kinds_table,
     ("memory.md", "cards"): cards_table,
     ("memory.md", "stages"): stages_table,
+    ("3d.md", "architectures"): lambda: f"\n{architecture_table()}\n\n",
     ("3d.md", "support"): lambda: f"\n{support_table()}\n\n",
     ("compat.md", "names"): name_tables,
 }

@@ -26,7 +26,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
-from twinflow.parallel.plans import match, plan_for
+from twinflow.parallel.plans import match, needs_dropout, plan_for
 from twinflow.parallel.shard import mark_copy, shard_of
 from twinflow.parallel.split import split_model
 from twinflow.parallel.support import Combination, check
@@ -105,6 +105,7 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
     if dist.is_initialized() and dist.get_world_size() > 1:
         grid = make_grid(axes.pipe, axes.model, found.num_data, device, TIMEOUT)
     plan = _plan(module, config, grid) if grid is not None and axes.model > 1 else None
+    drops = plan is not None and needs_dropout(module)
     if isinstance(module, PipelineModule):
         _check_pipeline(module, config, grid)
     if config.sparse_attention is not None:
@@ -117,8 +118,9 @@ def spread(model: Model, config: Config, found: Spread, optimizer: Any, device: 
             for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
                 grid.model.broadcast(tensor)  # Ranks may have created models with different weights.
         options = config.tensor_parallel
-        is_part, is_given = axes.pipe > 1, options.plan is not None
-        parallelize(module, plan, grid.model, sequence=options.sequence, is_part=is_part, finds_dropout=is_given)
+        is_part = axes.pipe > 1
+        finds_dropout = options.plan is not None or drops
+        parallelize(module, plan, grid.model, sequence=options.sequence, is_part=is_part, finds_dropout=finds_dropout)
     now = dict(module.named_parameters(remove_duplicate=False))
     replaced: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(before.values())
     replaced |= {before[name]: param for name, param in now.items() if name in before}

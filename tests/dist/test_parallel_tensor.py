@@ -157,7 +157,7 @@ def test_hooks_see_sums(found: list[dict[str, Any]]) -> None:
 
 REFUSED = {
     "vocabulary": "The size of token_embedding.weight in dim 0 is 31",
-    "heads": "qkv.weight is 3, but must be a multiple of 2",
+    "heads": "qkv.weight is 3, but must be a multiple of",
     "style": "'diagonal'",
     "pattern": "'blocks.*.atention'",
     "kind": "norm is of type LayerNorm",

@@ -27,7 +27,7 @@ from twinflow.parallel.tensor import (
 CONFIG = GPTConfig(vocab_size=32, context=8, num_layers=2, hidden=16, num_heads=4)
 
 
-SMALL = ("norm", "Norm", "ln_", "position", "wpe", "token_type", "predictions.transform", "pooler")
+SMALL = ("norm", "Norm", "ln_", "position", "wpe", "token_type", "predictions.transform", "pooler", "lm_head.dense")
 
 
 def cuts_of(model: nn.Module, rank: int, world: int) -> dict[str, Any]:
@@ -44,6 +44,8 @@ def cuts_of(model: nn.Module, rank: int, world: int) -> dict[str, Any]:
         ("column:3", Style("column", 3)),
         ("column:3:64", Style("column", 3, 64)),
         ("row", Style("row")),
+        ("row:whole", Style("row", takes_whole=True)),
+        ("experts:up,down", Style("experts", names=("up", "down"))),
         ("heads", Style("heads")),
         ("heads:num_heads,width", Style("heads", names=("num_heads", "width"))),
         ("stream:enter,leave", Style("stream", names=("enter", "leave"))),
@@ -55,7 +57,20 @@ def test_styles(text: str, style: Style) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "columns", "column:0", "column:x", "column:1:2:3", "row:1", "heads:", "heads:a b", "stream", "stream:x"],
+    [
+        "",
+        "columns",
+        "column:0",
+        "column:x",
+        "column:1:2:3",
+        "row:1",
+        "experts",
+        "experts:a",
+        "heads:",
+        "heads:a b",
+        "stream",
+        "stream:x",
+    ],
 )
 def test_styles_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="A style in a tensor-parallel plan"):
@@ -124,12 +139,12 @@ def transformers_model(kind: str, **options: Any) -> Any:
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, **options
     )
-    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if "bert" in kind else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config)
 
 
-@pytest.mark.parametrize("kind", READY)
+@pytest.mark.parametrize("kind", [*READY, "llama", "mistral", "qwen2"])
 def test_plans_of_transformers(kind: str) -> None:
     """Every matrix of every layer is cut, with and without a head; norms and what is added after sums are not."""
     model = transformers_model(kind)
@@ -146,6 +161,71 @@ def test_heads_of_keys_are_not_cut() -> None:
     assert cuts_of(model, 1, 2)["model.layers.0.self_attn.k_proj.weight"].ranges == ((4, 8),)
     with pytest.raises(ValueError, match=r"of 4 features in .*k_proj.weight is 2, but .*\(also of keys and values\)"):
         cuts_of(model, 1, 4)
+
+
+@pytest.mark.parametrize("style", ["sequence_parallel", "ep_router", "grouped_gemm", "mla_kv_a_proj", "of the future"])
+def test_entries_that_cannot_be_carried_out_are_named(style: str) -> None:
+    model = transformers_model("qwen3")
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "layers.*.mlp.up_proj": style}
+    with pytest.raises(ValueError, match=f"The style '{style}' of model.layers.0.mlp.up_proj .*tensor ranks"):
+        plan_for(model)
+
+
+def test_modules_between_split_layers_need_an_entry() -> None:
+    model = transformers_model("cohere", use_qk_norm=True)  # norms whose weights have the heads of all ranks
+    with pytest.raises(ValueError, match=r"The module model.layers.0.self_attn.q_norm .*has no entry for it"):
+        plan_for(model)
+    model = transformers_model("qwen3", head_dim=4)
+    entries = model.config.base_model_tp_plan
+    model.config.base_model_tp_plan = {key: style for key, style in entries.items() if "_norm" not in key}
+    assert plan_for(model)["model.layers.0.self_attn.q_norm"] == "partial"  # as in versions without these entries
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"The parameter sinks of model.layers.1.self_attn .*no entry"):
+        plan_for(model)
+
+
+def test_names_of_older_versions() -> None:
+    model = transformers_model("olmo2")
+    older = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+    plan = plan_for(model)
+    entries = model.config.base_model_tp_plan
+    model.config.base_model_tp_plan = {key: older.get(style, style) for key, style in entries.items()}
+    assert plan_for(model) == plan
+    assert plan["model.layers.0.self_attn.q_proj"] == "head"
+    assert plan["model.layers.0.self_attn.o_proj"] == "row:whole"
+
+
+@pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}])
+def test_other_layouts_of_experts_are_refused(change: dict[str, Any]) -> None:
+    model = transformers_model("mixtral", num_local_experts=2)
+    assert plan_for(model)["model.layers.0.mlp.experts"] == "experts:gate_up_proj,down_proj"
+    vars(model.model.layers[0].mlp.experts).update(change)
+    with pytest.raises(ValueError, match=r"The module model.layers.0.mlp.experts of experts"):
+        plan_for(model)
+
+
+def test_adapters_other_than_lora_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "o_proj"]
+    plan = plan_for(peft.get_peft_model(transformers_model("llama"), peft.LoraConfig(target_modules=names)))
+    attention = "base_model.model.model.layers.0.self_attn"
+    assert plan[f"{attention}.q_proj.base_layer"] == plan[f"{attention}.q_proj.lora_B.default"] == "column:1:4"
+    assert plan[f"{attention}.o_proj.base_layer"] == plan[f"{attention}.o_proj.lora_A.default"] == "row"
+    assert attention not in plan, "its column layers and the small layers have different collectives"
+    for config in (
+        peft.LoraConfig(target_modules=names, use_dora=True),
+        peft.IA3Config(target_modules=names, feedforward_modules=[]),
+    ):
+        model = peft.get_peft_model(tiny_llama(), config)
+        with pytest.raises(ValueError, match=r"The adapter of base_model.*cannot split"):
+            plan_for(model)
+
+
+def tiny_llama() -> Any:
+    """On the CPU, because some adapters read values of weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
 
 
 # Attention over some of the heads.

@@ -286,6 +286,28 @@ def test_hugging_face(name: str, attention: str, schedule: str, num_ranks: int, 
         assert last_of(ranks).finish(forward(ranks, ids)).equal(model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_rank_lets_go_of_a_transformers_model(name: str) -> None:
+    model = make_hf(name)
+    kept = split_model(model, 2, 0)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    watched = [weakref.ref(param) for param in layers[-1].parameters()]
+    first = next(layers[0].parameters())
+    assert any(param is first for param in kept.parameters())  # no copy
+    assert [block.name.rpartition(".")[2] for block in find_blocks(kept)] == ["0", "1"]
+    del model, layers, first
+    gc.collect()
+    assert not any(ref() is not None for ref in watched)
+
+
+def test_a_deep_copy_of_a_transformers_model_runs_its_own_modules() -> None:
+    (module,) = split(make_hf("llama"), "1f1b", 1, 1)
+    clone = copy.deepcopy(module)
+    nn.init.zeros_(clone.get_parameter("lm_head.weight"))
+    assert not clone.finish(forward([clone], batch()[0])).any()
+    assert module.finish(forward([module], batch()[0])).any()
+
+
 def test_a_subclass_of_a_known_model() -> None:
     model = make_hf("llama")
     base: Callable[..., Any] = type(model)
@@ -308,14 +330,14 @@ def test_a_subclass_with_its_own_forward_is_not_split_as_its_base_class(name: st
     with pytest.raises(ValueError, match=reason):
         parts_of(mine)
     mine.pipeline_parts = lambda: parts_of(model)  # a recipe of its own
-    assert len(parts_of(mine)) == 6
+    assert len(parts_of(mine)) == 5
     kind = type(model.base_model)
     inner = model.base_model
     inner.__class__ = type("Inner", (kind,), {"forward": ten_times})
     with pytest.raises(ValueError, match=rf"Inner with its own forward\(\).*{kind.__name__}\.forward\(\) does"):
         parts_of(model)
     inner.__class__ = kind
-    assert len(parts_of(model)) == 6
+    assert len(parts_of(model)) == 5
     model.forward = model.forward  # replaced on the instance
     with pytest.raises(ValueError, match="with its own forward"):
         parts_of(model)
@@ -356,3 +378,105 @@ def test_hugging_face_on_the_meta_device(name: str) -> None:
     assert not any(param.is_meta for module in ranks for param in (*module.parameters(), *module.buffers()))
     stds = [param.std() for module in ranks for param in module.parameters() if param.dim() > 1]
     assert all(0.001 < std < 0.03 for std in stds)  # as the model's own _init_weights has it
+
+
+# Models whose own forward cannot be divided.
+
+
+def run_by_hand(model: Any, *inputs: Any) -> Tensor:
+    ranks = split(model, "1f1b", 2, 1)
+    loss_fn = last_of(ranks).loss_fn
+    assert loss_fn is not None
+    loss: Tensor = loss_fn(forward(ranks, inputs if len(inputs) > 1 else inputs[0]), batch()[1])
+    return loss
+
+
+def test_a_layer_that_gets_what_another_one_computed_is_refused() -> None:
+    model = make_hf("llama")
+    base = model.model
+    plain = type(base).forward
+
+    def with_embeddings(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        return plain(self, inputs_embeds=self.embed_tokens(input_ids), noise=self.embed_tokens(input_ids), **kwargs)
+
+    with_embeddings.__module__ = plain.__module__
+    kind: Any = type("Model", (type(base),), {"forward": with_embeddings})
+    base.__class__ = kind
+    with pytest.raises(ValueError, match=r"The argument noise of LlamaDecoderLayer .*on another stage"):
+        run_by_hand(model, batch()[0])
+
+
+def test_a_loss_with_the_embeddings_is_refused() -> None:
+    model = make_hf("llama")
+    plain = type(model).forward
+
+    def with_embeddings(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        output = plain(self, inputs_embeds=embedded, labels=labels, **kwargs)
+        output.loss = output.loss + embedded.square().mean()
+        return output
+
+    with_embeddings.__module__ = plain.__module__
+    model.__class__ = type("Penalty", (type(model),), {"forward": with_embeddings})
+    with pytest.raises(ValueError, match=r"The loss cannot be used with pipeline stages, .*the embeddings"):
+        run_by_hand(model, batch()[0])
+
+
+def test_a_weight_of_another_stage_is_refused() -> None:
+    model = make_hf("llama")
+    plain = type(model).forward
+
+    def penalty(self: Any, labels: Any = None, **kwargs: Any) -> Any:
+        output = plain(self, labels=labels, **kwargs)
+        output.loss = output.loss + self.model.embed_tokens.weight.square().mean()
+        return output
+
+    penalty.__module__ = plain.__module__
+    model.__class__ = type("Penalty", (type(model),), {"forward": penalty})
+    with pytest.raises(
+        ValueError, match=r"it reads the attribute square of model.embed_tokens.weight, .*another stage"
+    ):
+        run_by_hand(model, batch()[0])
+
+
+def test_a_forward_that_needs_a_layer_of_another_stage_is_refused() -> None:
+    model = make_hf("llama")
+    base = model.model
+    plain = type(base).forward
+
+    def reads(self: Any, **kwargs: Any) -> Any:
+        assert self.embed_tokens.weight.device.type == "cpu"  # may be read on all stages
+        assert self.layers[0].self_attn.is_causal
+        return plain(self, **kwargs)
+
+    reads.__module__ = plain.__module__
+    base.__class__ = type("Model", (type(base),), {"forward": reads})
+    with pytest.raises(ValueError, match=r"forward of LlamaForCausalLM .*self_attn of model.layers.0, .*another stage"):
+        run_by_hand(model, batch()[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [("layerdrop", 0.1), ("output_router_logits", True)])
+def test_configs_that_need_all_layers_are_refused(name: str, value: Any) -> None:
+    model = make_hf("llama")
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=f"config.{name}={value!r} cannot be used with pipeline stages, because"):
+        parts_of(model)
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaModel without an argument labels cannot be used with pipeline stages"):
+        parts_of(make_hf("llama").model)
+
+
+def test_inputs_of_a_transformers_model() -> None:
+    ids = batch()[0]
+    positions = torch.arange(12).expand(2, 12)
+    with pytest.raises(ValueError, match=r"The second input of the model .*attention mask of zeros and ones"):
+        run_by_hand(make_hf("llama"), ids, positions)
+    with pytest.raises(ValueError, match="The number of inputs is 3, but must be at most 2"):
+        run_by_hand(make_hf("llama"), ids, torch.ones_like(ids), ids)
+    model = make_hf("gpt2").eval()
+    mask = torch.ones_like(ids)
+    mask[0, 8:] = 0
+    truth = model(input_ids=ids, attention_mask=mask, labels=batch()[1], use_cache=False).loss
+    assert run_by_hand(model, ids, mask).equal(truth)

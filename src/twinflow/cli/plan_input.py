@@ -22,6 +22,7 @@ from twinflow.errors import invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
+from twinflow.parallel.tensor import tensor_units
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import STATES
@@ -179,6 +180,7 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         inner=getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None),
         num_heads=getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None) or 0,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or 0,
+        tensor_units=tensor_units(model) if hasattr(config, "model_type") else 0,
     )
 
 

@@ -21,7 +21,7 @@ from twinflow.errors import invalid_value
 from twinflow.parallel import partition, specs
 from twinflow.parallel.partition import LayerFacts
 from twinflow.parallel.schedules import Schedule, make_schedule
-from twinflow.parallel.specs import Item, Part, TiedLayerSpec
+from twinflow.parallel.specs import Chain, Item, Part, TiedLayerSpec
 from twinflow.parallel.topology import PIPE, ProcessTopology
 
 LOSS: Final = -1  # used as a stage number: the part with the loss
@@ -44,6 +44,7 @@ class Layer:
     index: int
     call: Callable[[Any], Any]
     may_rerun: bool  # it may be recomputed in backward
+    chain: Chain | None = None  # runs consecutive layers in one call
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +312,7 @@ def _find_reused(made: Sequence[Mapping[str, nn.Module]], ranks: Sequence[int], 
 
 def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Sequence[str] | None) -> Layer:
     if isinstance(item, Part):
-        return Layer(index, partial(_spread, item.call), item.is_block)
+        return Layer(index, partial(_spread, item.call), item.is_block, item.chain)
     module = next(iter(owned.values()), None)
     call: Callable[[Any], Any] = item if module is None else module
     if isinstance(item, TiedLayerSpec) and item.forward_fn is not None:
@@ -322,12 +323,15 @@ def _layer(index: int, item: Item, owned: Mapping[str, nn.Module], reruns: Seque
 
 
 def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
-    """Group layers into runs: up to `interval` consecutive layers that may be recomputed, and all others alone."""
+    """Group layers into runs: up to `interval` consecutive layers that may be recomputed, all consecutive layers of a
+    chain that are not recomputed, and all others alone.
+    """
     runs: list[Run] = []
     for layer in layers:
         reruns = interval > 0 and layer.may_rerun
-        if reruns and runs and runs[-1].reruns and len(runs[-1].layers) < interval:
-            runs[-1] = Run((*runs[-1].layers, layer), True)
+        is_joined = bool(runs) and runs[-1].reruns == reruns
+        if is_joined and (len(runs[-1].layers) < interval if reruns else layer.chain is not None):
+            runs[-1] = Run((*runs[-1].layers, layer), reruns)
         else:
             runs.append(Run((layer,), reruns))
     return tuple(runs)
@@ -335,6 +339,9 @@ def _group(layers: Sequence[Layer], interval: int) -> tuple[Run, ...]:
 
 def _call_all(layers: Sequence[Layer], seeds: Seed | None, value: Any) -> Any:
     """Call layers one after the other. A tuple with one element is replaced by the element, as between stages."""
+    chain = layers[0].chain
+    if chain is not None and seeds is None:
+        return _spread(partial(chain.call, layers[0].index, layers[-1].index + 1), value)
     for layer in layers:
         if seeds is not None:
             seeds(layer.index)

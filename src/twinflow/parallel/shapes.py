@@ -31,6 +31,7 @@ class Shape:
     tied: bool = True  # the head has the weight of the embedding
     num_kv_heads: int = 0  # heads of keys and values. 0: as many as heads
     inner: int = 0  # width of the MLP. 0: 4 h
+    tensor_units: int = 0  # tensor ranks divide it. 1: they cannot split the model. 0: only the sizes above count
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
@@ -62,6 +63,7 @@ class Shape:
             "the number of heads of keys and values": self.num_kv_heads or self.num_heads,
             "the width of the MLP": self.inner or 4 * self.hidden,
             "the size of the vocabulary": self.vocab_size if self.vocab_size > 1 else 0,  # 1: no embedding
+            "the common divisor of all sizes that the model's tensor-parallel plan splits": self.tensor_units,
         }
 
     def layer_flops(self, num_tokens: int) -> tuple[float, float]:
@@ -105,4 +107,5 @@ def shape_of(model: ModelCost, sequence: int) -> Shape:
         tied=model.head_numel < model.head_products,  # the parameters of a tied head are those of the embedding
         num_kv_heads=model.num_kv_heads,
         inner=model.inner,
+        tensor_units=model.tensor_units,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -77,6 +77,14 @@ class TiedLayerSpec(LayerSpec):
                 raise invalid_value(f"tied_weight_attr of the TiedLayerSpec {self.key!r}", name, allowed)
 
 
+class Chain(Protocol):
+    """Runs consecutive parts of a model in one call."""
+
+    def call(self, start: int, stop: int, /, *values: Any) -> Any:
+        """The output of the parts from `start` up to `stop`."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """A layer that is cut out of an existing model. `modules` keep the names that they have in the model.
@@ -93,6 +101,7 @@ class Part:
     call: Callable[..., Any]
     is_block: bool = False  # one of the model's equal layers: it may be recomputed in backward
     is_loss: bool = False
+    chain: Chain | None = None  # also runs this part together with its neighbours of the same chain
 
 
 def checked(layers: Iterable[Item], loss_fn: object) -> list[Item]:

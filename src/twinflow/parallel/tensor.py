@@ -12,13 +12,13 @@ layer to the output of the last layer. Embeddings, the last norm and the head ge
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
+from inspect import signature
 from itertools import takewhile
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.dist.group import Group
@@ -34,7 +35,7 @@ from twinflow.loss import IGNORE_INDEX, LOSS_CHUNK, Targets, chunked_cross_entro
 from twinflow.parallel import collectives
 from twinflow.parallel.collectives import SEQUENCE_DIM
 from twinflow.parallel.deferral import is_conv1d, linear
-from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match
+from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match, plan_for
 from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 
 _SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
@@ -76,7 +77,7 @@ def parallelize(
     regions = [name for name, style in styles.items() if style.kind in REGIONS]
     for name, style in styles.items():
         is_inside = any(name.startswith(f"{region}.") for region in regions)
-        _set_sizes(modules[name], style, group.world)
+        _set_sizes(modules[name], style, group.rank, group.world)
         forward = _forward(modules[name], style, split, is_inside)
         if forward is not None:
             modules[name].forward = forward
@@ -107,6 +108,7 @@ class Cut:
     param: nn.Parameter
     shard: TensorShard
     owner: str  # name of the first module with this parameter
+    num_units: int  # the number of tensor ranks must divide it
 
 
 def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int, world: int) -> dict[int, Cut]:
@@ -124,7 +126,9 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
             param = getattr(module, attribute)
             if shard_of(param) is not None:
                 raise ValueError(f"The layer {name} is already split. Call parallelize only once for a model.")
-            cut = Cut(param, _shard(f"{name}.{attribute}", param.shape[dim], dim, style, rank, world), name)
+            fused = replace(style, num_fused=2) if style.kind == "experts" and attribute == style.names[0] else style
+            shard = _shard(f"{name}.{attribute}", param.shape[dim], dim, fused, rank, world)
+            cut = Cut(param, shard, name, shard.full // (fused.num_fused * fused.unit))
             known = cuts.setdefault(id(param), cut)
             if known.shard != cut.shard:
                 allowed = f"a style that splits {attribute} as in {known.owner}, because the two layers share it"
@@ -133,10 +137,27 @@ def plan_cuts(modules: Mapping[str, Any], styles: Mapping[str, Style], rank: int
     return cuts
 
 
+def tensor_units(model: nn.Module) -> int:
+    """A number whose divisors are the numbers of tensor ranks that can split the model. 1 if it has no plan."""
+    modules = dict(model.named_modules())
+    try:
+        cuts = plan_cuts(modules, match(modules, plan_for(model)), 0, 1)
+    except ValueError:
+        return 1
+    return math.gcd(*(cut.num_units for cut in cuts.values()))
+
+
 def _check_kind(name: str, module: Any, style: Style) -> None:
-    if style.kind != "vocab":
-        if not isinstance(module, nn.Linear) and not is_conv1d(module):
-            raise _wrong_kind(name, module, "an nn.Linear", style)
+    if style.kind == "experts":
+        sizes: list[Any] = [getattr(getattr(module, attribute, None), "shape", ()) for attribute in style.names]
+        if [len(size) for size in sizes] != [3, 3] or sizes[0][1] != 2 * sizes[1][2]:
+            allowed = "a module with parameters [experts, 2 x inner, hidden] and [experts, hidden, inner]"
+            raise _wrong_kind(name, module, allowed, style)
+    elif style.kind != "vocab":
+        # The new forward replaces one of a subclass, for example of a quantized layer. A head may compute the loss.
+        is_plain = type(module).forward is nn.Linear.forward or "targets" in signature(module.forward).parameters
+        if not (isinstance(module, nn.Linear) and is_plain) and not is_conv1d(module):
+            raise _wrong_kind(name, module, "an nn.Linear without a forward of its own", style)
     elif not isinstance(module, nn.Embedding):
         raise _wrong_kind(name, module, "an nn.Embedding", style)
     elif module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -155,6 +176,8 @@ def _split_dims(module: Any, style: Style) -> dict[str, int]:
     """The dim along which each parameter of the module is split."""
     if style.kind == "vocab":
         return {"weight": 0}
+    if style.kind == "experts":
+        return dict(zip(style.names, (1, 2), strict=True))
     is_row = style.kind == "row"
     dims = {"weight": int(is_row != is_conv1d(module))}
     return dims if is_row or module.bias is None else {**dims, "bias": 0}
@@ -215,9 +238,13 @@ def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
                 module._parameters[name] = made[id(param)]
 
 
-def _set_sizes(module: Any, style: Style, world: int) -> None:
+def _set_sizes(module: Any, style: Style, rank: int, world: int) -> None:
     """Set the attributes of a module to the sizes of this rank's part."""
     names = style.names if style.kind in NAMING else ()
+    if style.kind == "vocab" and module.padding_idx is not None:
+        # The row of padding, which gets no gradient, is on one rank.
+        local = module.padding_idx - rank * (module.num_embeddings // world)
+        module.padding_idx = local if 0 <= local < module.num_embeddings // world else None
     if style.kind in CUTTING:
         is_input = style.kind == "row"
         names = tuple(name for name in _SIZES if hasattr(module, name) and (name in ("in_features", "nx")) == is_input)
@@ -244,13 +271,14 @@ class Split:
         """The sum of the outputs of all ranks. With `sequence`: this rank's part of it."""
         return collectives.scatter_sequence(x, self.group) if self.sequence else collectives.reduce_out(x, self.group)
 
-    def sum_gradient(self, param: Tensor | None) -> None:
-        """With `sequence`: let backward sum the gradient of a whole parameter over the ranks before it is accumulated.
+    def sum_gradient(self, param: Tensor | None, is_partial: bool = False) -> None:
+        """With `sequence` or `is_partial`: let backward sum the gradient of a whole parameter over the ranks before it
+        is accumulated.
 
-        A whole parameter that is applied to a part of the sequence has only a part of its gradient. This is called in
-        every forward, because a parameter may be replaced, or may start to require a gradient.
+        A whole parameter that is applied to a part of the sequence or of the heads has only a part of its gradient.
+        This is called in every forward, because a parameter may be replaced, or may start to require a gradient.
         """
-        if param is not None and self.sequence and param.requires_grad and not hasattr(param, _SUMMED):
+        if param is not None and (self.sequence or is_partial) and param.requires_grad and not hasattr(param, _SUMMED):
             param.register_hook(partial(collectives.summed, group=self.group))  # type: ignore[no-untyped-call]
             setattr(param, _SUMMED, True)
 
@@ -262,9 +290,13 @@ def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callab
     if style.kind == "column":
         return partial(_column, module, split, is_inside)
     if style.kind == "row":
-        return partial(_row, module, split)
+        return partial(_row, module, split, style.takes_whole)
     if style.kind == "vocab":
-        return partial(_vocab, module, split.group)
+        return partial(_vocab, module, module.forward, split.group)
+    if style.kind == "experts":
+        return partial(_experts, module.forward, split.group)
+    if style.kind == "partial":
+        return partial(_norm, module, module.forward, split, True)
     if style.kind == "head":
         return partial(_head, module, split.group)
     if style.kind == "dropout":
@@ -278,7 +310,7 @@ def _forward(module: Any, style: Style, split: Split, is_inside: bool) -> Callab
         return partial(_stream, module.forward, _first_name(module.forward), split.group, style.names)
     if isinstance(module, nn.Dropout):
         return partial(_dropout, module, split.group, SEQUENCE_DIM)
-    return partial(_norm, module, module.forward, split)
+    return partial(_norm, module, module.forward, split, False)
 
 
 def _column(module: Any, split: Split, is_inside: bool, x: Tensor) -> Tensor:
@@ -288,7 +320,9 @@ def _column(module: Any, split: Split, is_inside: bool, x: Tensor) -> Tensor:
     return y
 
 
-def _row(module: Any, split: Split, x: Tensor) -> Tensor:
+def _row(module: Any, split: Split, takes_whole: bool, x: Tensor) -> Tensor:
+    if takes_whole:
+        x = collectives.split_sequence(x, split.group, dim=-1)
     y = split.give_out(linear(module, x, None))
     if split.tensors is not None:
         split.tensors.remove(y)
@@ -296,17 +330,24 @@ def _row(module: Any, split: Split, x: Tensor) -> Tensor:
     return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
-def _vocab(module: Any, group: Group, tokens: Tensor) -> Tensor:
+def _vocab(module: Any, forward: Callable[[Tensor], Tensor], group: Group, tokens: Tensor) -> Tensor:
     """Look up tokens in this rank's rows of the embedding. Tokens in rows of other ranks give zeros here, and the sum
     over the ranks adds their values. Tokens that no rank has are looked up too, so that torch raises as in one process.
     """
-    num_rows, padding = len(module.weight), module.padding_idx
-    start = group.rank * num_rows
-    local = tokens - start
+    num_rows = len(module.weight)
+    local = tokens - group.rank * num_rows
     is_elsewhere = ((local < 0) & (tokens >= 0)) | ((local >= num_rows) & (tokens < group.world * num_rows))
-    own_padding = padding - start if padding is not None and 0 <= padding - start < num_rows else None
-    rows = F.embedding(local.masked_fill(is_elsewhere, 0), module.weight, own_padding)
+    rows = forward(local.masked_fill(is_elsewhere, 0))  # that of a subclass may also scale
     return collectives.reduce_out(rows.masked_fill(is_elsewhere[..., None], 0.0), group)
+
+
+def _experts(forward: Callable[..., Tensor], group: Group, /, *args: Any, **kwargs: Any) -> Tensor:
+    """Activations and routing weights are whole, and get a part of their gradients from each rank."""
+    args, kwargs = tree_map(
+        lambda one: collectives.copy_in(one, group) if isinstance(one, Tensor) and one.is_floating_point() else one,
+        (args, kwargs),
+    )
+    return collectives.reduce_out(forward(*args, **kwargs), group)
 
 
 def _head(module: Any, group: Group, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -320,9 +361,11 @@ def _dropout(module: nn.Dropout, group: Group, dim: int, x: Tensor) -> Tensor:
     return dropout_part(x, module.p, group, dim) if module.training and module.p > 0.0 else x
 
 
-def _norm(module: nn.Module, forward: Callable[..., Any], split: Split, /, *args: Any, **kwargs: Any) -> Any:
+def _norm(
+    module: nn.Module, forward: Callable[..., Any], split: Split, is_partial: bool, /, *args: Any, **kwargs: Any
+) -> Any:
     for param in module.parameters():
-        split.sum_gradient(param)
+        split.sum_gradient(param, is_partial)
     return forward(*args, **kwargs)
 
 
@@ -373,7 +416,7 @@ def _stream(
 
 def _first_name(forward: Callable[..., Any]) -> str:
     """The name of the first argument of a forward: the activations that pass through the layer."""
-    return next(iter(inspect.signature(forward).parameters))
+    return next(iter(signature(forward).parameters))
 
 
 def _changed(

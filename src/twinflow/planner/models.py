@@ -45,6 +45,7 @@ class ModelCost:
     num_heads: int = 0
     num_kv_heads: int = 0  # heads of keys and values
     inner: int = 0  # width of the MLP
+    tensor_units: int = 0  # all other sizes: a multiple of each possible number of tensor ranks
 
     @property
     def numel(self) -> int:
@@ -123,12 +124,13 @@ def from_counts(
     num_wide: int = 2,
     num_heads: int = 0,
     num_kv_heads: int = 0,
+    tensor_units: int = 0,
 ) -> ModelCost:
     """Costs of any model from the number of elements of each of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
     follows from the largest block. `num_wide`: number of activations of this width that a block keeps. `num_heads`,
-    `num_kv_heads`: 0 if they are not known.
+    `num_kv_heads`, `tensor_units`: 0 if they are not known.
     """
     known_inner = inner or 0
     if inner is None:
@@ -150,6 +152,7 @@ def from_counts(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads or num_heads,
         inner=known_inner,
+        tensor_units=tensor_units,
     )
 
 
