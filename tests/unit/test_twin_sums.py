@@ -46,6 +46,26 @@ def trained_on_the_device(name: str) -> tuple[list[torch.Tensor], Any]:
     return trained("device", {}, **OPTIONS[name])
 
 
+@pytest.mark.parametrize("when", [0, 1])
+def test_sums_stay_if_the_parameters_get_other_memory(when: int) -> None:
+    """As `model.to("cpu:0")` does it, which Accelerate calls."""
+    model = gpt()
+    options = {"lr": 0.0, "max_grad_norm": 1.0, "early": True, "accumulation_steps": 2}
+    optimizer = TwinOptimizer(model, tuning=Tuning(bucket_numel=4096, sums="host"), **options)
+    norms = []
+    for step in range(2):
+        for part in range(2):
+            if (step, part) == (1, when):
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            (loss_of(model, part) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    assert norms[1] == norms[0]
+
+
 @pytest.mark.parametrize("stream", ["", "compute", "out", "in"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sums_on_the_host_are_those_on_the_device(name: str, stream: str) -> None:

@@ -24,7 +24,7 @@ from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.ranks import divided, make_zero, replace_params, start_ranks
+from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks
 from twinflow.launch.environment import rank_environment
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.partitioned import regroup
@@ -99,7 +99,9 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
         before_value(params, clip_value)
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
-    if has_ranks:  # the gradients of this rank are not yet averaged over ranks
+    if has_ranks:
+        report_steps(twin)
+        # The gradients of this rank are not yet averaged over ranks.
         accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
 

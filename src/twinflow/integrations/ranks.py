@@ -118,6 +118,17 @@ def watch_ranks() -> Watch | None:
     return start_watch(joined(timeout_s=_TIMEOUT_S), 0.0)
 
 
+def report_steps(twin: TwinOptimizer) -> None:
+    """Tells the watch the number of each step, for its message about a rank that failed."""
+    watch = watch_ranks()
+    if watch is not None:
+
+        def beat(optimizer: Any, *_: object) -> None:
+            watch.beat(optimizer.num_steps)
+
+        twin.register_step_post_hook(beat)
+
+
 def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
     """Gives a new optimizer of torch the parameters that `start_ranks` has made."""
     if not replaced:
