@@ -312,6 +312,26 @@ def best(root: str, kind: str, name: str, plain: bool = False) -> Any:
     return {"before": before, "evals": first, "after": after, "again": again, "best": found}
 
 
+def lora(root: str, kind: str, name: str) -> Any:
+    """Adapters of PEFT; the best of two checkpoints is loaded."""
+    import peft
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), adapters)
+    options = {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True, "greater_is_better": True}
+    data = {"train_dataset": ragged(NUM_ROWS), "eval_dataset": samples(2 * GLOBAL)}
+    trainer = TwinTrainer(model, arguments(Path(root) / name, **options), **data, twin=KINDS[kind])
+    trainer.train()
+    trainer.evaluate()
+    history = trainer.state.log_history
+    return {
+        "logs": [{key: one[key] for key in ("loss", "grad_norm", "learning_rate")} for one in history if "loss" in one],
+        "evals": [one["eval_loss"] for one in history if "eval_loss" in one],
+    }
+
+
 class Uneven(torch.utils.data.IterableDataset[Any]):
     """A stream that has one batch more on the first rank."""
 
@@ -385,6 +405,7 @@ def mistakes(root: str) -> dict[str, str]:
     refused("inner", lambda: twin_optimizer(accelerator, one))
     optimizer = twin_optimizer(accelerator, two, lr=LR, max_grad_norm=MAX_NORM, zero=1)
     two(torch.ones(2, 4)).sum().backward()
+    refused("join", lambda: accelerator.join_uneven_inputs([two]))
     refused("value", lambda: accelerator.clip_grad_value_(two.parameters(), 1.0))
     refused("norm", lambda: accelerator.clip_grad_norm_(two.parameters(), 2 * MAX_NORM))
     optimizer.step()

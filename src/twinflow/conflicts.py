@@ -333,6 +333,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "a rank that runs out of memory would begin again while the others continue",
             "Set per_device_train_batch_size to a size that fits.",
         ),
+        "uneven batches": Conflict(
+            "{option}",
+            "several processes",
+            "all ranks take part in the communication of each step",
+            "Use even_batches, which is the default, or drop_last in the data loader.",
+        ),
         "save_on_each_node": Conflict(
             "{option}.save_on_each_node",
             "ZeRO stage 3 on several processes",

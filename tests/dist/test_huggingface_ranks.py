@@ -103,6 +103,7 @@ def test_a_loop_of_accelerate_goes_on_with_another_stage(quick: dict[str, Any]) 
         ("rates", "The ranks differ in config"),
         ("wrapped", "has wrapped it in DistributedDataParallel"),
         ("inner", "has wrapped it in DistributedDataParallel"),
+        ("join", r"join_uneven_inputs\(\) cannot be used with several processes"),
         ("value", r"clip_grad_value_\(\) cannot be used with several processes"),
         ("norm", "max_norm is 2.0, but must be 1.0"),
     ],
@@ -194,6 +195,16 @@ def test_the_best_model_is_loaded_and_training_can_begin_again(tmp_path: Path) -
                 assert rank[key] == pytest.approx(found["plain"][0][key], abs=1e-4), key
             assert rank["best"] == found["plain"][0]["best"] == "checkpoint-3"
             assert rank["after"] == pytest.approx(rank["evals"][0], abs=1e-5)
+
+
+@pytest.mark.matrix
+def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    made = {kind: (2, "lora", {"kind": kind, "name": kind.replace(" ", "-")}) for kind in STAGES}
+    found = jobs(in_waves({"one": (1, "lora", {"kind": "default", "name": "one"}), **made}), tmp_path)
+    assert found["one"][0]["evals"][2] == found["one"][0]["evals"][0]
+    for kind in STAGES:
+        check_trainer(found[kind], found["one"][0])
 
 
 @pytest.mark.matrix

@@ -52,6 +52,8 @@ def twin_optimizer(
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     zero = make_zero(options, accelerator.num_processes)
+    if accelerator.num_processes > 1:
+        _keep_even(accelerator)
     named = {name: value for name, value in options.items() if name not in ("zero", "param_groups")}
     replaced = start_ranks(model, zero, {**named, "zero": zero})
     options["zero"] = zero
@@ -159,6 +161,17 @@ def keep_plain(accelerator: Any, model: nn.Module) -> None:
             "Call twin_optimizer() before accelerator.prepare().",
         )
     plain.add(model)
+
+
+def _keep_even(accelerator: Any) -> None:
+    """Raises ValueError if ranks may have different numbers of batches: a rank would wait for a rank that has ended."""
+
+    def join_uneven_inputs(*_: Any, **__: Any) -> Any:
+        raise conflict("Hugging Face and Lightning", "uneven batches", option="accelerator.join_uneven_inputs()")
+
+    if not accelerator.even_batches:
+        raise conflict("Hugging Face and Lightning", "uneven batches", option="even_batches=False")
+    accelerator.join_uneven_inputs = join_uneven_inputs
 
 
 def _keep_state(accelerator: Any, prepared: Any, twin: TwinOptimizer) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
@@ -169,8 +170,8 @@ class DividedModel:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         params = dict(model.named_parameters(remove_duplicate=False))
         own = {name: {**buffers, **params}.get(name, value) for name, value in model.state_dict().items()}
-        given = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
-        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in given]
+        found_ids = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
+        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in found_ids]
         unexpected = [name for name in state_dict if name not in own]
         wrong = [
             f"{name} has the shape {tuple(state_dict[name].shape)}, but must have {tuple(value.shape)}"
@@ -191,11 +192,14 @@ class DividedModel:
             runtime.param_offload.settle()
         for name, value in own.items():
             if name in state_dict:
+                given = state_dict[name]
                 part = parts_of(value, runtime.param_offload)
-                if part is not None:
-                    write_whole(part, state_dict[name])
+                if isinstance(given, DTensor):  # PEFT has already divided it as the parameter is
+                    value.copy_(given)
+                elif part is not None:
+                    write_whole(part, given)
                 else:
-                    value.copy_(state_dict[name])
+                    value.copy_(given)
         runtime.adopt(runtime.params, keep=True)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
