@@ -35,7 +35,7 @@ from twinflow.zero import Zero, partition
 from twinflow.zero.partitioned import Replaced, forget_gathered, regroup
 from twinflow.zero.shared import STAGES
 from twinflow.zero.start import meet, start_watch
-from twinflow.zero.whole import parts_of, write_whole
+from twinflow.zero.whole import parts_of
 
 STAGE: Final = 2  # of several processes, if the user chooses none
 _TIMEOUT_S: Final = 1800.0
@@ -197,7 +197,9 @@ class DividedModel:
                 if isinstance(given, DTensor):  # PEFT has already divided it as the parameter is
                     value.copy_(given)
                 elif part is not None:
-                    write_whole(part, given)
+                    flat = given.detach().reshape(-1)
+                    for piece in part.pieces:
+                        piece.write(flat[piece.start : piece.start + piece.numel])
                 else:
                     value.copy_(given)
         runtime.adopt(runtime.params, keep=True)
