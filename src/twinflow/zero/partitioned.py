@@ -14,7 +14,7 @@ forward waits for its weights before it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -124,6 +124,31 @@ def forget_gathered(model: nn.Module | None) -> None:
     """
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+class Sharded(Protocol):
+    """A parameter of `fully_shard`."""
+
+    sharded_param: nn.Parameter
+
+
+class ParamGroup(Protocol):
+    """Parameters that `fully_shard` gathers together. torch has no public name for these attributes."""
+
+    fsdp_params: Sequence[Sharded]
+    _sharded_state: object
+    _to_sharded: Callable[[], None]
+
+    def lazy_init(self) -> None: ...
+
+
+def param_groups(module: FSDPModule) -> list[ParamGroup]:
+    """The groups of parameters that `fully_shard` gathers together for a module."""
+    state: object = module._get_fsdp_state()  # torch has no public name for it
+    groups: list[ParamGroup | None] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
