@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import twinflow
 from twinflow.compat.zero import (
     GatheredParameters,
+    register_external_parameter,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -352,3 +353,46 @@ def saving(rank: int, world: int, kind: str, stage: int, place: str, folder: str
     engine.save_checkpoint(folder)
     engine.destroy()
     return found
+
+
+class External(nn.Module):
+    """The second layer also uses the weight of the first one, which is a part of another block."""
+
+    class Second(nn.Module):
+        def __init__(self, first: nn.Linear) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+            self.__dict__["first"] = first  # not a submodule
+            register_external_parameter(self, first.weight)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.own(hidden) + hidden @ self.first.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(SYMBOLS, WIDTH)
+        first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([first, External.Second(first), nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def external(rank: int, world: int, stage: int, place: str) -> Any:
+    """The weights of a model with an external parameter after three steps, and the error for a late call."""
+    torch.manual_seed(0)
+    engine = twinflow.initialize(model=External(), config=config(stage, place, world))[0]
+    train(engine, range(3), rank, world)
+    late = ""
+    try:
+        register_external_parameter(engine.module, engine.module.layers[2].weight)
+    except ValueError as error:
+        late = str(error)
+    register_external_parameter(engine.module, engine.module.head.weight)
+    state = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return {"state": state, "late": late}

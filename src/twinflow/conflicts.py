@@ -198,10 +198,10 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Remove no_sync(), or use stage 1.",
         ),
         "external": Conflict(
-            "register_external_parameter()",
-            "{ranks} ranks",
-            "a partitioned weight is gathered only for the module that owns it",
-            "Use zero_optimization.stage 2 without this call, or use the weight in the forward of its own module.",
+            "register_external_parameter() after initialize()",
+            "zero_optimization.stage 3 on several ranks",
+            "the weight is partitioned already, and is gathered only for the layer that owns it",
+            "Call it before initialize(), for example in the constructor of the module.",
         ),
     },
     "1-bit Adam": {

@@ -54,7 +54,13 @@ def test_all_ranks_read_whole_weights(kind: str, world: int, place: str) -> None
 
 @pytest.mark.parametrize(
     ("kind", "world", "place"),
-    [("plain", 2, "device"), ("plain", 3, "host"), ("gpt2", 2, "host"), ("plain", 1, "host")],
+    [
+        ("plain", 2, "device"),
+        ("plain", 3, "host"),
+        ("llama-tied", 2, "device"),
+        ("gpt2", 2, "host"),
+        ("plain", 1, "host"),
+    ],
 )
 def test_what_the_modifier_writes_goes_into_weights_and_masters(kind: str, world: int, place: str) -> None:
     truth: Any = run_ranks(1, cases.writing, kind, 0, "device", 0)[0]
@@ -159,3 +165,11 @@ def test_saved_files_are_those_of_one_process(kind: str, world: int, place: str,
         for found in (first, *others):
             for tokens, wanted in zip(found["tokens"], truth["tokens"], strict=True):
                 assert tokens == wanted[: len(tokens)]
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])
+def test_a_layer_may_use_the_registered_weight_of_another(world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.external, 0, "device")[0]
+    first, *others = run_ranks(world, cases.external, 3, place)
+    equal(first["state"], truth["state"])
+    assert all("Call it before initialize()" in found["late"] for found in (first, *others))

@@ -21,6 +21,7 @@ from twinflow.conflicts import conflict
 from twinflow.dist.group import world_group
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value
+from twinflow.offload.blocks import mark_external
 from twinflow.optim.param_state import (
     MASTER,
     find_owner,
@@ -34,7 +35,7 @@ from twinflow.optim.param_state import (
     write_whole_gradient,
 )
 from twinflow.planner.formats import WEIGHT_BYTES, state_bytes
-from twinflow.zero.gathered import gathered, home_of
+from twinflow.zero.gathered import gathered, home_of, is_gathered_with_root
 
 _SENT = "the values of one rank are sent to all ranks"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -114,11 +115,14 @@ def _everyone() -> Meeting:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing with one rank. Raises ValueError with several ranks, because with stage 3 a weight cannot be used
-    outside its module.
+    """Declares that `module` uses a parameter of another module. Call it before `initialize()`.
+
+    With ZeRO stage 3 the parameter, and with `fully_shard` the layer that contains it, is then whole during the whole
+    forward. Raises ValueError after `initialize()`, unless the parameter is whole then.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise conflict("ZeRO stages 2 and 3", "external", ranks=dist.get_world_size())
+    mark_external(parameter)
+    if not is_gathered_with_root(parameter):
+        raise conflict("ZeRO stages 2 and 3", "external")
 
 
 @contextmanager

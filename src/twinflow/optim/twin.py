@@ -268,9 +268,9 @@ class TwinOptimizer(Outcomes):
             if self.team is not None:
                 add_homes(self.model, self.team.calls, self.team.meeting, runtime)
                 if aside is not None and self.team.world > 1:
-                    # The mark that fully_shard sets too. generate() of transformers then runs as many forwards on all
+                    # Marks that fully_shard sets too. generate() of transformers then runs as many forwards on all
                     # ranks, because each forward gathers weights.
-                    vars(self.model)["_is_fsdp_managed_module"] = True
+                    vars(self.model).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
             elif aside is not None:
                 add_homes(self.model, alone(), Meeting(alone()), runtime)
         if isinstance(self.ratio, str) and room.device_bytes is not None:

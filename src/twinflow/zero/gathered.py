@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState  # torch has no public name for it
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -37,7 +36,7 @@ from twinflow.offload.bucket import local_of
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.weight_guard import hide_whole, show_whole, whole_of
 from twinflow.parallel.replica import hash_values
-from twinflow.zero.partitioned import ParamGroup, forget_gathered, param_groups
+from twinflow.zero.partitioned import forget_gathered, param_groups, without_gathering
 from twinflow.zero.whole import gather_all, parts_of
 
 CALL = "GatheredParameters()"
@@ -91,6 +90,16 @@ class _Hashes(dict[str, int]):
 
 
 _OPEN: list[_Hashes] = []  # of open contexts
+
+
+def is_gathered_with_root(param: Tensor) -> bool:
+    """Whether a parameter is whole during the whole forward, so that every module can use it."""
+    home = home_of(param)
+    model = home.model() if home is not None else None
+    if home is None or model is None:
+        return True  # it is not partitioned
+    groups = param_groups(model) if isinstance(model, FSDPModule) else []
+    return any(one.sharded_param is param_of(param) for group in groups for one in group.fsdp_params)
 
 
 @contextmanager
@@ -187,7 +196,7 @@ def _shown(params: Sequence[Tensor], home: Home, runtime: Runtime | None) -> Ite
             for param in rows:
                 stack.enter_context(_row_shown(param, places[param]))
             stack.callback(forget_gathered, model)  # a forward may have gathered the root again
-            stack.enter_context(_without_gathering(model))
+            stack.enter_context(without_gathering(model, lambda param: whole_of(param) is not None))
         yield
 
 
@@ -253,31 +262,6 @@ def _gather_rows(param: DTensor) -> Tensor:
     flat[group.rank * size : group.rank * size + local.numel()] = local
     group.all_gather(flat)
     return flat[: param.numel()].view(param.shape)
-
-
-@contextmanager
-def _without_gathering(model: nn.Module) -> Iterator[None]:
-    """Makes `fully_shard` believe that modules all of whose parameters are whole are gathered already."""
-    held: list[ParamGroup] = []
-    for module in model.modules():
-        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            is_whole = all(whole_of(one.sharded_param) is not None for one in group.fsdp_params)
-            if is_whole and "_to_sharded" not in vars(group):
-                held.append(group)
-    for group in held:
-        group.lazy_init()
-        group._sharded_state = ShardedState.UNSHARDED
-        group._to_sharded = _nothing
-    try:
-        yield
-    finally:
-        for group in held:
-            del group._to_sharded
-            group._sharded_state = ShardedState.SHARDED
-
-
-def _nothing() -> None:
-    pass
 
 
 @torch.no_grad()
