@@ -96,7 +96,8 @@ def test_gradients_can_be_read_after_the_last_backward() -> None:
         loss_of(model, part).backward()
         loss_of(plain, part).backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
+        assert a.grad is not None
+        assert b.grad is not None
         torch.testing.assert_close(a.grad * 1, b.grad, atol=1e-6, rtol=0)
     ours.close()
 
