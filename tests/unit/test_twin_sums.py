@@ -107,6 +107,21 @@ def test_a_short_step_and_dropped_parts() -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
+def test_gradients_can_be_read_after_the_last_backward() -> None:
+    """`.grad` is the sum of all backwards, which the executor keeps for the update."""
+    model, plain = gpt(), gpt()
+    tuning = Tuning(bucket_numel=4096, sums="host")
+    ours = TwinOptimizer(model, lr=1e-2, early=True, max_grad_norm=1.0, accumulation_steps=2, tuning=tuning)
+    for part in range(2):
+        loss_of(model, part).backward()
+        loss_of(plain, part).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad * 1, b.grad, atol=1e-6, rtol=0)
+    ours.close()
+
+
 def test_a_function_makes_the_model_and_it_trains() -> None:
     optimizer = TwinOptimizer(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), lr=1e-2)
     model = optimizer.model
