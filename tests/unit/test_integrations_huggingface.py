@@ -417,7 +417,7 @@ def test_clipping_that_was_not_declared_is_refused() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"num_processes": 2}, "processes of Accelerate"),
+        ({"distributed_type": "DEEPSPEED"}, "distributed_type of Accelerate is .DEEPSPEED."),
         ({"distributed_type": "FSDP"}, "FSDP"),
         ({"scaler": object(), "mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
     ],
