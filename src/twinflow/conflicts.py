@@ -72,6 +72,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "delayed_update_start is the number of steps before the first delayed update, and no update is delayed",
             "Set delayed_update to True, or leave delayed_update_start out.",
         ),
+        "max_grad_value": Conflict(
+            "max_grad_value",
+            'early=True or early="auto"',
+            "the limit applies to the sum of all gradients of a step, and an early update would use a part of it",
+            "Use early=False.",
+        ),
         "groups of an instance": Conflict(
             "param_groups",
             "an optimizer instance as rule",
@@ -236,6 +242,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "compressed communication supports only state that is updated where it is stored",
             _NO_STREAMED,
         ),
+        "max_grad_value": Conflict(
+            "max_grad_value",
+            _COMPRESSED,
+            "ranks exchange momenta, and the sum of their gradients is not known",
+            "Use max_grad_norm.",
+        ),
         "betas": Conflict(
             "Param groups with different betas[0] ({betas})",
             _COMPRESSED,
@@ -329,9 +341,21 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         ),
         "average": Conflict(
             "The callback {callback}",
-            "TwinStrategy",
-            "the callback reads weights while updates are running",
-            "Average in your own callback, after trainer.strategy.twin.wait().",
+            "ZeRO stage 3 on several ranks",
+            "the callback averages whole weights, and each rank has a part of them",
+            "Use stage 2, or one process.",
+        ),
+        "clip": Conflict(
+            "clip_gradients() in manual optimization",
+            "several ranks",
+            "gradients are summed over ranks after this call",
+            "Set gradient_clipping or gradient_clipping_value in the config of TwinStrategy to the same limit.",
+        ),
+        "optimizers": Conflict(
+            "{number} optimizers of configure_optimizers()",
+            "fp16 in the config of TwinStrategy",
+            "each optimizer has its own loss scale, and a backward passes through the parameters of both",
+            "Use bf16.",
         ),
         "scheduler": Conflict(
             "scheduler in the config of TwinStrategy",

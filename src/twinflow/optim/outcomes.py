@@ -50,6 +50,11 @@ class Outcomes(Optimizer):
         return self._runtime
 
     @property
+    def max_grad_value(self) -> float | None:
+        """The absolute value to which elements of the gradients are clipped; None: no such clipping."""
+        return self._settings.limits.max_value
+
+    @property
     def can_compress(self) -> bool:
         """Whether communication will become compressed (switch.py). With one rank there is no communication."""
         compresses = self.zero is not None and self.zero.compression is not None

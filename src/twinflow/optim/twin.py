@@ -18,8 +18,9 @@ from twinflow.device import device_for
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
+from twinflow.offload.bucket import local_of
 from twinflow.offload.changes import check_memory
-from twinflow.offload.clipping import Limits
+from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
@@ -89,6 +90,8 @@ class TwinOptimizer(Outcomes):
     How a step works:
 
     - `max_grad_norm`: the norm to which gradients are clipped; None: no clipping.
+    - `max_grad_value`: the absolute value to which elements of the gradients are clipped, after they were summed over
+      ranks. It needs early=False.
     - `skip_nonfinite`: skip steps in which a gradient is not finite. Default: True with `max_grad_norm` or
       `loss_scale`.
     - `loss_scale`: `static(...)` or `dynamic(...)` of twinflow.optim.loss_scale, for fp16. `optimizer.backward(loss)`
@@ -124,6 +127,7 @@ class TwinOptimizer(Outcomes):
         ratio: float | str = 1.0,
         placement: str = "auto",
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         skip_nonfinite: bool | None = None,
         loss_scale: LossScale | None = None,
         accumulation_steps: int = 1,
@@ -174,7 +178,7 @@ class TwinOptimizer(Outcomes):
         self.scales_loss = loss_scale is not None
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
-            limits=Limits(max_grad_norm, skip),
+            limits=Limits(max_grad_norm, skip, max_grad_value),
             early=True if early == "auto" else early,  # type: ignore[arg-type]
             watches_first=early == "auto",
             accumulation_steps=accumulation_steps,
@@ -357,6 +361,8 @@ class TwinOptimizer(Outcomes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.max_grad_value is not None and (self.zero is None or not self.zero.shares_buckets):
+            self._clip_values(self.max_grad_value)  # otherwise the reducer does it, after the sum over ranks
         job = self.runtime.step()
         self._read_decision()
         if job is None:  # there were no gradients
@@ -372,6 +378,12 @@ class TwinOptimizer(Outcomes):
             if self._switch is not None:
                 self._switch.after_step()
         return loss
+
+    def _clip_values(self, limit: float) -> None:
+        """Clips the elements of the gradients in `.grad`, which are multiplied by the loss scale."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                clip_values(local_of(param.grad), limit * self.read_scale())
 
     def _options_now(self) -> list[StateDict]:
         """The options of each group, checked and copied for an update that begins now."""
