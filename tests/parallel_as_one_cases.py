@@ -12,8 +12,9 @@ from parallel_trap_cases import SYMBOLS, WIDTH, Mix, batches, layers, loss_of, p
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.dist import meeting
 from twinflow.models import gpt
-from twinflow.parallel import LayerSpec, PipelineModule, TiedLayerSpec, whole
+from twinflow.parallel import LayerSpec, PipelineModule, TiedLayerSpec
 from twinflow.parallel.shard import shard_of
 
 
@@ -247,7 +248,7 @@ def whole_weights(rank: int, world: int, config: dict[str, Any], folder: str) ->
 
 def only_one_saves(rank: int, world: int, folder: str) -> list[str]:
     """Rank 0 alone asks for whole weights."""
-    whole.PATIENCE_S = 0.5
+    meeting.PATIENCE_S = 0.5
     torch.manual_seed(0)
     engine = twinflow.initialize(model=GPT(SHAPE), config=config_of(1, 2, 1))[0]
     errors = []

@@ -247,6 +247,22 @@ class Group:
         self.all_gather(rows.view(-1))
         return rows
 
+    def gather(self, row: Tensor) -> Tensor | None:
+        """The rows of all ranks in the order of the ranks, on the first rank, and None on the others. All rows are on
+        the host and have the same size.
+        """
+        if self._is_skipped:
+            return row[None]
+        raw = row.contiguous().view(-1).view(torch.uint8)
+        is_first = self.rank == 0
+        rows = torch.empty(self.world, *row.shape, dtype=row.dtype) if is_first else None
+        parts = list(rows.view(self.world, -1).view(torch.uint8)) if rows is not None else None
+        if not is_first:
+            self.sent_bytes += raw.numel()
+        with self._call("gather", row.numel(), row.dtype):
+            self._wait(dist.gather(raw, parts, dst=self.ranks[0], group=self.handle, async_op=True))
+        return rows
+
     # Messages between two ranks, given by their positions in the group. They need no order with collectives, because
     # a group with messages has no collectives.
 

@@ -32,10 +32,10 @@ from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules.formats import BLOCK
 from twinflow.state_dict import StateDict, dict_of, int_of, list_of, tensor_of
+from twinflow.zero.whole import first_of
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
-from twinflow.optim.twin_build import first_of
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
+from twinflow.zero.whole import first_of
 
 LOGGER = logging.getLogger("twinflow")
 COUNTERS = ("global_steps", "micro_steps", "global_samples")

@@ -38,9 +38,10 @@ def own_keys(store: Store, kind: str, rank: int) -> Store:
 
 def wait_for(keys: Store, names: list[str], timeout_s: float) -> list[str]:
     """Waits until all keys exist. Returns the keys that do not exist in time."""
-    end_s = time.monotonic() + timeout_s
+    end_s, pause_s = time.monotonic() + timeout_s, 0.001
     while names and not keys.check(names):
         if time.monotonic() > end_s:
             return [name for name in names if not keys.check([name])]
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
     return []

@@ -381,6 +381,13 @@ class Runtime:
         self.executor.wait_for_weights(param.buckets)
         param.is_seen = True
 
+    def settle_all(self) -> None:
+        """Block until all weights have the values that they would have with torch now."""
+        if self.param_offload is not None:
+            self._collect_loans()
+        for param in self.params:
+            self.settle(param.tensor)
+
     def before_load(self, module: nn.Module) -> None:
         """Raise an exception before `load_state_dict` writes to a module's own weights, if the write would raise one.
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
@@ -40,6 +38,7 @@ from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
+from twinflow.zero.whole import first_of
 
 _MOSTLY = 0.85  # share of the device's memory for state and gradients; activations need the rest
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -106,15 +105,6 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
         return Free(on_device, on_host)
     least_device, least_host = team.least([-1.0 if on_device is None else on_device, on_host])
     return Free(None if least_device < 0 else int(least_device), int(least_host))
-
-
-def first_of(tensor: Tensor) -> int:
-    """The start of this rank's rows in a flattened parameter."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    rows_end = tensor.shape[0] if tensor.dim() else 1
-    return min(offsets[0] if offsets else 0, rows_end) * (tensor.numel() // max(1, rows_end))
 
 
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Whole weights of a model that tensor ranks have split: a state dict, and `save_pretrained` of transformers.
 
-Both are collective: all tensor ranks of a replica have to call them. A script often saves on rank 0 only. Then rank 0
-would wait for the others, and they for rank 0 in the next forward. So ranks first meet in the store of the process
-group. If some do not come, the others raise an error.
+Both are collective: all tensor ranks of a replica have to call them. They meet first (dist/meeting.py), because a
+script often saves on rank 0 only.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.dist.group import Group
-from twinflow.errors import invalid_value, wrong_state
-from twinflow.launch.store import group_store, own_keys, wait_for
+from twinflow.dist.meeting import Meeting
+from twinflow.errors import invalid_value
 from twinflow.parallel.shard import shard_of
 
-PATIENCE_S = 60.0  # limit for the other tensor ranks to make the same call
-_GO, _STOP = "go", "stop"
+_REMEDY = (
+    "Call it on all ranks of a replica, for example on those with engine.dp_rank == 0. Only the first of them writes "
+    "files."
+)
 
 
 class WholeWeights:
@@ -31,8 +32,7 @@ class WholeWeights:
         self._module = module
         self._group = group
         self._writes = writes
-        self._keys = own_keys(group_store(), f"whole/{'-'.join(map(str, group.ranks))}", group.rank)
-        self._num_meetings = 0
+        self._meeting = Meeting(group, "tensor ranks", _REMEDY)
         for part in module.modules():  # a model with a head contains one without, which has the method too
             original: Any = getattr(part, "save_pretrained", None)
             if original is not None:
@@ -42,7 +42,7 @@ class WholeWeights:
         """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
         `call` is the name for errors. Raises RuntimeError if not all tensor ranks make the call.
         """
-        self._meet(call)
+        self._meeting.meet(call, "each tensor rank has a part of the weights")
         joined: dict[int, Tensor] = {}  # by the id of the parameter or buffer
         found: dict[str, object] = {}
         module = self._module if part is None else part
@@ -87,31 +87,3 @@ class WholeWeights:
             return original(**given)
         state = self.state_dict("save_pretrained()", part)
         return original(**{**given, "state_dict": state}) if self._writes else None
-
-    def _meet(self, call: str) -> None:
-        """Wait until all tensor ranks have come to the same meeting. If some do not come in time, the meeting is
-        cancelled, and ranks that come later go to the next one. `outcome` makes sure that all ranks decide alike.
-        """
-        group = self._group
-        while True:
-            meeting = f"{self._num_meetings}"
-            self._num_meetings += 1
-            if self._keys.check([f"{meeting}/outcome"]) and self._decide(meeting, _STOP) == _STOP:
-                continue
-            self._keys.set(f"{meeting}/{group.rank}", "1")
-            missing = wait_for(self._keys, [f"{meeting}/{rank}" for rank in range(group.world)], PATIENCE_S)
-            if self._decide(meeting, _STOP if missing else _GO) == _GO:
-                return
-            if missing:
-                ranks = [int(name.rpartition("/")[2]) for name in missing]
-                raise wrong_state(
-                    f"{call} cannot run",
-                    f"each tensor rank has a part of the weights, and the tensor ranks {ranks} have not called it "
-                    f"within {PATIENCE_S:g} s",
-                    "Call it on all ranks of a replica, for example on those with engine.dp_rank == 0. Only the first "
-                    "of them writes files.",
-                )
-
-    def _decide(self, meeting: str, outcome: str) -> str:
-        """The outcome of a meeting: that of the first rank that decides."""
-        return self._keys.compare_set(f"{meeting}/outcome", "", outcome).decode()

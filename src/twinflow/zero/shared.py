@@ -23,6 +23,7 @@ from torch import Tensor
 from twinflow.conflicts import refuse
 from twinflow.device import Device
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
+from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.device_work import DeviceWork
@@ -99,6 +100,7 @@ class Team:
         # For calls by the user's thread. The timeout is long, because ranks that save wait for the slowest one.
         long = max(zero.timeout, _LONG)
         self.calls: Group = new_group("gloo", ranks, long)
+        self.meeting = Meeting(self.calls)  # before the collectives of calls by the user
         self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # ranks of all axes
         self.saves: Group = new_group("gloo", timeout=long)  # ranks of all axes, for checkpoints in the background
         self.world = self.calls.world

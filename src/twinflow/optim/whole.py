@@ -1,0 +1,75 @@
+"""The whole weights of a model whose TwinOptimizer has ranks (`zero=`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from twinflow.errors import incompatible, wrong_state
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.zero.partitioned import forget_gathered
+from twinflow.zero.whole import gather_on_first, join_own, parts_of
+
+
+def whole_weights(
+    optimizer: TwinOptimizer, exclude_frozen: bool = False, call: str = "whole_weights()"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the whole values of each tensor in the model's state dict, on the host of rank 0.
+
+        for name, tensor in whole_weights(optimizer):  # on all ranks
+            save(name, tensor)  # on rank 0 only: the other ranks get nothing
+
+    All ranks must iterate, because each one may have only a part of the weights (stage 3). One parameter at a time is
+    gathered, in the dtype of the model, and includes all updates of steps that have begun. Rank 0 may change the
+    tensors or keep them. A tied weight has the same tensor under each name. `call` is the name for errors. Raises
+    RuntimeError if not all ranks iterate, and ValueError with pipeline or tensor ranks.
+    """
+    model, team, runtime = optimizer.model, optimizer.team, optimizer.runtime
+    if model is None:
+        raise wrong_state(f"{call} cannot run", "the optimizer was built from parameters", "Build it from the model.")
+    if team is not None and team.grid is not None and team.grid.num_model * team.grid.num_pipe > 1:
+        reason = "a rank has only its layers, or its shards of them"
+        raise incompatible(call, "pipeline or tensor parallelism", reason, "Save a checkpoint and use twinflow export.")
+    named = _named_tensors(model, exclude_frozen)
+    distinct = {id(value): value for value in named.values()}
+    parts = {key: part for key, value in distinct.items() if (part := parts_of(value, runtime.param_offload))}
+    if team is not None and parts:
+        team.meeting.meet(call, "each rank has a part of the weights")
+    runtime.settle_all()
+    if team is None:
+        gathered: Iterator[Tensor | None] = iter([join_own(part) for part in parts.values()])
+    else:
+        gathered = gather_on_first(list(parts.values()), team.calls)
+    if team is not None and team.rank > 0:
+        for _ in gathered:
+            pass
+        return
+    num_left = Counter(id(value) for value in named.values())
+    tied: dict[int, Tensor] = {}
+    try:
+        for name, value in named.items():
+            key = id(value)
+            found = tied.pop(key, None)
+            if found is None:
+                found = next(gathered) if key in parts else value.detach().to("cpu", copy=True)
+                assert found is not None
+            num_left[key] -= 1
+            if num_left[key]:
+                tied[key] = found
+            yield name, found
+    finally:  # the other ranks send all of their parts, also if the caller stops before the end
+        for _ in gathered:
+            pass
+
+
+def _named_tensors(model: nn.Module, exclude_frozen: bool) -> dict[str, Tensor]:
+    """The tensors of the model's state dict. A parameter is the parameter itself, so that its parts can be found."""
+    forget_gathered(model)
+    state = model.state_dict()
+    params = dict(model.named_parameters(remove_duplicate=False))
+    own = {**dict(model.named_buffers(remove_duplicate=False)), **params}
+    left_out = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
+    found = {name: own.get(name, value) for name, value in state.items() if name not in left_out}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
