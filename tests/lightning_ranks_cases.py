@@ -125,33 +125,63 @@ def twin(given: dict[str, Any]) -> Any:
     return TwinStrategy(config=given)
 
 
-def fit(rank: int, world: int, given: Any, folder: str, steps: int, options: Any, resume: str | None) -> Any:
-    """Losses and checks of a fit on this rank. `given`: the config; None: plain Lightning."""
+STEPS = 15  # an epoch has 10 batches, which are 5 steps
+SAVED = "step=10.ckpt"
+
+
+def options_of(folder: str, given: Any, **options: Any) -> dict[str, Any]:
+    """Checkpoints as folders (with `given`) and as files of weights."""
+    import lightning.pytorch as pl
+
+    made, every = pl.callbacks.ModelCheckpoint, {"save_top_k": -1}
+    kept = [made(folder, filename="{step}", monitor="check", every_n_train_steps=5, **every)]
+    if given is not None:
+        kept += [made(folder, filename="weights-{step}", every_n_train_steps=10, save_weights_only=True, **every)]
+    return {"callbacks": kept, "enable_checkpointing": True, "val_check_interval": 4, **options}
+
+
+def fit(
+    rank: int, world: int, given: Any, folder: str, options: Any, resume: str | None = None, steps: int = STEPS
+) -> Any:
+    """Losses and checks of a fit. `given`: the config; None: plain Lightning in one process."""
     if given is not None and world > 1:
         as_torchrun(rank, world)
     module = module_class()()
     strategy = "auto" if given is None else twin(given)
-    made = trainer(Path(folder), strategy, world, steps, **options)
+    made = trainer(Path(folder), strategy, world, steps, **options_of(folder, given, **options))
     made.fit(module, loader(world, shuffles=True), loader(world, 2 * BATCH), ckpt_path=resume)
     return {"losses": mean(module.losses), "checks": module.checks}
 
 
-def live(rank: int, world: int, given: Any, folder: str) -> Any:
-    """Fit with checkpoints, then validate, test and predict with the last weights and with the best ones."""
-    import lightning.pytorch as pl
-
+def live(rank: int, world: int, given: Any, folder: str, plain: str) -> Any:
+    """A fit; validation, test and prediction with the last weights and with the best ones; a fit that continues from
+    `plain`, a file of plain Lightning.
+    """
     if given is not None and world > 1:
         as_torchrun(rank, world)
-    module = module_class()()
-    kept = pl.callbacks.ModelCheckpoint(
-        folder, filename="{step}", monitor="check", save_top_k=-1, every_n_train_steps=5, save_last=True
-    )
-    strategy = "auto" if given is None else twin(given)
-    made = trainer(Path(folder), strategy, world, 12, callbacks=[kept], enable_checkpointing=True, val_check_interval=2)
+    kind = module_class()
+    module = kind()
+    options = options_of(folder, given)
+    made = trainer(Path(folder), "auto" if given is None else twin(given), world, STEPS, **options)
     made.fit(module, loader(world, shuffles=True), loader(world, 2 * BATCH))
-    found: dict[str, Any] = {"losses": mean(module.losses), "checks": module.checks, "best": kept.best_model_path}
+    found: dict[str, Any] = {"losses": mean(module.losses), "checks": module.checks}
     few = loader(world, 2 * BATCH)
+    found["best"] = Path(options["callbacks"][0].best_model_path).name
     found["last"] = made.validate(module, few, verbose=False)[0]["check"]
+    made.save_checkpoint(f"{folder}/after.ckpt", weights_only=True)
     found["tested"] = made.test(module, few, ckpt_path="best", verbose=False)[0]["tested"]
-    found["predicted"] = [float(batch.sum()) for batch in made.predict(module, few, ckpt_path="best")]
+    found["predicted"] = mean([float(batch.mean()) for batch in made.predict(module, few, ckpt_path="best")])
+    fresh = kind()
+    found["fresh"] = made.test(fresh, few, ckpt_path=f"{folder}/{SAVED}", verbose=False)[0]["tested"]
+    resumed = kind()
+    again = trainer(Path(folder), "auto" if given is None else twin(given), world, STEPS, val_check_interval=4)
+    again.fit(resumed, loader(world, shuffles=True), loader(world, 2 * BATCH), ckpt_path=plain)
+    found["resumed"] = mean(resumed.losses)
     return found
+
+
+def sums(rank: int, world: int, paths: list[str]) -> Any:
+    """The sums of the weights in files of Lightning."""
+    kind = module_class()
+    loaded = [kind.load_from_checkpoint(path, weights_only=True) for path in paths]
+    return [[float(param.double().sum()) for param in module.parameters()] for module in loaded]

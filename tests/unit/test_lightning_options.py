@@ -45,9 +45,10 @@ def same(found: Any, wanted: Any, first: int = 0) -> None:
 
 
 CONFIGS = {"state": (0, False), "weights": (3, True)}
+matrix = pytest.mark.matrix
 
 
-@pytest.mark.parametrize("where", list(CONFIGS))
+@pytest.mark.parametrize("where", ["state", pytest.param("weights", marks=matrix)])
 def test_clipping_by_value(cases: Any, module_class: Any, tmp_path: Path, where: str) -> None:
     options = {"gradient_clip_val": 2e-3, "gradient_clip_algorithm": "value"}
     wanted = fit(cases, module_class, tmp_path, None, **options)
@@ -66,8 +67,10 @@ def averaging(name: str) -> list[Any]:
     return [pl.callbacks.WeightAveraging()]
 
 
-@pytest.mark.parametrize("where", list(CONFIGS))
-@pytest.mark.parametrize("name", ["swa", "ema", "mean"])
+AVERAGES = [("swa", "weights"), *(pytest.param(n, w, marks=matrix) for n in ("ema", "mean") for w in CONFIGS)]
+
+
+@pytest.mark.parametrize(("name", "where"), [*AVERAGES, pytest.param("swa", "state", marks=matrix)])
 def test_averages_of_weights(cases: Any, module_class: Any, tmp_path: Path, name: str, where: str) -> None:
     options: dict[str, Any] = {"max_epochs": 3, "steps": -1}
     wanted = fit(cases, module_class, tmp_path, None, callbacks=averaging(name), **options)
@@ -99,7 +102,7 @@ def test_an_average_continues_from_a_checkpoint(cases: Any, module_class: Any, t
     assert found["twin"] == pytest.approx(found["plain"], abs=1e-5)
 
 
-@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("int8", marks=matrix)])
 def test_files_of_lightning_in_both_directions(cases: Any, module_class: Any, tmp_path: Path, states: str) -> None:
     from twinflow.integrations.lightning import export_file
 
@@ -122,6 +125,7 @@ def test_files_of_lightning_in_both_directions(cases: Any, module_class: Any, tm
     assert loaded.state_dict().keys() == first.state_dict().keys()
 
 
+@matrix
 def test_a_file_of_weights_only_does_not_resume(cases: Any, module_class: Any, tmp_path: Path) -> None:
     options = {"callbacks": [checkpoints(tmp_path, save_weights_only=True)], "enable_checkpointing": True}
     fit(cases, module_class, tmp_path, cases.config(0), **options)
@@ -172,7 +176,10 @@ def gan(base: Any, clip: tuple[float, str] | None = None) -> Any:
 MANUAL = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
 
 
-@pytest.mark.parametrize("clip", [None, (0.05, "norm"), (1e-3, "value")])
+CLIPS = [(1e-3, "value"), pytest.param(None, marks=matrix), pytest.param((0.05, "norm"), marks=matrix)]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
 def test_two_optimizers(cases: Any, module_class: Any, tmp_path: Path, clip: tuple[float, str] | None) -> None:
     kind = gan(module_class, clip)
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import twinflow
@@ -36,9 +37,11 @@ from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
+from twinflow.integrations.parts import allocate, gathered_weights, has_no_values, load_whole, whole_state
 from twinflow.integrations.torch_state import load_torch_state, torch_state
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
+from twinflow.optim.whole import whole_weights
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _HOME = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
@@ -134,8 +137,17 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def model_to_device(self) -> None:
         """Move the model to the device. For `fit`, `twinflow.initialize` does this, in the precision of the config."""
-        if not self._is_fitting:
-            super().model_to_device()
+        if self._is_fitting:
+            return
+        trainer = self.lightning_module.trainer
+        if has_no_values(self.lightning_module) and not trainer.ckpt_path:
+            raise wrong_state(
+                f"Trainer.{trainer.state.fn.value}() cannot run",
+                "after fit() each rank has a part of the weights, and the whole weights did not fit into host memory",
+                "Pass ckpt_path, for example with fewer processes.",
+            )
+        allocate(self.lightning_module)
+        super().model_to_device()
 
     @property
     def _is_fitting(self) -> bool:
@@ -293,19 +305,44 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         return loss
 
     def teardown(self) -> None:
-        """Release threads and memory. The module keeps its weights."""
+        """Release threads and memory. The module keeps its weights. Weights that the hosts of several ranks share are
+        gathered if each host has memory for all of them.
+        """
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         parts, self._parts = self._parts, []
+        status = self.lightning_module.trainer.state.status if parts else None
+        is_complete = str(getattr(status, "value", "")) != "interrupted"  # after an error, ranks do not meet
         for part in parts:
+            values = gathered_weights(part.twin) if is_complete else {}
             part.engine.destroy()
+            for param, value in values.items():
+                param.data = value
         super().teardown()
 
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the module. The strategy remembers it, to see what a callback puts in its place."""
-        self._own_state = super().lightning_module_state_dict()
+        """The state dict of the module. It is empty if ranks have parts of the weights, because `save_checkpoint`
+        gathers them for a file and needs none for a folder. `save_checkpoint` compares it with what callbacks leave.
+        """
+        self._own_state = {} if self._is_partitioned else super().lightning_module_state_dict()
         return self._own_state
+
+    @property
+    def _is_partitioned(self) -> bool:
+        """Whether this rank has only a part of the weights."""
+        if self._parts:
+            return self.world_size > 1 and self._parts[0].engine.settings.stage == 3
+        return any(isinstance(param, DTensor) for param in self.lightning_module.parameters())
+
+    def _whole_weights(self) -> dict[str, Any]:
+        """The whole weights on rank 0. All ranks must call this."""
+        if not self._parts:
+            return whole_state(self.lightning_module)
+        call = "Trainer.save_checkpoint()"
+        every = {part: dict(whole_weights(part.twin, call=call)) for part in self._parts}
+        found = {_name_in(part.names, name): value for part, state in every.items() for name, value in state.items()}
+        return {**_others(self.lightning_module.state_dict(), self._parts), **found}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An empty dict, because the engine saves the optimizer state without a copy."""
@@ -315,6 +352,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         """Write a folder, or Lightning's file for weights only. After `fit`, a folder raises RuntimeError."""
         own, self._own_state = self._own_state, None
         if "optimizer_states" not in checkpoint:
+            if self._is_partitioned:
+                checkpoint = {**checkpoint, "state_dict": self._whole_weights()}
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if not self._parts:
@@ -376,7 +415,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             module.load_state_dict(saved["others"], strict=False)
         loaded["optimizer_states"] = _LOADED
         wanted = [name for name in saved["weights"] if name != "state_dict" or self._is_read_by_hooks()]
-        if wanted:  # copies, because a hook may load other weights into the module first
+        if wanted and not self._is_partitioned:  # copies, because a hook may load other weights into the module first
             values = {key: _copied(value) for key, value in module.state_dict().items()}
             loaded.update(dict.fromkeys(wanted, values))
 
@@ -388,8 +427,17 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a file. The weights of a folder are loaded already."""
-        if "state_dict" in checkpoint:
+        if "state_dict" not in checkpoint:
+            return
+        if not self._is_partitioned:
             super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        for part in self._parts:
+            cut = {name: _name_in(part.names, name) for name in part.module.state_dict()}
+            state = checkpoint["state_dict"]
+            load_whole(part.twin, {own: state[name] for own, name in cut.items() if name in state}, strict)
+        others = _others(checkpoint["state_dict"], self._parts)
+        self.lightning_module.load_state_dict(others, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states of a file that Lightning has written with another strategy."""
@@ -513,7 +561,7 @@ def _part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
 
 def _others(own: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
     """The entries of a state dict that belong to no part."""
-    prefixes = tuple(f"{name}." for part in parts for name in part.names)
+    prefixes = tuple(f"{name}." if name else "" for part in parts for name in part.names)
     return {name: value for name, value in own.items() if not name.startswith(prefixes)}
 
 
