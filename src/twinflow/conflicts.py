@@ -187,6 +187,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "each rank has only some rows of a parameter, and a user's optimizer needs whole parameters",
             "Use stage 1 or 2, or one of the rules {rules}.",
         ),
+        "modes": Conflict(
+            "train() and eval() of {rule}",
+            "zero_optimization.stage {stage}",
+            "each rank has the state of some parameters only, and the average is made from the state",
+            "Use stage 0.",
+        ),
         "no dimensions": Conflict(
             "{name}, a parameter without dimensions,",
             _STAGE_3,
