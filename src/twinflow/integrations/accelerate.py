@@ -16,6 +16,8 @@ from twinflow.errors import invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
+from twinflow.integrations.scaler import TwinScaler, loss_scale_for
+from twinflow.offload.clipping import clip_values
 from twinflow.optim.twin import TwinOptimizer
 
 _PRECISIONS = ("no", "bf16")
@@ -38,6 +40,7 @@ def twin_optimizer(
         raise invalid_value("loss_scale", options["loss_scale"], [None], remedy)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
+    options |= scaling(accelerator)
     given = isinstance(rule, Optimizer)
     twin = take_over(rule, model, **options) if given else TwinOptimizer(model, rule, **options)  # type: ignore[arg-type]
     return connect(accelerator, twin)
@@ -54,10 +57,18 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
     # optimizer that was prepared before.
+    has_scaler = accelerator.scaler is not None
+    if has_scaler:
+        if not twin.scales_loss:
+            remedy = "Build it with loss_scale=twinflow.optim.loss_scale.dynamic(), or use bf16."
+            raise invalid_value("loss_scale of the TwinOptimizer", None, "a loss scale, for fp16", remedy)
+        accelerator.scaler = TwinScaler(twin, accelerator.scaler)
     prepared = accelerator.prepare(twin, device_placement=[False])
-    if not twin.runtime.settings.early:
+    if has_scaler:
+        accelerator.scaler.attach(prepared)
+    if not twin.runtime.settings.early and not has_scaler:
         return prepared
-    clipping, before = Clipping(twin, name), accelerator.clip_grad_norm_
+    clipping, before, before_value = Clipping(twin, name), accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -66,7 +77,17 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
         found: Tensor | None = before(params, max_norm, norm_type=norm_type)
         return found
 
+    def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not clipping.covers(params):
+            before_value(params, clip_value)
+            return
+        for grad in (param.grad for param in params if param.grad is not None):
+            clip_values(grad, clip_value * twin.loss_scale)  # the gradients are multiplied by the scale
+
     accelerator.clip_grad_norm_ = clip_grad_norm_
+    if has_scaler:
+        accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
 
 
@@ -85,9 +106,15 @@ def check_accelerator(accelerator: Any, model: nn.Module) -> None:
             "must be 1 without FSDP and DeepSpeed. Start one process. For several ranks use twinflow.initialize()."
         )
     precision = getattr(accelerator, "mixed_precision", "no")
-    if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
-        remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'
+    if accelerator.scaler is None and precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
+        remedy = 'Use "bf16". "fp16" needs a GPU.'
         raise invalid_value("mixed_precision", precision, _PRECISIONS, remedy)
+
+
+def scaling(accelerator: Any) -> dict[str, Any]:
+    """The option `loss_scale` of a TwinOptimizer for an accelerator with a gradient scaler (fp16)."""
+    scaler = getattr(accelerator.scaler, "original", accelerator.scaler)
+    return {"loss_scale": loss_scale_for(scaler)} if scaler is not None and scaler.is_enabled() else {}
 
 
 def as_one_process(accelerator: Any, model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import as_one_process, check_accelerator, connect
+from twinflow.integrations.accelerate import as_one_process, check_accelerator, connect, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.optim.twin import TwinOptimizer
@@ -48,7 +48,7 @@ class TwinMixin:
             if name not in allowed:
                 remedy = "Set options of the update in TrainingArguments: optim, optim_args, learning_rate, ..."
                 if name == "loss_scale":
-                    remedy = "The Trainer does not scale the loss. Use bf16."
+                    remedy = "Set fp16=True in TrainingArguments."
                 raise invalid_value("The name of an option in twin", name, allowed, remedy)
         super().__init__(*args, **kwargs)
         trainer: Any = self
@@ -115,9 +115,10 @@ def _streaming(trainer: Any, folder: str | None) -> Iterator[None]:
 
 def _build(made: Optimizer, trainer: Any) -> TwinOptimizer:
     """A TwinOptimizer that replaces the optimizer of the arguments."""
-    given = {"early": True, **trainer._twin_options}
-    if given["early"]:  # otherwise gradients accumulate in `.grad`, and the Trainer clips them
+    given = {"early": True, **trainer._twin_options, **scaling(trainer.accelerator)}
+    if given["early"] or "loss_scale" in given:  # otherwise the Trainer clips gradients in `.grad`
         given["max_grad_norm"] = trainer.args.max_grad_norm or None
+    if given["early"]:  # otherwise gradients accumulate in `.grad`
         given["accumulation_steps"] = trainer.args.gradient_accumulation_steps
     return take_over(made, trainer.model, **given)
 

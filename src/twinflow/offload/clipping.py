@@ -70,7 +70,7 @@ def clip_values(gradient: Tensor, limit: float) -> None:
     """Clips the elements of a gradient to absolute values up to `limit`, in place. Elements that are not finite stay as
     they are, so that the step is skipped.
     """
-    torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient, out=gradient)
+    gradient.copy_(torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient))
 
 
 def decide_there(into: Tensor, norms: Tensor, scale: float, limits: Limits) -> None:
