@@ -359,7 +359,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         ),
         "optimizers": Conflict(
             "{number} optimizers of configure_optimizers()",
-            "fp16 in the config of TwinStrategy",
+            "fp16",
             "each optimizer has its own loss scale, and a backward passes through the parameters of both",
             "Use bf16.",
         ),

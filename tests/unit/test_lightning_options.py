@@ -199,3 +199,25 @@ def test_two_optimizers(cases: Any, module_class: Any, tmp_path: Path, clip: tup
     assert module.count == wanted.count
     same_weights = [torch.equal(a, b) for a, b in zip(module.parameters(), kind().parameters(), strict=True)]
     assert not any(same_weights)
+
+
+def test_16_mixed(cases: Any, module_class: Any, tmp_path: Path) -> None:
+    """A CPU has no gradient scaler by default, so that of a GPU is given to the precision plugin."""
+    import lightning.pytorch as pl
+
+    class Bad(module_class):  # type: ignore[misc]
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, index)
+            return loss * torch.inf if len(self.losses) == 9 else loss
+
+    def run(given: Any) -> tuple[Any, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        return fit(cases, Bad, tmp_path, given, plugins=[plugin]), scaler
+
+    wanted, theirs = run(None)
+    found, ours = run(cases.config(0))
+    assert theirs.get_scale() == 512.0
+    assert found.losses == pytest.approx(wanted.losses, abs=2e-4)  # fp16 rounds
+    assert found.checks == pytest.approx(wanted.checks, abs=2e-4)
+    assert ours.get_scale() == 1024.0  # the optimizer has the scale

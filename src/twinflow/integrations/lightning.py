@@ -38,6 +38,7 @@ from twinflow.integrations import need
 from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.parts import allocate, gathered_weights, has_no_values, load_whole, whole_state
+from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.integrations.torch_state import load_torch_state, torch_state
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
@@ -158,10 +159,6 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         if own_device().type != self.root_device.type:
             remedy = "Leave it out: twinflow trains on the GPU if this machine has one, and otherwise on the CPU."
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type], remedy)
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            precision, expected = self.precision_plugin.precision, "a precision without a gradient scaler"
-            remedy = 'Use "bf16-true" or "bf16-mixed", or fp16 in the config of TwinStrategy.'
-            raise invalid_value("Trainer(precision=)", precision, expected, remedy)
         self._check_averaging(trainer)
         config, module = self._configured(trainer), self.lightning_module
         if "optimizer" in config:
@@ -174,12 +171,20 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             if not given:
                 remedy = "Return an optimizer there, or set one in the config of TwinStrategy."
                 raise invalid_value("The number of optimizers from configure_optimizers()", 0, "1 or more", remedy)
-            if len(given) > 1 and config.get("fp16", {}).get("enabled"):
+            if len(given) > 1 and (self._scaler is not None or config.get("fp16", {}).get("enabled")):
                 raise conflict("Hugging Face and Lightning", "optimizers", number=len(given))
             for part, optimizer in zip(_divided(module, given), given, strict=True):
                 self._add_part(part, config, optimizer)
         self.optimizers = [part.twin for part in self._parts]
+        if self._scaler is not None:  # precision="16-mixed"
+            self.twin.scale_losses(loss_scale_for(self._scaler))
+            self.precision_plugin.scaler = TwinScaler(self.twin, self._scaler)
         self._take_clipping()
+
+    @property
+    def _scaler(self) -> Any:
+        """The gradient scaler of the precision plugin; None without one."""
+        return getattr(self.precision_plugin, "scaler", None)
 
     def _check_averaging(self, trainer: Any) -> None:
         """Raises ValueError for callbacks that average weights, if ranks have only parts of them."""
@@ -298,7 +303,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             for part in self._parts:
                 part.twin.set_accumulation_steps(wanted)
         check_loss(closure_loss)
-        scale = twin.loss_scale
+        scale = twin.loss_scale if self._scaler is None else 1.0  # otherwise the precision plugin scales the loss
         loss: Tensor = super().backward(
             closure_loss * scale if scale != 1.0 else closure_loss, optimizer, *args, **kwargs
         )
@@ -309,6 +314,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         gathered if each host has memory for all of them.
         """
         self.precision_plugin.__dict__.pop("clip_gradients", None)
+        if isinstance(self._scaler, TwinScaler):
+            self.precision_plugin.scaler = self._scaler.original
         parts, self._parts = self._parts, []
         status = self.lightning_module.trainer.state.status if parts else None
         is_complete = str(getattr(status, "value", "")) != "interrupted"  # after an error, ranks do not meet

@@ -60,6 +60,12 @@ class Outcomes(Optimizer):
         compresses = self.zero is not None and self.zero.compression is not None
         return compresses and self.team is not None and self.team.world > 1
 
+    def scale_losses(self, loss_scale: LossScale) -> None:
+        """Uses a loss scale from the next backward on, as if the optimizer had been built with it."""
+        self._read_decision()
+        self.scale_rule = loss_scale
+        self.scales_loss = True
+
     def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: LossScale) -> None:
         """Sets counters and loss scale from a checkpoint."""
         self.num_steps = num_steps
