@@ -185,3 +185,59 @@ def sums(rank: int, world: int, paths: list[str]) -> Any:
     kind = module_class()
     loaded = [kind.load_from_checkpoint(path, weights_only=True) for path in paths]
     return [[float(param.double().sum()) for param in module.parameters()] for module in loaded]
+
+
+def gan(base: Any, clip: tuple[float, str] | None = None) -> Any:
+    """A module with two optimizers that are stepped by hand."""
+
+    class Gan(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.judge = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.more = nn.Linear(1, 1)  # trained by the optimizer of the judge too
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any, index: int) -> None:
+            first, second = self.optimizers()
+            self.count += 1
+            x, y = batch
+            self.toggle_optimizer(first)
+            loss: Tensor = self._loss(batch) - 0.1 * self.more(self.judge(self.model[0](x))).mean()
+            first.zero_grad()
+            self.manual_backward(loss)
+            if clip is not None:
+                self.clip_gradients(first, *clip)
+            first.step()
+            self.untoggle_optimizer(first)
+            self.toggle_optimizer(second)
+            other = (self.more(self.judge(self.model[0](x).detach())) - y).square().mean()
+            second.zero_grad()
+            self.manual_backward(other)
+            second.step()
+            self.untoggle_optimizer(second)
+            self.losses += [loss.item(), other.item()]
+
+        def configure_optimizers(self) -> Any:
+            theirs = [*self.judge.parameters(), *self.more.parameters()]
+            return [torch.optim.AdamW(self.model.parameters(), lr=1e-2), torch.optim.SGD(theirs, lr=1e-2, momentum=0.9)]
+
+    return Gan
+
+
+MANUAL = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+
+
+def fit_gan(rank: int, world: int, given: Any, folder: str, clip: Any, resume: str | None = None) -> Any:
+    """Losses of a module with two optimizers."""
+    import lightning.pytorch as pl
+
+    if given is not None and world > 1:
+        as_torchrun(rank, world)
+    module = gan(module_class(), clip)()
+    strategy = "auto" if given is None else twin(given)
+    kept = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=20, save_top_k=-1)
+    options = {**MANUAL, "callbacks": [kept], "enable_checkpointing": True}
+    made = trainer(Path(folder), strategy, world, 40, **options)
+    made.fit(module, loader(world, shuffles=True), loader(world, 2 * BATCH), ckpt_path=resume)
+    return {"losses": mean(module.losses), "checks": module.checks}

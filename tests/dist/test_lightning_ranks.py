@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from lightning_ranks_cases import SAVED, config, fit, live, sums
+from lightning_ranks_cases import SAVED, config, fit, fit_gan, live, sums
 
 pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.timeout(300)
@@ -76,3 +76,17 @@ def test_clipping_by_value(tmp_path: Path, stage: int, is_weights: bool) -> None
     wanted = run_ranks(0, fit, None, str(tmp_path / "plain"), options)[0]
     found = run_ranks(2, fit, config(stage, is_weights), str(tmp_path / "two"), options)[0]
     assert found["losses"] == near(wanted["losses"])
+
+
+@matrix
+@pytest.mark.parametrize(("stage", "is_weights"), [(1, False), (2, False), (3, False), (3, True)])
+def test_two_optimizers(tmp_path: Path, stage: int, is_weights: bool) -> None:
+    wanted = run_ranks(0, fit_gan, None, str(tmp_path / "plain"), None)[0]
+    given = config(stage, is_weights)
+    found = run_ranks(2, fit_gan, given, str(tmp_path / "two"), None)[0]
+    for key in ("losses", "checks"):
+        assert found[key] == near(wanted[key])
+    again = run_ranks(2, fit_gan, given, str(tmp_path / "again"), None, str(tmp_path / "two" / "step=20.ckpt"))[0]
+    assert again["losses"] == near(wanted["losses"][20:])
+    with pytest.raises(AssertionError, match=r"clip_gradients\(\) in manual optimization cannot be used with several"):
+        run_ranks(2, fit_gan, given, str(tmp_path / "clipped"), (0.1, "norm"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("lightning.pytorch")
 STEPS = 15  # an epoch has 10 batches, which are 5 steps
@@ -135,56 +135,15 @@ def test_a_file_of_weights_only_does_not_resume(cases: Any, module_class: Any, t
         fit(cases, module_class, tmp_path, cases.config(0), path)
 
 
-def gan(base: Any, clip: tuple[float, str] | None = None) -> Any:
-    """A module with two optimizers that are stepped by hand."""
-
-    class Gan(base):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.judge = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-            self.more = nn.Linear(1, 1)  # trained by the optimizer of the judge too
-            self.register_buffer("count", torch.zeros(()))
-
-        def training_step(self, batch: Any, index: int) -> None:
-            first, second = self.optimizers()
-            self.count += 1
-            x, y = batch
-            self.toggle_optimizer(first)
-            loss: Tensor = self._loss(batch) - 0.1 * self.more(self.judge(self.model[0](x))).mean()
-            first.zero_grad()
-            self.manual_backward(loss)
-            if clip is not None:
-                self.clip_gradients(first, *clip)
-            first.step()
-            self.untoggle_optimizer(first)
-            self.toggle_optimizer(second)
-            other = (self.more(self.judge(self.model[0](x).detach())) - y).square().mean()
-            second.zero_grad()
-            self.manual_backward(other)
-            second.step()
-            self.untoggle_optimizer(second)
-            self.losses += [loss.item(), other.item()]
-
-        def configure_optimizers(self) -> Any:
-            theirs = [*self.judge.parameters(), *self.more.parameters()]
-            return [torch.optim.AdamW(self.model.parameters(), lr=1e-2), torch.optim.SGD(theirs, lr=1e-2, momentum=0.9)]
-
-    return Gan
-
-
-MANUAL = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-
-
 CLIPS = [(1e-3, "value"), pytest.param(None, marks=matrix), pytest.param((0.05, "norm"), marks=matrix)]
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 def test_two_optimizers(cases: Any, module_class: Any, tmp_path: Path, clip: tuple[float, str] | None) -> None:
-    kind = gan(module_class, clip)
+    kind = cases.gan(module_class, clip)
 
     def run(folder: str, given: Any, resume: Path | None = None) -> Any:
-        options = {**MANUAL, "callbacks": [checkpoints(tmp_path / folder, 10)], "enable_checkpointing": True}
+        options = {**cases.MANUAL, "callbacks": [checkpoints(tmp_path / folder, 10)], "enable_checkpointing": True}
         return fit(cases, kind, tmp_path, given, resume, steps=40, **options)
 
     wanted = run("plain", None)
@@ -193,7 +152,7 @@ def test_two_optimizers(cases: Any, module_class: Any, tmp_path: Path, clip: tup
         path = tmp_path / source / "step=20.ckpt"
         assert path.exists()
         same(run("again", cases.config(0), path), wanted, first=20)
-    tester = cases.trainer(tmp_path, cases.twin(cases.config(0)), 1, STEPS, **MANUAL)
+    tester = cases.trainer(tmp_path, cases.twin(cases.config(0)), 1, STEPS, **cases.MANUAL)
     module = kind()
     tester.test(module, cases.loader(1, 24), ckpt_path=str(tmp_path / "twin" / "step=40.ckpt"), verbose=False)
     assert module.count == wanted.count
