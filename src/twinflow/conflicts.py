@@ -357,6 +357,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "gradients are summed over ranks after this call",
             "Set gradient_clipping or gradient_clipping_value in the config of TwinStrategy to the same limit.",
         ),
+        "several modules": Conflict(
+            "An optimizer of several modules ({names})",
+            "ZeRO stage 3 on several ranks",
+            "fully_shard() needs one module with a forward",
+            "Put these modules into one, or use stage 2, or keep the weights on the host (offload_param).",
+        ),
         "optimizers": Conflict(
             "{number} optimizers of configure_optimizers()",
             "fp16",

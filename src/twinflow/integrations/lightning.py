@@ -197,7 +197,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def _add_part(self, part: _Part, config: Mapping[str, Any], given: Optimizer | None) -> None:
         """Build the engine of one optimizer. Its rule is one of ours if possible, and otherwise `given` itself."""
-        config, groups = dict(config), None
+        section, config, groups = config.get("zero_optimization", {}), dict(config), None
+        if len(part.names) > 1 and self.world_size > 1 and section.get("stage") == 3 and "offload_param" not in section:
+            raise conflict("Hugging Face and Lightning", "several modules", names=", ".join(part.names))
         name = rule_for(given) if given is not None else None
         if given is not None and name is not None:
             config["optimizer"], groups = section_for(given, name), groups_for(given)
