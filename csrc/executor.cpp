@@ -152,7 +152,7 @@ void Executor::set_bucket(int64_t index, const tf_bucket& spec, int64_t store) {
     found.follows[i] = end == here.target && driver_->share_allocation(before.target, here.target);
   }
   found.store = store;
-  found.added.assign(spec.num_slices, 0);
+  found.added.resize(spec.num_slices, 0);  // sums stay if only the memory of parameters is new
   found.sent_slices.resize(spec.num_slices, 0);
 }
 

@@ -342,8 +342,38 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         "fsdp": Conflict(
             "TrainingArguments.fsdp or deepspeed",
             "TwinTrainer",
-            "TwinTrainer supports only one process and one GPU",
-            "Remove the argument, or use twinflow.initialize() for several GPUs.",
+            "TwinOptimizer divides state and weights over processes itself",
+            "Remove the argument, and pass zero: 1, 2 or 3 in twin=.",
+        ),
+        "auto_find_batch_size": Conflict(
+            "TrainingArguments.auto_find_batch_size",
+            "several processes",
+            "a rank that runs out of memory would begin again while the others continue",
+            "Set per_device_train_batch_size to a size that fits.",
+        ),
+        "save_on_each_node": Conflict(
+            "{option}.save_on_each_node",
+            "ZeRO stage 3 on several processes",
+            "only rank 0 has the whole weights",
+            "Save to a folder that all machines share.",
+        ),
+        "given without zero": Conflict(
+            "A TwinOptimizer without zero",
+            "{num_ranks} processes",
+            "each process would train alone",
+            "Build it with zero=twinflow.zero.Zero(stage=2), or pass twin= instead.",
+        ),
+        "state with stage 3": Conflict(
+            "An optimizer that has state ({optimizer})",
+            "ZeRO stage 3 on several processes",
+            "the state belongs to whole parameters, which ranks divide",
+            "Use stage 1 or 2, or pass a new optimizer.",
+        ),
+        "clipping by value": Conflict(
+            "accelerator.clip_grad_value_()",
+            "several processes",
+            "gradients are averaged over ranks only in the update",
+            "Pass max_grad_value with the same limit, and early=False, to twin_optimizer().",
         ),
         "average": Conflict(
             "The callback {callback}",

@@ -129,7 +129,7 @@ def test_state_in_a_folder_goes_on_with_the_same_bits(rule: Any, states: str, is
     model, twin = build()
     train(model, twin, range(3))
     streamed = StreamedState(twin, tmp_path)
-    torch.save(twin.state_dict() if is_whole else streamed.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(twin.state_dict() if is_whole else streamed.write(), tmp_path / "optimizer.pt")
     assert (tmp_path / "twinflow").exists() != is_whole
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     train(model, twin, range(3, 6))
@@ -145,7 +145,7 @@ def test_state_in_a_folder_goes_on_with_the_same_bits(rule: Any, states: str, is
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     model = net()
     twin = TwinOptimizer(model, lr=1e-2)
-    said = StreamedState(twin, tmp_path / "one").state_dict()
+    said = StreamedState(twin, tmp_path / "one").write()
     with pytest.raises(ValueError, match="other"):
         StreamedState(twin, tmp_path / "other").load_state_dict(said)
     twin.close()

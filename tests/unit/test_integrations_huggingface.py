@@ -417,7 +417,6 @@ def test_clipping_that_was_not_declared_is_refused() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"num_processes": 2}, "processes of Accelerate"),
         ({"distributed_type": "FSDP"}, "FSDP"),
         ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
     ],

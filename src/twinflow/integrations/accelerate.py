@@ -1,24 +1,35 @@
 """TwinOptimizer in a loop of Accelerate: `twin_optimizer(accelerator, model, ...)` instead of a torch optimizer.
 
 This module replaces `clip_grad_norm_` of the given accelerator, because that function must not read gradients that were
-moved to the host (norms.py). It also prevents `prepare` from copying the optimizer state to the GPU.
+moved to the host (norms.py). It also prevents `prepare` from copying the optimizer state to the GPU, and from wrapping
+the model in DistributedDataParallel: with several processes, TwinOptimizer averages the gradients (ranks.py).
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.integrations import need
+from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
+from twinflow.integrations.ranks import divided, make_zero, replace_params, start_ranks
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
+from twinflow.launch.environment import rank_environment
 from twinflow.offload.clipping import clip_values
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.zero.partitioned import regroup
 
 _PRECISIONS = ("no", "bf16")
 
@@ -30,28 +41,41 @@ def twin_optimizer(
     the result.
 
     `options` are those of TwinOptimizer. By default, updates start in backward, and the accelerator sets the number of
-    accumulation steps. If the loop clips gradients, pass its limit as `max_grad_norm`. The model is moved to the
-    accelerator's device. Raises ValueError for settings of the accelerator that are not supported.
+    accumulation steps. If the loop clips gradients, pass its limit as `max_grad_norm`. With several processes `zero` is
+    the ZeRO stage, 2 by default. The model is moved to the accelerator's device. Raises ValueError for settings of the
+    accelerator that are not supported.
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
-    check_accelerator(accelerator, model)
+    check_accelerator(accelerator)
     if options.get("loss_scale") is not None:
         remedy = "accelerator.backward() does not apply a loss scale. Use bf16, or your own loop."
         raise invalid_value("loss_scale", options["loss_scale"], [None], remedy)
+    keep_plain(accelerator, model)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     options |= scaling(accelerator)
-    given = isinstance(rule, Optimizer)
-    twin = take_over(rule, model, **options) if given else TwinOptimizer(model, rule, **options)  # type: ignore[arg-type]
-    return connect(accelerator, twin)
+    zero = make_zero(options, accelerator.num_processes)
+    named = {name: value for name, value in options.items() if name not in ("zero", "param_groups")}
+    replaced = start_ranks(model, zero, {**named, "zero": zero})
+    options["zero"] = zero
+    if options.get("param_groups") is not None:
+        options["param_groups"] = regroup(options["param_groups"], replaced)
+    if isinstance(rule, Optimizer):
+        replace_params(rule, replaced)
+        twin = take_over(rule, model, **options)
+    else:
+        twin = TwinOptimizer(model, rule, **options)
+    prepared = connect(accelerator, twin)
+    _keep_state(accelerator, prepared, twin)
+    return prepared
 
 
 def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> Any:
     """Prepare the optimizer for the accelerator. `name`: the clipping option of the loop.
 
-    With `early`, `accelerator.clip_grad_norm_` is replaced by a function that returns the norm of this optimizer's
-    gradients. It is replaced on this object and for the parameters of this optimizer only. Other parameters are clipped
-    as before.
+    With `early` or several ranks, `accelerator.clip_grad_norm_` is replaced by a function that returns the norm of this
+    optimizer's gradients, over all ranks. It is replaced on this object and for the parameters of this optimizer only.
+    Other parameters are clipped as before.
     """
     if not hasattr(accelerator, "prepare"):
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
@@ -66,9 +90,11 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
     prepared = accelerator.prepare(twin, device_placement=[False])
     if has_scaler:
         accelerator.scaler.attach(prepared)
-    if not twin.runtime.settings.early and not has_scaler:
+    has_ranks = twin.team is not None and twin.team.world > 1
+    if not twin.runtime.settings.early and not has_ranks and not has_scaler:
         return prepared
-    clipping, before, before_value = Clipping(twin, name), accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+    clipping = Clipping(twin, name)
+    before, before_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -81,30 +107,33 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not clipping.covers(params):
             before_value(params, clip_value)
-            return
-        for grad in (param.grad for param in params if param.grad is not None):
-            clip_values(grad, clip_value * twin.loss_scale)  # the gradients are multiplied by the scale
+        elif has_ranks:  # the gradients of this rank are not yet averaged over ranks
+            if twin.max_grad_value != clip_value:
+                raise conflict("Hugging Face and Lightning", "clipping by value")
+        else:
+            for grad in (param.grad for param in params if param.grad is not None):
+                clip_values(grad, clip_value * twin.loss_scale)  # the gradients are multiplied by the scale
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
-    if has_scaler:
+    if has_ranks or has_scaler:
         accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
 
 
-def check_accelerator(accelerator: Any, model: nn.Module) -> None:
-    """Raise ValueError for settings of the accelerator that would give wrong results. If torchrun has started a single
-    process, the accelerator is changed to that of a process without torchrun. `model`: the model to train.
-    """
+def check_accelerator(accelerator: Any) -> None:
+    """Raise ValueError for settings of the accelerator that would give wrong results."""
     if not hasattr(accelerator, "distributed_type"):
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if as_one_process(accelerator, model):
-        kind = "NO"
-    if accelerator.num_processes > 1 or kind != "NO":
-        raise ValueError(
-            f"The number of processes of Accelerate is {accelerator.num_processes} with distributed_type {kind}, but "
-            "must be 1 without FSDP and DeepSpeed. Start one process. For several ranks use twinflow.initialize()."
-        )
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        expected = "that of data parallelism without FSDP, DeepSpeed and Megatron"
+        remedy = "TwinOptimizer divides the state over processes itself. Remove the plugin, and use zero=1, 2 or 3."
+        raise invalid_value("The distributed_type of Accelerate", kind, expected, remedy)
+    ranks = None if dist.is_initialized() else rank_environment(os.environ)
+    if ranks is not None and ranks.world_size != accelerator.num_processes:
+        expected = f"{ranks.world_size}, the number that the launcher has started"
+        remedy = "Call twinflow.init_distributed() at the start of the script, before Accelerator()."
+        raise invalid_value("The number of processes of Accelerate", accelerator.num_processes, expected, remedy)
     precision = getattr(accelerator, "mixed_precision", "no")
     if accelerator.scaler is None and precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
         remedy = 'Use "bf16". "fp16" needs a GPU.'
@@ -117,23 +146,85 @@ def scaling(accelerator: Any) -> dict[str, Any]:
     return {"loss_scale": loss_scale_for(scaler)} if scaler is not None and scaler.is_enabled() else {}
 
 
-def as_one_process(accelerator: Any, model: nn.Module) -> bool:
-    """Sets the distributed_type of a single process under torchrun to NO, and returns whether this was done. Otherwise
-    `prepare` would wrap the model in DistributedDataParallel, which reduces gradients that TwinOptimizer has already
-    taken.
+class PlainModels:
+    """Replaces `accelerator.prepare_model`, so that the models of TwinOptimizers are not wrapped in
+    DistributedDataParallel, which would reduce gradients that TwinOptimizer has already taken.
     """
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or not kind.startswith("MULTI_"):
-        return False
-    # On GPUs, recent versions do not wrap the model of a single process.
-    wraps = kind == "MULTI_CPU" or getattr(accelerator, "multi_device", True)
-    if wraps and any(one is getattr(model, "module", model) for one in accelerator._models):
+
+    def __init__(self, accelerator: Any) -> None:
+        self._original = accelerator.prepare_model
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __call__(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        if model not in self.models:
+            return self._original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        # `evaluation_mode` skips only the wrapper. The model is on its device: the optimizer was built there. Some of
+        # its weights may be on the host, and must stay there.
+        return self._original(model, device_placement=False, evaluation_mode=True)
+
+
+def keep_plain(accelerator: Any, model: nn.Module) -> None:
+    """Prevents `accelerator.prepare` from wrapping this model. Raises RuntimeError if it is already wrapped."""
+    if not hasattr(accelerator, "prepare_model"):
+        return
+    if not isinstance(accelerator.prepare_model, PlainModels):
+        accelerator.prepare_model = PlainModels(accelerator)
+    plain = accelerator.prepare_model.models
+    is_alone = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "NO"
+    was_prepared = any(one is model for one in accelerator._models) and model not in plain
+    if isinstance(model, DistributedDataParallel) or (was_prepared and not is_alone):
         raise wrong_state(
             "TwinOptimizer cannot train this model",
             "accelerator.prepare() has wrapped it in DistributedDataParallel",
-            "Call twin_optimizer() before accelerator.prepare(), or start the process with python instead of torchrun.",
+            "Call twin_optimizer() before accelerator.prepare().",
         )
-    partial = need("accelerate.state", "accelerate", "twinflow.integrations.accelerate").PartialState()
-    for state in (accelerator.state, partial):  # an AcceleratorState copies the values of the PartialState
-        state.distributed_type = type(state.distributed_type).NO
-    return True
+    plain.add(model)
+
+
+def _keep_state(accelerator: Any, prepared: Any, twin: TwinOptimizer) -> None:
+    """Makes `save_state`, `load_state` and `get_state_dict` of the accelerator work with state that ranks share.
+
+    The hooks of Accelerate run on all ranks before its files are written or read. Here they write the optimizer state
+    to the same folder, one parameter at a time, and Accelerate's file of the optimizer contains only a reference.
+    """
+    whole = divided(twin)
+    if whole is not None and accelerator.project_configuration.save_on_each_node:
+        raise conflict("Hugging Face and Lightning", "save_on_each_node", option="ProjectConfiguration")
+    number = sum(isinstance(one.optimizer, TwinOptimizer) for one in accelerator._optimizers[:-1])
+    own_state_dict, own_load, own_weights = prepared.state_dict, prepared.load_state_dict, accelerator.get_state_dict
+    written: list[dict[str, Any]] = []  # the reference, between the hook and `state_dict`
+    opened: list[StreamedState] = []  # the folder, between the hook and `load_state_dict`
+
+    def streamed(folder: str) -> StreamedState:
+        return StreamedState(twin, Path(folder), number)
+
+    def before_save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        if any(one is prepared for one in accelerator._optimizers):
+            written[:] = [streamed(output_dir).write()]
+
+    def before_load(models: list[Any], input_dir: str) -> None:
+        if any(one is prepared for one in accelerator._optimizers):
+            opened[:] = [streamed(input_dir)]
+        if whole is not None:
+            models[:] = [whole if model is twin.model else model for model in models]
+
+    def state_dict() -> Any:
+        return written.pop() if written else own_state_dict()
+
+    def load_state_dict(state: Any) -> None:
+        if opened:
+            opened.pop().load_state_dict(state)
+        else:
+            own_load(state)
+
+    def get_state_dict(model: nn.Module, unwrap: bool = True) -> Any:
+        if whole is not None and model is twin.model:
+            return whole.gather("get_state_dict()")
+        return own_weights(model, unwrap=unwrap)
+
+    accelerator.register_save_state_pre_hook(before_save)
+    accelerator.register_load_state_pre_hook(before_load)
+    prepared.state_dict = state_dict
+    prepared.load_state_dict = load_state_dict
+    if whole is not None:
+        accelerator.get_state_dict = get_state_dict

@@ -9,19 +9,31 @@ All other parts of the Trainer are unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import as_one_process, check_accelerator, connect, scaling
+from twinflow.integrations.accelerate import check_accelerator, connect, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
+from twinflow.integrations.ranks import (
+    DividedModel,
+    check_equal,
+    check_given,
+    divided,
+    join_ranks,
+    make_zero,
+    replace_params,
+    start_ranks,
+)
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.zero import Zero
 
 _PACKAGES = "transformers accelerate"
 need("accelerate", _PACKAGES, "twinflow.integrations.huggingface")
@@ -50,30 +62,71 @@ class TwinMixin:
                 if name == "loss_scale":
                     remedy = "Set fp16=True in TrainingArguments."
                 raise invalid_value("The name of an option in twin", name, allowed, remedy)
+        join_ranks(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        as_one_process(trainer.accelerator, trainer.model)  # before `evaluate`, which prepares the model too
+        self._divided: DividedModel | None = None  # the model, if ranks have parts of its weights
+        self._gathered: dict[str, Tensor] | None = None  # the whole weights while a file is written
         _check_arguments(self)
+        check_accelerator(trainer.accelerator)
+        make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Build the Trainer's optimizer as a TwinOptimizer and prepare it for the accelerator."""
-        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         trainer: Any = self
-        twin = self.twin
-        if twin is not None and getattr(made, "optimizer", made) is twin:
+        accelerator, twin = trainer.accelerator, self.twin
+        given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if twin is not None and given is twin:
             twin.zero_grad()  # `train` was called before, and may have ended between two micro-batches
-            return made
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if twin is not None:
             twin.close()  # it belongs to an earlier model of `model_init`
-        check_accelerator(trainer.accelerator, trainer.model)
-        self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer)
-        trainer.optimizer = connect(trainer.accelerator, self.twin, "TrainingArguments.max_grad_norm")
+        check_accelerator(accelerator)
+        keep_plain(accelerator, trainer.model)
+        zero = make_zero(self._twin_options, accelerator.num_processes)
+        if not isinstance(given, TwinOptimizer):
+            replaced = start_ranks(trainer.model, zero, _settings(trainer, zero))
+            if given is not None:
+                replace_params(given, replaced)
+        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer, zero)
+        self._divided = divided(self.twin)
+        if self._divided is not None and trainer.args.save_on_each_node:
+            raise conflict("Hugging Face and Lightning", "save_on_each_node", option="TrainingArguments")
+        trainer.optimizer = connect(accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """False: TwinOptimizer computes the norm. The Trainer would read gradients that were moved to the host."""
+        return False
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of one step. Raises RuntimeError if ranks have different numbers of them: forward and backward
+        of a rank without a batch would be missing in the communication of the others.
+        """
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self.twin is not None and self.twin.team is not None and self.twin.team.world > 1:
+            check_equal(self.twin.team.calls, "The number of batches of a step", len(found[0]))
+        return found
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`. With ZeRO stage 3, all ranks must call it, and rank 0 writes the whole weights."""
+        if self._divided is not None:
+            self._gathered = self._divided.gather("save_model()")
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._gathered = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict if state_dict is not None else self._gathered)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer state to a folder of the checkpoint, without a copy in memory."""
         trainer: Any = self
-        with _streaming(trainer, output_dir):
+        with _streaming(trainer, output_dir) as state:
+            if state is not None:
+                state.write()
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -81,13 +134,20 @@ class TwinMixin:
         with _streaming(trainer, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.twin is not None:
+            self.twin.flush()
+        with self._divided.loading() if self._divided is not None else nullcontext():
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
         """Waits for the last update before the best model is loaded, because the update would overwrite the loaded
         weights.
         """
         if self.twin is not None:
             self.twin.flush()
-        super()._load_best_model()  # type: ignore[misc]
+        with self._divided.loading() if self._divided is not None else nullcontext():
+            super()._load_best_model()  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run `Trainer.train`. When it returns, the weights include all updates, also a delayed one."""
@@ -102,23 +162,31 @@ class TwinTrainer(TwinMixin, transformers.Trainer):  # type: ignore[name-defined
 
 
 @contextmanager
-def _streaming(trainer: Any, folder: str | None) -> Iterator[None]:
+def _streaming(trainer: Any, folder: str | None) -> Iterator[StreamedState | None]:
     """Within this context the state of `trainer.optimizer` is saved to and loaded from `folder`."""
-    own = trainer.optimizer
+    own, state = trainer.optimizer, None
     if folder is not None and trainer.twin is not None:
-        trainer.optimizer = StreamedState(trainer.twin, Path(folder))
+        state = trainer.optimizer = StreamedState(trainer.twin, Path(folder))
     try:
-        yield
+        yield state
     finally:
         trainer.optimizer = own
 
 
-def _build(made: Optimizer, trainer: Any) -> TwinOptimizer:
+def _settings(trainer: Any, zero: Zero | None) -> dict[str, object]:
+    """The settings that must be equal on all ranks."""
+    names = ("optim", "learning_rate", "weight_decay", "max_steps", "num_train_epochs", "seed", *_DECLARED.values())
+    own = {f"twin[{name!r}]": value for name, value in trainer._twin_options.items() if name != "zero"}
+    return {**{name: getattr(trainer.args, name) for name in names}, **own, "zero": zero}
+
+
+def _build(made: Optimizer, trainer: Any, zero: Zero | None) -> TwinOptimizer:
     """A TwinOptimizer that replaces the optimizer of the arguments."""
-    given = {"early": True, **trainer._twin_options, **scaling(trainer.accelerator)}
-    if given["early"] or "loss_scale" in given:  # otherwise the Trainer clips gradients in `.grad`
+    given = {"early": True, **trainer._twin_options, **scaling(trainer.accelerator), "zero": zero}
+    # Otherwise gradients accumulate in `.grad`, and the Trainer clips them. With several ranks it cannot do this,
+    # because `.grad` is not the average over ranks, and with fp16 `.grad` is multiplied by the loss scale.
+    if given["early"] or trainer.accelerator.num_processes > 1 or "loss_scale" in given:
         given["max_grad_norm"] = trainer.args.max_grad_norm or None
-    if given["early"]:  # otherwise gradients accumulate in `.grad`
         given["accumulation_steps"] = trainer.args.gradient_accumulation_steps
     return take_over(made, trainer.model, **given)
 
@@ -131,7 +199,8 @@ def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
         raise ValueError(
             "The TwinOptimizer in optimizers= was built for another model. Build it with the model of the Trainer."
         )
-    if twin.runtime.settings.early:
+    check_given(twin, trainer.accelerator.num_processes)
+    if twin.runtime.settings.early or twin.team is not None:
         wanted = trainer.args.max_grad_norm or None
         if twin.max_grad_norm != wanted:
             remedy = f"Build the TwinOptimizer with max_grad_norm={wanted}, or change TrainingArguments."
@@ -144,10 +213,12 @@ def _check_arguments(trainer: Any) -> None:
     """Raise ValueError for arguments with which training would fail or give wrong results."""
     args = trainer.args
     if args.n_gpu > 1:
-        remedy = "Set CUDA_VISIBLE_DEVICES to one GPU. For several GPUs use twinflow.initialize()."
+        remedy = "Start one process for each GPU, for example with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         raise invalid_value("The number of GPUs of this process", args.n_gpu, [1], remedy)
     if args.torch_compile:
         remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
         raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)
     if args.fsdp or args.deepspeed:
         raise conflict("Hugging Face and Lightning", "fsdp")
+    if args.auto_find_batch_size and args.world_size > 1:
+        raise conflict("Hugging Face and Lightning", "auto_find_batch_size")

@@ -1,0 +1,204 @@
+"""Several processes in the loops of Accelerate and of Hugging Face's Trainer.
+
+The loop gives each rank its own batches and averages metrics. TwinOptimizer averages the gradients (twinflow/zero), so
+the model must not be wrapped in DistributedDataParallel. This module chooses the ZeRO stage, compares the ranks before
+training, and starts a watch that ends all ranks when one of them dies.
+
+With stage 3 each rank has a part of the weights. `DividedModel` gathers them for files of other libraries, and loads
+such files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import Optimizer
+
+from twinflow.conflicts import conflict
+from twinflow.dist.group import Group
+from twinflow.errors import invalid_value, wrong_state
+from twinflow.launch.environment import init_distributed, joined, rank_environment
+from twinflow.launch.watch import Watch
+from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.whole import whole_weights
+from twinflow.zero import Zero, partition
+from twinflow.zero.partitioned import Replaced, forget_gathered, regroup
+from twinflow.zero.shared import STAGES
+from twinflow.zero.start import meet, start_watch
+from twinflow.zero.whole import parts_of, write_whole
+
+STAGE: Final = 2  # of several processes, if the user chooses none
+_TIMEOUT_S: Final = 1800.0
+
+
+def join_ranks(arguments: Any) -> None:
+    """Joins processes that were started with RANK, WORLD_SIZE and MASTER_* alone, or by MPI or Slurm. Accelerate does
+    not see them without LOCAL_RANK. `arguments`: TrainingArguments, which may have been built before; or None.
+    """
+    found = rank_environment(os.environ)
+    if found is None or found.world_size == 1 or dist.is_initialized():
+        return
+    init_distributed(timeout_s=_TIMEOUT_S)
+    if arguments is not None:
+        vars(arguments).pop("_setup_devices", None)  # cached, for one process
+        getattr(arguments, "device")  # computes it again  # noqa: B009
+
+
+def make_zero(options: Mapping[str, Any], num_ranks: int) -> Zero | None:
+    """The `Zero` for `options` of a TwinOptimizer, whose `zero` may be the number of a stage. None for one process,
+    so that a script runs unchanged on any number of processes.
+    """
+    given = options.get("zero")
+    is_offloaded = bool(options.get("offload_params"))
+    if isinstance(given, Zero):
+        return given
+    if given is not None and (isinstance(given, bool) or given not in STAGES):
+        raise invalid_value("zero", given, STAGES, "It is the ZeRO stage, or a twinflow.zero.Zero.")
+    if num_ranks == 1:
+        return None
+    stage = given if given is not None else 3 if is_offloaded else STAGE
+    return Zero(stage=stage, parks=is_offloaded and stage == 3)
+
+
+def check_given(twin: TwinOptimizer, num_ranks: int) -> None:
+    """Raises ValueError for a TwinOptimizer that would train alone, although there are several processes."""
+    if (twin.team.world if twin.team is not None else 1) != num_ranks:
+        raise conflict("Hugging Face and Lightning", "given without zero", num_ranks=num_ranks)
+
+
+def check_equal(group: Group, what: str, value: int) -> None:
+    """Raises RuntimeError on all ranks if a number differs between them."""
+    values = group.gather_rows(torch.tensor([value]))[:, 0].tolist()
+    if len(set(values)) > 1:
+        raise wrong_state(
+            f"{what} differs between ranks",
+            f"it is {values} on the ranks in their order",
+            "Give all ranks equally many batches, for example with even_batches or drop_last.",
+        )
+
+
+def start_ranks(model: nn.Module, zero: Zero | None, settings: Mapping[str, object]) -> Replaced:
+    """Compares the ranks, starts the watch, and partitions the model if the stage requires it. Returns the parameters
+    that were replaced. `settings` must be equal on all ranks. Call this before the optimizer is built.
+    """
+    if zero is None:
+        return {}
+    watch_ranks()
+    meet(
+        joined(timeout_s=_TIMEOUT_S),
+        model,
+        json.dumps({name: repr(value) for name, value in settings.items()}, indent=1),
+    )
+    if zero.stage < 3:
+        return {}
+    replaced = partition(model, zero) if not zero.shares_buckets else {}
+    for module in model.modules():
+        # `generate` of transformers then keeps ranks that are done in the loop until all are, because the forward of
+        # each rank gathers weights.
+        vars(module)["_is_fsdp_managed_module"] = True
+        if isinstance(module, FSDPModule):
+            # transformers compares names of classes, and `fully_shard` has added a prefix. With another name, the
+            # Trainer would not shift the labels of a language model in its label smoothing.
+            type(module).__name__ = type(module).__name__.removeprefix("FSDP")
+    return replaced
+
+
+@cache
+def watch_ranks() -> Watch | None:
+    """The watch of this process. It ends with the process, because other processes may need it until then."""
+    return start_watch(joined(timeout_s=_TIMEOUT_S), 0.0)
+
+
+def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
+    """Gives a new optimizer of torch the parameters that `start_ranks` has made."""
+    if not replaced:
+        return
+    if optimizer.state:
+        raise conflict("Hugging Face and Lightning", "state with stage 3", optimizer=type(optimizer).__name__)
+    for group in optimizer.param_groups:
+        group["params"] = regroup(group["params"], replaced)
+
+
+class DividedModel:
+    """A model of which each rank has only a part of the weights. It replaces the model where another library loads a
+    file with whole weights.
+    """
+
+    def __init__(self, twin: TwinOptimizer) -> None:
+        assert twin.model is not None
+        self._twin = twin
+        self._model = twin.model
+
+    def gather(self, call: str) -> dict[str, Tensor]:
+        """The whole weights on rank 0, and an empty dict on other ranks. All ranks must call this method. `call`: the
+        user's call, for the error if a rank does not make it.
+        """
+        return dict(whole_weights(self._twin, call=call))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """An empty dict. safetensors looks for tensors with shared memory in it, and `load_state_dict` finds these
+        itself.
+        """
+        return {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """`load_state_dict` of the model, with whole weights on each rank. `assign` has no effect."""
+        model, runtime = self._model, self._twin.runtime
+        forget_gathered(model)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        params = dict(model.named_parameters(remove_duplicate=False))
+        own = {name: {**buffers, **params}.get(name, value) for name, value in model.state_dict().items()}
+        given = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
+        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in given]
+        unexpected = [name for name in state_dict if name not in own]
+        wrong = [
+            f"{name} has the shape {tuple(state_dict[name].shape)}, but must have {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in state_dict and state_dict[name].shape != value.shape
+        ]
+        if wrong or (strict and (missing or unexpected)):
+            found = [
+                *wrong,
+                *(f"{name} is missing" for name in missing),
+                *(f"{name} is unknown" for name in unexpected),
+            ]
+            raise wrong_state("The weights cannot be loaded", "; ".join(found), "Load the weights of this model.")
+        runtime.flush()
+        runtime.settle_all()
+        runtime.wait_for_copies()
+        if runtime.param_offload is not None:
+            runtime.param_offload.settle()
+        for name, value in own.items():
+            if name in state_dict:
+                part = parts_of(value, runtime.param_offload)
+                if part is not None:
+                    write_whole(part, state_dict[name])
+                else:
+                    value.copy_(state_dict[name])
+        runtime.adopt(runtime.params, keep=True)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within this context `load_state_dict` of the model takes whole weights."""
+        vars(self._model)["load_state_dict"] = self.load_state_dict
+        try:
+            yield
+        finally:
+            del vars(self._model)["load_state_dict"]
+
+
+def divided(twin: TwinOptimizer) -> DividedModel | None:
+    """The model of this optimizer if ranks have parts of its weights, else None."""
+    is_divided = twin.zero is not None and twin.zero.stage == 3 and twin.team is not None and twin.team.world > 1
+    return DividedModel(twin) if is_divided else None

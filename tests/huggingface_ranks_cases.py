@@ -1,0 +1,284 @@
+"""Trainer and Accelerate on several processes, forked from one that has imported transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from integrations_support import DECAY, LR, MAX_NORM, llama, rows, samples
+
+from twinflow.integrations.ranks import watch_ranks
+
+GLOBAL, PARTS = 12, 2  # samples of a micro-batch over all ranks, and micro-batches of a step
+NUM_ROWS = 4 * GLOBAL * PARTS  # an epoch has four steps
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "stage 0": {"zero": 0},
+    "stage 1": {"zero": 1},
+    "stage 2": {"zero": 2},
+    "stage 3": {"zero": 3},
+    "weights on the host": {"offload_params": True},
+}
+
+
+Job = tuple[int, str, dict[str, Any]]  # number of processes, name of a function here, and its arguments
+
+
+def serve(waves: Sequence[Mapping[str, Job]], root: str) -> dict[str, Any]:
+    """The results of all jobs by name: one for each rank. The jobs of a wave run at the same time."""
+    import accelerate  # noqa: F401
+    import transformers
+
+    import twinflow.integrations.huggingface  # noqa: F401
+
+    transformers.LlamaForCausalLM  # noqa: B018
+    found: dict[str, Any] = {}
+    for wave in waves:
+        started = {
+            name: start(world, globals()[work], {**given, "root": root}) for name, (world, work, given) in wave.items()
+        }
+        found |= {name: finish(*one) for name, one in started.items()}
+    return found
+
+
+def start(world: int, work: Callable[..., Any], given: Mapping[str, Any]) -> tuple[list[int], Path]:
+    """Forks the ranks. Returns their process ids and the folder of their results."""
+    place = Path(tempfile.mkdtemp(dir=given["root"]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            _rank(rank, world, port, place, work, given)
+        children.append(child)
+    return children, place
+
+
+def finish(children: Sequence[int], place: Path) -> list[Any]:
+    """What each rank returns; the text of its error if it fails; its exit code if it ends otherwise."""
+    found, end_s = [], time.monotonic() + 150
+    for rank, child in enumerate(children):
+        status = None
+        while status is None:
+            ended, code = os.waitpid(child, os.WNOHANG)
+            if ended:
+                status = os.waitstatus_to_exitcode(code)
+            elif time.monotonic() > end_s:
+                os.kill(child, signal.SIGKILL)
+            else:
+                time.sleep(0.01)
+        said = place / f"{rank}.json"
+        stderr = (place / f"{rank}.err").read_text()
+        found.append({**(json.loads(said.read_text()) if said.exists() else {}), "exit": status, "stderr": stderr})
+    return found
+
+
+def _rank(rank: int, world: int, port: int, place: Path, work: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    code = 1
+    try:
+        handle = os.open(place / f"{rank}.err", os.O_WRONLY | os.O_CREAT)
+        os.dup2(handle, 2)
+        os.dup2(handle, 1)
+        torch.set_num_threads(1)
+        os.environ["TWINFLOW_THREADS"] = "1"
+        if world > 1:
+            place_vars = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(world),
+                "RANK": str(rank),
+            }
+            os.environ.update(place_vars)
+            if not given.get("few_variables"):
+                os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
+        result = work(**{key: value for key, value in given.items() if key != "few_variables"})
+        (place / f"{rank}.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        (place / f"{rank}.json").write_text(json.dumps({"error": text, "trace": traceback.format_exc()}))
+        if watch_ranks.cache_info().currsize:
+            watch_ranks().report(error)
+    finally:
+        if watch_ranks.cache_info().currsize and code == 0:  # functions of the parent's atexit must not run here
+            watch_ranks().close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    import transformers
+
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": GLOBAL // num_ranks(),
+        "per_device_eval_batch_size": GLOBAL // num_ranks(),
+        "gradient_accumulation_steps": PARTS,
+        "max_grad_norm": MAX_NORM,
+        "learning_rate": LR,
+        "weight_decay": DECAY,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    }
+    return transformers.TrainingArguments(**{**given, **options})
+
+
+def ragged(count: int) -> list[dict[str, Any]]:
+    """Rows whose number of labels differs, so that ranks and micro-batches have different numbers of tokens."""
+    found = samples(count)
+    for i, row in enumerate(found):
+        row["labels"] = row["labels"].clone()
+        row["labels"][: i % 7] = -100
+    return found
+
+
+def train(
+    root: str,
+    kind: str,
+    name: str,
+    resume: str | None = None,
+    keys: Mapping[str, Any] | None = None,
+    num_rows: int = NUM_ROWS,
+    plain: bool = False,
+    dies_at: int | None = None,
+    **options: Any,
+) -> Any:
+    """Trains with the Trainer. Returns its logs, evaluations, predictions and a digest of the weights."""
+    import transformers
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    given = arguments(Path(root) / name, **options)
+    data = {"train_dataset": ragged(num_rows), "eval_dataset": samples(2 * GLOBAL)}
+    twin = {} if plain else {"twin": {**KINDS[kind], **(keys or {})}}
+    trainer = (transformers.Trainer if plain else TwinTrainer)(llama(), given, **data, **twin)
+    if dies_at is not None:
+        trainer.add_callback(dying(dies_at))
+    trainer.train(resume_from_checkpoint=str(Path(root) / resume) if resume else None)
+    return use(trainer, Path(root) / name)
+
+
+def use(trainer: Any, folder: Path) -> Any:
+    """What a trainer that has trained can do."""
+    from transformers import LlamaForCausalLM
+
+    history = trainer.state.log_history
+    predicted = trainer.predict(samples(GLOBAL))
+    trainer.save_model(str(folder / "saved"))
+    trainer.accelerator.wait_for_everyone()
+    again = LlamaForCausalLM.from_pretrained(folder / "saved")
+    generated = trainer.model.generate(
+        input_ids=rows(1 + trainer.args.process_index)[:, :4],
+        max_new_tokens=3 + trainer.args.process_index,
+        do_sample=False,
+    )
+    wanted = again.generate(
+        input_ids=rows(1 + trainer.args.process_index)[:, :4],
+        max_new_tokens=3 + trainer.args.process_index,
+        do_sample=False,
+    )
+    assert torch.equal(generated, wanted)
+    return {
+        "logs": [{key: one[key] for key in ("loss", "grad_norm", "learning_rate")} for one in history if "loss" in one],
+        "evals": [one["eval_loss"] for one in history if "eval_loss" in one],
+        "predicted": float(predicted.metrics["test_loss"]),
+        "logits": float(abs(predicted.predictions).sum()),
+        "weights": [float(p.detach().double().abs().sum()) for p in again.parameters()],
+        "stage": getattr(getattr(getattr(trainer, "twin", None), "zero", None), "stage", None),
+    }
+
+
+def dying(step: int) -> Any:
+    import transformers
+
+    class Dying(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Dying()
+
+
+def loop(
+    root: str,
+    kind: str,
+    name: str,
+    num_steps: int = 6,
+    keys: Mapping[str, Any] | None = None,
+    resume: str | None = None,
+    save_at: int | None = None,
+) -> Any:
+    """A loop of Accelerate with accumulation, clipping, a scheduler, metrics and checkpoints."""
+    import accelerate
+
+    from twinflow.integrations.accelerate import twin_optimizer
+
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=PARTS, step_scheduler_with_optimizer=False
+    )
+    model = llama()
+    optimizer = twin_optimizer(accelerator, model, lr=LR, max_grad_norm=MAX_NORM, **{**KINDS[kind], **(keys or {})})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
+    data = torch.utils.data.DataLoader(rows(NUM_ROWS), batch_size=GLOBAL // num_ranks())
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    folder, losses, norms, step = Path(root) / name, [], [], 0
+    if resume is not None:
+        accelerator.load_state(str(Path(root) / resume))
+        step = int(json.loads((Path(root) / resume / "step.json").read_text()))
+    while step < num_steps:
+        skipped = accelerate.skip_first_batches(data, PARTS * (step % 4))
+        for batch in skipped:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.gather_for_metrics(loss.detach().reshape(1)).mean()))
+            if not accelerator.sync_gradients:
+                continue
+            scheduler.step()
+            norms.append(float(norm))
+            step += 1
+            if step == save_at:
+                accelerator.save_state(str(folder))
+                (folder / "step.json").write_text(str(step))
+            if step == num_steps:
+                break
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, str(folder / "saved"))
+    optimizer.optimizer.close()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": [float(value.double().abs().sum()) for value in state.values()],
+        "wrapped": type(model).__name__,
+    }
