@@ -120,6 +120,10 @@ def test_wrong_modes_raise() -> None:
         twin.train()
     twin.zero_grad()
     twin.train()
+    net(torch.ones(1, 4)).sum().backward()
+    twin.train()  # has no effect, so it is allowed here
+    with pytest.raises(RuntimeError, match=r"eval\(\) cannot run between backward\(\) and step\(\)"):
+        twin.eval()
     twin.close()
     plain = TwinOptimizer(model())
     plain.train()  # other optimizers have no modes

@@ -164,10 +164,10 @@ class TorchUpdater:
         change()
         self._keep_memory(inner, range(len(inner.params)))
 
-    def is_evaluating(self, bucket: Bucket) -> bool:
-        """Whether a step would fail, because the optimizer is in the mode for evaluation."""
+    def is_in_mode(self, bucket: Bucket, is_training: bool) -> bool:
+        """Whether the optimizer says that it is in this mode. The package schedulefree uses the key `train_mode`."""
         groups = self.inner(bucket).optimizer.param_groups
-        return any(group.get("train_mode") is False for group in groups)
+        return all(group.get("train_mode") is is_training for group in groups)
 
     def beside(self, bucket: Bucket, param: nn.Parameter) -> StateDict:
         """Copies of a parameter's state on the parameter's present device."""

@@ -364,7 +364,7 @@ class TwinOptimizer(Outcomes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.rule is None and any(updater.is_evaluating(bucket) for bucket, updater in self._modal()):
+        if self.rule is None and any(updater.is_in_mode(bucket, False) for bucket, updater in self._modal()):
             raise wrong_state(
                 "step() cannot run", f"{self.rule_name} is in the mode for evaluation", "Call optimizer.train() first."
             )
@@ -398,7 +398,8 @@ class TwinOptimizer(Outcomes):
 
     @torch.no_grad()
     def _set_mode(self, is_training: bool) -> None:
-        found = list(self._modal())
+        # Loops call train() before every micro-batch.
+        found = [one for one in self._modal() if not one[1].is_in_mode(one[0], is_training)]
         if not found:
             return
         call = "train()" if is_training else "eval()"
