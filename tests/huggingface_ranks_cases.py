@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 Job = tuple[int, str, dict[str, Any]]  # number of processes, name of a function here, and its arguments
 
 
-def serve(waves: Sequence[Mapping[str, Job]], root: str) -> dict[str, Any]:
+def serve(_rank: int, _world: int, waves: Sequence[Mapping[str, Job]], root: str) -> dict[str, Any]:
     """The results of all jobs by name: one for each rank. The jobs of a wave run at the same time."""
     import accelerate  # noqa: F401
     import transformers
@@ -104,7 +104,7 @@ def _rank(rank: int, world: int, port: int, place: Path, work: Callable[..., Any
             if not given.get("few_variables"):
                 os.environ.update({"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
         result = work(**{key: value for key, value in given.items() if key != "few_variables"})
-        (place / f"{rank}.json").write_text(json.dumps(result))
+        (place / f"{rank}.json").write_text(json.dumps(result or {}))
         code = 0
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
@@ -282,3 +282,163 @@ def loop(
         "weights": [float(value.double().abs().sum()) for value in state.values()],
         "wrapped": type(model).__name__,
     }
+
+
+def best(root: str, kind: str, name: str, plain: bool = False) -> Any:
+    """Keeps the best of several checkpoints, then trains again from one of them in the same process."""
+    import transformers
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    given = arguments(
+        Path(root) / name,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        greater_is_better=True,  # so that the best checkpoint is not the last one
+        gradient_checkpointing=True,
+        label_smoothing_factor=0.1,
+    )
+    data = {"train_dataset": ragged(NUM_ROWS), "eval_dataset": samples(2 * GLOBAL)}
+    twin = {} if plain else {"twin": KINDS[kind]}
+    trainer = (transformers.Trainer if plain else TwinTrainer)(llama(), given, **data, **twin)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    first = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
+    after = trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=str(Path(root) / name / "checkpoint-3"))
+    again = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
+    found = Path(trainer.state.best_model_checkpoint).name
+    return {"before": before, "evals": first, "after": after, "again": again, "best": found}
+
+
+def lora(root: str, kind: str, name: str) -> Any:
+    """Adapters of PEFT; the best of two checkpoints is loaded."""
+    import peft
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), adapters)
+    options = {"save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True, "greater_is_better": True}
+    data = {"train_dataset": ragged(NUM_ROWS), "eval_dataset": samples(2 * GLOBAL)}
+    trainer = TwinTrainer(model, arguments(Path(root) / name, **options), **data, twin=KINDS[kind])
+    trainer.train()
+    trainer.evaluate()
+    history = trainer.state.log_history
+    return {
+        "logs": [{key: one[key] for key in ("loss", "grad_norm", "learning_rate")} for one in history if "loss" in one],
+        "evals": [one["eval_loss"] for one in history if "eval_loss" in one],
+    }
+
+
+class Uneven(torch.utils.data.IterableDataset[Any]):
+    """A stream that has one batch more on the first rank."""
+
+    def __iter__(self) -> Any:
+        batch = GLOBAL // num_ranks()
+        yield from samples(batch * (4 if os.environ["RANK"] == "0" else 3))
+
+
+def uneven(root: str, kind: str) -> None:
+    """Ranks whose streams have different numbers of batches."""
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    class Streams(TwinTrainer):  # type: ignore[misc,valid-type]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(
+                Uneven(), batch_size=GLOBAL // num_ranks(), collate_fn=self.data_collator
+            )
+
+    Streams(llama(), arguments(Path(root) / "uneven"), eval_dataset=samples(GLOBAL), twin=KINDS[kind]).train()
+
+
+def alone_on_rank_0(root: str, kind: str) -> None:
+    """Saves on rank 0 only, although all ranks have parts of the weights."""
+    from twinflow.dist import meeting
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    meeting.PATIENCE_S = 1.0
+    given = arguments(Path(root) / "alone", max_steps=1, eval_strategy="no")
+    trainer = TwinTrainer(llama(), given, train_dataset=samples(NUM_ROWS), twin=KINDS[kind])
+    trainer.train()
+    if trainer.is_world_process_zero():
+        trainer.save_model()
+    else:
+        time.sleep(3)
+
+
+def mistakes(root: str) -> dict[str, str]:
+    """The errors for arguments that would train wrongly on several processes."""
+    import accelerate
+    from torch import nn
+
+    from twinflow.integrations.accelerate import twin_optimizer
+    from twinflow.integrations.huggingface import TwinTrainer
+    from twinflow.optim.twin import TwinOptimizer
+
+    said: dict[str, str] = {}
+
+    def refused(name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+            said[name] = ""
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+
+    data = {"train_dataset": samples(NUM_ROWS), "eval_dataset": samples(GLOBAL)}
+    folder = Path(root) / "mistakes"
+    model = llama()
+    twin = TwinOptimizer(model, lr=LR, max_grad_norm=MAX_NORM, accumulation_steps=PARTS, early=True)
+    given = TwinTrainer(model, arguments(folder), **data, optimizers=(twin, None))
+    refused("given", given.train)
+    refused("stage", lambda: TwinTrainer(llama(), arguments(folder), **data, twin={"zero": 4}))
+    refused("auto", lambda: TwinTrainer(llama(), arguments(folder, auto_find_batch_size=True), **data))
+    nodes = TwinTrainer(llama(), arguments(folder, save_on_each_node=True), **data, twin={"zero": 3})
+    refused("nodes", nodes.train)
+    rate = LR * (1 + int(os.environ["RANK"]))
+    refused("rates", TwinTrainer(llama(), arguments(folder, learning_rate=rate), **data).train)
+    accelerator = accelerate.Accelerator(cpu=True)
+    one, two = nn.Linear(4, 1), nn.Linear(4, 1)
+    wrapped = accelerator.prepare(one)
+    refused("wrapped", lambda: twin_optimizer(accelerator, wrapped))
+    refused("inner", lambda: twin_optimizer(accelerator, one))
+    optimizer = twin_optimizer(accelerator, two, lr=LR, max_grad_norm=MAX_NORM, zero=1)
+    two(torch.ones(2, 4)).sum().backward()
+    refused("join", lambda: accelerator.join_uneven_inputs([two]))
+    refused("value", lambda: accelerator.clip_grad_value_(two.parameters(), 1.0))
+    refused("norm", lambda: accelerator.clip_grad_norm_(two.parameters(), 2 * MAX_NORM))
+    optimizer.step()
+    return said
+
+
+def sft(root: str, kind: str, name: str, num_steps: int = 6) -> Any:
+    """TRL's SFTTrainer through the mixin."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    from twinflow.integrations.huggingface import TwinMixin
+
+    class TwinSFT(TwinMixin, trl.SFTTrainer):  # type: ignore[misc,name-defined]
+        pass
+
+    words = {f"w{i}": i for i in range(128)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="w1", eos_token="w2")
+    table = datasets.table.InMemoryTable.from_pydict({"input_ids": rows(NUM_ROWS).tolist()})
+    data = datasets.Dataset(table, fingerprint="rows")  # some versions of datasets cannot compute it
+    options = {
+        key: value
+        for key, value in arguments(Path(root) / name, max_steps=num_steps).to_dict().items()
+        if key in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "max_steps", "seed")
+        or key in ("learning_rate", "logging_steps", "save_strategy", "report_to", "use_cpu", "disable_tqdm")
+    }
+    given = trl.SFTConfig(str(Path(root) / name), bf16=False, dataset_kwargs={"skip_prepare_dataset": True}, **options)
+    trainer = TwinSFT(llama(), given, train_dataset=data, processing_class=tokenizer, twin=KINDS[kind])
+    trainer.train()
+    trainer.save_model(str(Path(root) / name / "saved"))
+    history = trainer.state.log_history
+    keys = ("loss", "grad_norm", "learning_rate")
+    return {"logs": [{key: one[key] for key in keys} for one in history if "loss" in one]}

@@ -9,6 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.compat.zero import (
+    GatheredParameters,
+    register_external_parameter,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_optimizer_state,
+    unwrap_model_for_generation,
+)
+from twinflow.dist import meeting
 from twinflow.optim.whole import whole_weights
 
 SYMBOLS, WIDTH = 13, 6
@@ -125,3 +140,259 @@ def weights(rank: int, world: int, kind: str, stage: int, place: str) -> Any:
     }
     engine.destroy()
     return found
+
+
+def _read(params: dict[str, Any]) -> dict[str, list[float]]:
+    """Values by several ways to read a parameter."""
+    ways = [
+        lambda p: p.detach(),
+        lambda p: p.data,
+        lambda p: p * 1,
+        lambda p: p.view(-1)[:],
+        copy.deepcopy,
+    ]
+    return sums(
+        {name: ways[i % len(ways)](param).reshape(param.shape) for i, (name, param) in enumerate(params.items())}
+    )
+
+
+def reading(rank: int, world: int, kind: str, stage: int, place: str) -> Any:
+    """Whole weights inside GatheredParameters after two steps, by held parameters, by modules and by state dicts; the
+    logits of ranks that run different numbers of forwards; a tensor that is kept; then another step."""
+    engine = engine_of(kind, stage, place, world)
+    train(engine, range(2), rank, world)
+    held = dict(engine.module.named_parameters())
+    tokens = tokens_of(7, 0, 1)
+    with GatheredParameters(held.values()):
+        found = {"held": _read(held), "modules": _read(dict(engine.module.named_parameters()))}
+        found["state"] = sums(engine.module.state_dict())
+        kept = {name: param.data for name, param in held.items()}
+        with torch.no_grad():
+            for _ in range(1 + rank):
+                logits = engine.module(tokens)
+            logits = logits if isinstance(logits, Tensor) else logits.logits
+        found["logits"] = logits.double().flatten().tolist()
+        found["again"] = _read(held)
+    found["kept"] = sums(kept)
+    with GatheredParameters(list(held.values())[1]), GatheredParameters(engine.module):
+        found["nested"] = _read(held)
+    with GatheredParameters(held.values(), enabled=False):
+        pass
+    train(engine, range(2, 3), rank, world)
+    last = dict(whole_weights(engine.optimizer))
+    with GatheredParameters(list(held.values())[:2]), torch.no_grad():  # a part of the weights, and a forward
+        loss = loss_of(engine.module, tokens).item()
+    found |= {"loss": [loss], "last": sums(last)}
+    engine.destroy()
+    return found
+
+
+def writing(rank: int, world: int, kind: str, stage: int, place: str, modifier: int) -> Any:
+    """The weights after writes of one rank to a trained, a frozen and a tied parameter, and after another step."""
+    engine = engine_of(kind, stage, place, world)
+    train(engine, range(2), rank, world)
+    named = dict(engine.module.named_parameters())
+    names = list(named)
+    held = [named[names[0]], named[names[2]], named[names[3]], named[names[-1]]]
+    with GatheredParameters(held, modifier_rank=modifier):
+        if rank == modifier:
+            with torch.no_grad():
+                held[0].mul_(2)
+                held[1].data[0] += 0.5
+                nn.init.constant_(held[2], 0.25)
+            engine.module.get_parameter(names[-1]).data.copy_(torch.full_like(held[3], 0.125))
+    after = sums(dict(whole_weights(engine.optimizer)))
+    with GatheredParameters(engine.module), GatheredParameters(held[0], modifier_rank=modifier), torch.no_grad():
+        held[0].add_(0.5)  # on all ranks: the modifier's values count
+    masters = [safe_get_full_fp32_param(p) for p in held]
+    found = {"after": after, "masters": [None if m is None else m.flatten().tolist() for m in masters]}
+    train(engine, range(2, 4), rank, world)
+    found["last"] = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return found
+
+
+def said(work: Any) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def mistakes(rank: int, world: int, place: str) -> Any:
+    """Errors of writes that are not kept, of calls on one rank, and of steps inside; then training continues."""
+    meeting.PATIENCE_S = 1.0
+    engine = engine_of("plain", 3, place, world)
+    train(engine, range(2), rank, world)
+    weight = engine.module.layers[0].weight
+
+    def write(modifier: int | None, by: int) -> None:
+        with GatheredParameters(weight, modifier_rank=modifier):
+            if rank == by:
+                weight.data.fill_(9.0)
+
+    def fail() -> None:
+        with GatheredParameters(weight, modifier_rank=0):
+            weight.data.fill_(9.0)
+            raise RuntimeError("of the user")
+
+    def step() -> None:
+        loss = loss_of(engine, tokens_of(5, rank, world))
+        engine.backward(loss)
+        with GatheredParameters(weight):
+            engine.step()
+
+    errors = [said(lambda: write(None, 1)), said(lambda: write(0, 1)), said(fail), said(step)]
+    engine.step()
+    one = said(lambda: safe_get_full_fp32_param(weight)) if rank == 0 else ""
+    other = said(lambda: write(None, 7)) if rank == 0 else ""
+    third = said(lambda: dict(whole_weights(engine.optimizer))) if rank == 0 else ""
+    engine.optimizer.team.everyone.gather_rows(torch.zeros(1))
+    different = said(lambda: safe_get_full_fp32_param(weight if rank == 0 else engine.module.scale))
+    train(engine, range(2, 3), rank, world)
+    state = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return {"errors": errors, "alone": [one, other, third], "different": different, "state": state}
+
+
+def _values(found: Tensor | None) -> list[float] | None:
+    return None if found is None else found.double().flatten().tolist()
+
+
+def state(rank: int, world: int, kind: str, stage: int, place: str, gas: int, early: Any) -> Any:
+    """Masters, states and gradients at every time of three steps; then changed ones, and three more steps."""
+    more: dict[str, Any] = {"gradient_accumulation_steps": gas, "train_batch_size": 12 * gas}
+    made = config(stage, place, world, **more)
+    made["zero_optimization"]["offload_optimizer"]["early"] = early
+    engine = twinflow.initialize(model=make(kind), config=made)[0]
+    params = dict(engine.module.named_parameters())
+    found: list[Any] = []
+
+    def look(get: Any, *args: Any) -> None:
+        found.append([_values(get(param, *args)) for param in params.values()])
+
+    def one(step: int, reads: bool) -> None:
+        for micro in range(gas):
+            engine.backward(loss_of(engine, tokens_of(gas * step + micro, rank, world)))
+            if reads:
+                look(safe_get_full_grad)
+                if micro == gas - 1:
+                    look(safe_get_full_fp32_param)
+                    look(safe_get_full_optimizer_state, "exp_avg")
+                    look(safe_get_full_grad)
+            engine.step()
+
+    look(safe_get_full_fp32_param)
+    for step in range(3):
+        one(step, step != 1)
+        look(safe_get_full_grad)
+        look(safe_get_full_optimizer_state, "exp_avg_sq")
+    name = list(params)[2]
+    safe_set_full_fp32_param(params[name], torch.full(params[name].shape, 0.25))
+    safe_set_full_optimizer_state(params[name], torch.full(params[name].shape, 0.5), "exp_avg")
+    look(safe_get_full_fp32_param)
+    for step in range(3, 5):
+        one(step, False)
+    look(safe_get_full_fp32_param)
+    local = [safe_get_local_fp32_param(param) for param in params.values() if param.requires_grad]
+    numel = sum(part.numel() for part in local if part is not None)
+    for param in params.values():
+        part = safe_get_local_optimizer_state(param, "exp_avg")
+        if part is not None:
+            safe_set_local_optimizer_state(param, part * 2, "exp_avg")
+    look(safe_get_full_optimizer_state, "exp_avg")
+    one(5, False)
+    look(safe_get_full_fp32_param)
+    engine.destroy()
+    return {"found": found, "numel": numel}
+
+
+def new_gradients(rank: int, world: int, kind: str, stage: int, place: str, early: Any) -> Any:
+    """The masters after steps whose gradients were replaced; or the error."""
+    made = config(stage, place, world)
+    made["zero_optimization"]["offload_optimizer"]["early"] = early
+    engine = twinflow.initialize(model=make(kind), config=made)[0]
+    params = [param for param in engine.module.parameters() if param.requires_grad]
+    for step in range(3):
+        engine.backward(loss_of(engine, tokens_of(step, rank, world)))
+        try:
+            for param in params[:3]:
+                grad = safe_get_full_grad(param)
+                assert grad is not None
+                safe_set_full_grad(param, 0.5 * grad + 0.01)
+        except ValueError as error:
+            engine.destroy()
+            return str(error)
+        engine.step()
+    found = [_values(safe_get_full_fp32_param(param)) for param in params]
+    engine.destroy()
+    return found
+
+
+def saving(rank: int, world: int, kind: str, stage: int, place: str, folder: str) -> Any:
+    """Files and state dicts of the engine on rank 0, what other ranks get, and generated tokens."""
+    engine = engine_of(kind, stage, place, world)
+    train(engine, range(2), rank, world)
+    for name in ("weights.bin", "weights.safetensors"):
+        engine.save_16bit_model(folder, name)
+    states = [engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()]
+    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    found: dict[str, Any] = {"states": [None if state is None else sums(state) for state in states]}
+    if hasattr(engine.module, "save_pretrained"):
+        engine.module.save_pretrained(f"{folder}/pretrained")
+        prompt = torch.tensor([[0, 3, 5]])
+        length = 5 + 3 * rank if world > 1 else 11  # ranks generate different numbers of tokens
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with unwrap_model_for_generation(engine) as model:
+            inside = model.generate(prompt, max_new_tokens=length, **options)[0].tolist()
+        alone = engine.module.generate(prompt, max_new_tokens=length, **options)[0].tolist()
+        found["tokens"] = [inside, alone]
+    train(engine, range(2, 3), rank, world)
+    found["last"] = sums(dict(whole_weights(engine.optimizer)))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+class External(nn.Module):
+    """The second layer also uses the weight of the first one, which is a part of another block."""
+
+    class Second(nn.Module):
+        def __init__(self, first: nn.Linear) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+            self.__dict__["first"] = first  # not a submodule
+            register_external_parameter(self, first.weight)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.own(hidden) + hidden @ self.first.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(SYMBOLS, WIDTH)
+        first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([first, External.Second(first), nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, SYMBOLS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def external(rank: int, world: int, stage: int, place: str) -> Any:
+    """The weights of a model with an external parameter after three steps, and the error for a late call."""
+    torch.manual_seed(0)
+    engine = twinflow.initialize(model=External(), config=config(stage, place, world))[0]
+    train(engine, range(3), rank, world)
+    late = ""
+    try:
+        register_external_parameter(engine.module, engine.module.layers[2].weight)
+    except ValueError as error:
+        late = str(error)
+    register_external_parameter(engine.module, engine.module.head.weight)
+    state = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return {"state": state, "late": late}

@@ -29,6 +29,8 @@ from twinflow.build_parallel import (
     spread,
 )
 from twinflow.config import Batch, Config, load_config, notes, resolve_batch
+from twinflow.dist.group import new_group
+from twinflow.dist.meeting import Meeting
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
 from twinflow.engine.pipeline import Links, PipelineEngine, schedule_for
 from twinflow.engine.reports import LOGGER, Profiler, Reports
@@ -43,6 +45,8 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import to_host
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.topology import DATA
+from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
@@ -98,7 +102,11 @@ def initialize(
         settle(module, grid)
         is_sharded = found.num_data > 1 and parsed.zero_optimization.stage == 3 and not offloads_params(parsed)
         if is_sharded and not isinstance(optimizer, TwinOptimizer):  # a TwinOptimizer's model is partitioned
-            replaced = partition(module, make_zero(parsed, found.num_data, optimizer is None, grid))
+            zero = make_zero(parsed, found.num_data, optimizer is None, grid)
+            replaced = partition(module, zero)
+            if optimizer is None and parsed.optimizer is None:  # otherwise the optimizer has the groups
+                calls = new_group("gloo", None if grid is None else grid.ranks_along(DATA), zero.timeout)
+                add_homes(module, calls, Meeting(calls))
             given = None if given is None else regroup(given, replaced)
         ties = make_ties(module, grid, parsed)
         for tie in ties:

@@ -209,17 +209,11 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "with these stages ranks sum the gradients of every micro-batch",
             "Remove no_sync(), or use stage 1.",
         ),
-        "save_16bit_model": Conflict(
-            "save_16bit_model()",
-            "zero_optimization.stage 3 on several ranks",
-            "each rank has only a part of the weights",
-            "Save a checkpoint and use `twinflow export`.",
-        ),
         "external": Conflict(
-            "register_external_parameter()",
-            "{ranks} ranks",
-            "a partitioned weight is gathered only for the module that owns it",
-            "Use zero_optimization.stage 2 without this call, or use the weight in the forward of its own module.",
+            "register_external_parameter() after initialize()",
+            "zero_optimization.stage 3 on several ranks",
+            "the weight is partitioned already, and is gathered only for the layer that owns it",
+            "Call it before initialize(), for example in the constructor of the module.",
         ),
     },
     "1-bit Adam": {
@@ -313,23 +307,17 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         ),
     },
     "DeepSpeed's functions": {
-        "summed": Conflict(
-            "safe_get_full_grad()",
-            "gradients that are summed over ranks or on the host",
-            "the update uses the sum, which is not stored",
-            "Use one rank without accumulation on the host, or log engine.get_global_grad_norm().",
-        ),
         "in backward": Conflict(
-            "safe_get_full_grad()",
+            "A read of a gradient, master or state between backward() and step()",
             "updates that start during backward",
-            "the update has already used the gradient",
+            "the update has already used the gradient and may have changed the state",
             "Set gradient_clipping above 0 or bf16.check_grad_overflow to true: updates then wait for the norm.",
         ),
-        "set": Conflict(
-            "safe_set_full_fp32_param()",
-            _PARAM_KEY,
-            "the weights are on the host",
-            "Change weights before initialize(), or load a checkpoint.",
+        "taken": Conflict(
+            "{call}",
+            "ranks that sum gradients during backward",
+            "the sum has begun and cannot be undone",
+            "Set zero_optimization.offload_optimizer.early to false, and do not use offload_param.",
         ),
     },
     "Hugging Face and Lightning": {
@@ -350,6 +338,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "several processes",
             "a rank that runs out of memory would begin again while the others continue",
             "Set per_device_train_batch_size to a size that fits.",
+        ),
+        "uneven batches": Conflict(
+            "{option}",
+            "several processes",
+            "all ranks take part in the communication of each step",
+            "Use even_batches, which is the default, or drop_last in the data loader.",
         ),
         "save_on_each_node": Conflict(
             "{option}.save_on_each_node",

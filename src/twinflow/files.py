@@ -12,12 +12,21 @@ def write_whole(path: Path, content: str | Iterable[bytes]) -> None:
     """Replace the file at `path` atomically: readers see either the old content or the new one. Missing folders are
     created. If two processes write at the same time, the last one wins.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+
+    def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
             file.writelines([content.encode()] if isinstance(content, str) else content)
-            file.flush()
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, write)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace the file at `path` atomically by one that `write` writes to the path that it gets."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

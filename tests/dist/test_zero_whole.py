@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zero_whole_cases as cases
 from dist_support import run_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from twinflow.compat.zero import get_fp32_state_dict_from_zero_checkpoint
 
 PLACES = ["device", "host"]
 
@@ -29,3 +35,141 @@ def test_rank_0_gets_the_weights_of_one_process(kind: str, world: int, place: st
     assert first["num"] == truth["num"]
     assert first["again"] == 1
     assert all(other["after"] == {} and other["again"] == 0 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "place"),
+    [("plain", 2, "host"), ("plain", 3, "device"), ("gpt2", 2, "device"), ("llama", 2, "host"), ("plain", 1, "host")],
+)
+def test_all_ranks_read_whole_weights(kind: str, world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.reading, kind, 0, "device")[0]
+    for rank, found in enumerate(run_ranks(world, cases.reading, kind, 3, place)):
+        for key in ("held", "modules", "again", "kept", "nested", "state"):
+            equal(found[key], truth[key])
+        for key in ("logits", "loss"):
+            assert found[key] == pytest.approx(truth[key], rel=1e-5, abs=1e-6)
+        if rank == 0:
+            equal(found["last"], truth["last"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "place"),
+    [
+        ("plain", 2, "device"),
+        ("plain", 3, "host"),
+        ("llama-tied", 2, "device"),
+        ("gpt2", 2, "host"),
+        ("plain", 1, "host"),
+    ],
+)
+def test_what_the_modifier_writes_goes_into_weights_and_masters(kind: str, world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.writing, kind, 0, "device", 0)[0]
+    for rank, found in enumerate(run_ranks(world, cases.writing, kind, 3, place, world - 1)):
+        for one, other in zip(found["masters"], truth["masters"], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one == pytest.approx(other, rel=1e-5, abs=1e-6)
+        if rank == 0:
+            equal(found["after"], truth["after"])
+            equal(found["last"], truth["last"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_mistakes_raise_on_all_ranks_and_nothing_hangs(place: str) -> None:
+    first, second = run_ranks(2, cases.mistakes, place)
+    for found in (first, second):
+        without, other, own, step = found["errors"]
+        assert "rank 1 has changed it, and modifier_rank is None" in without
+        assert "rank 1 has changed it, and rank 0 has not changed it" in other
+        assert own == "of the user"
+        assert "step() cannot run inside GatheredParameters" in step
+        assert "at the same time" in found["different"]
+    for text in first["alone"]:
+        assert "the ranks [1] have not called it within 1 s" in text
+
+
+def same(found: Any, truth: Any) -> None:
+    """Nested lists of numbers, where None stands for nothing."""
+    if not isinstance(truth, list) or not truth or isinstance(truth[0], float):
+        assert (found is None) == (truth is None)
+        assert found is None or found == pytest.approx(truth, rel=1e-5, abs=1e-6)
+        return
+    assert len(found) == len(truth)
+    for one, other in zip(found, truth, strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "place", "gas", "early"),
+    [
+        (2, 0, "device", 1, "auto"),
+        (3, 1, "device", 2, True),
+        (2, 2, "device", 1, True),
+        (2, 2, "device", 2, "auto"),
+        (3, 3, "device", 1, True),
+        (2, 3, "device", 2, "auto"),
+        (2, 3, "host", 1, "auto"),
+        (3, 3, "host", 2, True),
+        (1, 3, "host", 2, True),
+        (1, 0, "device", 2, True),
+    ],
+)
+def test_the_training_state_is_that_of_one_process(world: int, stage: int, place: str, gas: int, early: Any) -> None:
+    truth: Any = run_ranks(1, cases.state, "plain", 0, "device", gas, False)[0]
+    ranks: Any = run_ranks(world, cases.state, "plain", stage, place, gas, early)
+    for one in ranks:
+        same(one["found"], truth["found"])
+    copies = world if stage == 0 else 1
+    assert sum(one["numel"] for one in ranks) == copies * truth["numel"]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "place", "early"),
+    [
+        (2, 0, "device", "auto"),
+        (2, 2, "device", False),
+        (3, 3, "device", False),
+        (2, 3, "host", True),
+        (1, 0, "device", True),
+    ],
+)
+def test_gradients_can_be_replaced_before_a_step(world: int, stage: int, place: str, early: Any) -> None:
+    truth: Any = run_ranks(1, cases.new_gradients, "plain", 0, "device", False)[0]
+    for found in run_ranks(world, cases.new_gradients, "plain", stage, place, early):
+        if place == "host":
+            assert "the sum has begun and cannot be undone" in found
+        else:
+            same(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "place"),
+    [("plain", 2, "device"), ("llama-tied", 2, "device"), ("llama", 3, "host"), ("gpt2", 2, "host")],
+)
+def test_saved_files_are_those_of_one_process(kind: str, world: int, place: str, tmp_path: Path) -> None:
+    truth: Any = run_ranks(1, cases.saving, kind, 0, "device", str(tmp_path / "one"))[0]
+    first, *others = run_ranks(world, cases.saving, kind, 3, place, str(tmp_path / "many"))
+    for found, state in zip(first["states"], truth["states"], strict=True):
+        equal(found, state)
+    equal(first["last"], truth["last"])
+    assert all(other["states"] == [{}, None] and other["last"] == {} for other in others)
+    for name in ("weights.bin", "trained.bin"):
+        one, many = (cases.sums(torch.load(tmp_path / side / name)) for side in ("one", "many"))
+        equal(many, one)
+    one, many = (cases.sums(load_file(tmp_path / side / "weights.safetensors")) for side in ("one", "many"))
+    equal(many, one)
+    fp32 = cases.sums(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "many"))
+    equal({name: fp32[name] for name in truth["last"]}, truth["last"])
+    if kind != "plain":
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "many" / "pretrained")
+        equal(cases.sums(loaded.state_dict()), truth["states"][0])
+        for found in (first, *others):
+            for tokens, wanted in zip(found["tokens"], truth["tokens"], strict=True):
+                assert tokens == wanted[: len(tokens)]
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])
+def test_a_layer_may_use_the_registered_weight_of_another(world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.external, 0, "device")[0]
+    first, *others = run_ranks(world, cases.external, 3, place)
+    equal(first["state"], truth["state"])
+    assert all("Call it before initialize()" in found["late"] for found in (first, *others))

@@ -328,15 +328,16 @@ def test_a_model_made_in_deepspeeds_contexts(deepspeed: Any) -> None:
     engine.destroy()
 
 
-def test_weights_that_are_not_whole_are_not_gathered(deepspeed: Any) -> None:
+def test_weights_on_the_host_are_gathered(deepspeed: Any) -> None:
     config = cases.config(3)
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(model=nn.Sequential(nn.ModuleList([nn.Linear(4, 4)])), config=config)
-    with (
-        pytest.raises(ValueError, match="The weights in params are on the host"),
-        deepspeed.zero.GatheredParameters(engine.module),
-    ):
-        pass
+    (weight, _) = engine.module.parameters()
+    with deepspeed.zero.GatheredParameters(engine.module), torch.no_grad():
+        weight.fill_(0.5)
+        assert engine.module[0][0](torch.ones(1, 4)).isfinite().all()
+    assert torch.equal(weight.detach(), torch.full((4, 4), 0.5))
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight), torch.full((4, 4), 0.5))
     engine.destroy()
 
 

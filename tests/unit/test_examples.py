@@ -27,6 +27,7 @@ PROMISES = {
     "onebit_finetune.py": "the fine-tuned model is better",
     "sparse_bert.py": "the loss fell",
     "hf_trainer.py": "the resumed run has the same bits",
+    "hf_processes.py": "the saved model has the same loss",
     "lightning_strategy.py": "the resumed run has the same bits",
     "accelerate_loop.py": "the loss fell",
     "peft_lora.py": "the adapters have learned",
@@ -46,6 +47,7 @@ SLOW = (
     "onebit_finetune.py",
     "sparse_bert.py",
     "hf_trainer.py",
+    "hf_processes.py",
     "lightning_strategy.py",
     "peft_lora.py",
     "accelerate_loop.py",
@@ -74,6 +76,14 @@ def environment() -> dict[str, str]:
 def launched(cwd: Path, num_ranks: str, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "twinflow", "launch", "--num_gpus", num_ranks, *args]
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.matrix
+def test_the_trainer_runs_on_two_processes(tmp_path: Path) -> None:
+    result = launched(tmp_path, "2", str(Path(__file__).parents[2] / "examples" / "hf_processes.py"))
+    assert result.returncode == 0, result.stderr
+    assert "2 processes" in result.stdout
+    assert PROMISES["hf_processes.py"] in result.stdout
 
 
 @pytest.mark.matrix

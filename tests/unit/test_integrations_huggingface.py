@@ -417,6 +417,7 @@ def test_clipping_that_was_not_declared_is_refused() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
+        ({"distributed_type": "DEEPSPEED"}, "distributed_type of Accelerate is .DEEPSPEED."),
         ({"distributed_type": "FSDP"}, "FSDP"),
         ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
     ],

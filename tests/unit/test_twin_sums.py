@@ -46,6 +46,26 @@ def trained_on_the_device(name: str) -> tuple[list[torch.Tensor], Any]:
     return trained("device", {}, **OPTIONS[name])
 
 
+@pytest.mark.parametrize("when", [0, 1])
+def test_sums_stay_if_the_parameters_get_other_memory(when: int) -> None:
+    """As `model.to("cpu:0")` does it, which Accelerate calls."""
+    model = gpt()
+    options = {"lr": 0.0, "max_grad_norm": 1.0, "early": True, "accumulation_steps": 2}
+    optimizer = TwinOptimizer(model, tuning=Tuning(bucket_numel=4096, sums="host"), **options)
+    norms = []
+    for step in range(2):
+        for part in range(2):
+            if (step, part) == (1, when):
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            (loss_of(model, part) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    assert norms[1] == norms[0]
+
+
 @pytest.mark.parametrize("stream", ["", "compute", "out", "in"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sums_on_the_host_are_those_on_the_device(name: str, stream: str) -> None:
@@ -85,6 +105,21 @@ def test_a_short_step_and_dropped_parts() -> None:
     ours.close()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_gradients_can_be_read_after_the_last_backward() -> None:
+    """`.grad` is the sum of all backwards, which the executor keeps for the update."""
+    model, plain = gpt(), gpt()
+    tuning = Tuning(bucket_numel=4096, sums="host")
+    ours = TwinOptimizer(model, lr=1e-2, early=True, max_grad_norm=1.0, accumulation_steps=2, tuning=tuning)
+    for part in range(2):
+        loss_of(model, part).backward()
+        loss_of(plain, part).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad * 1, b.grad, atol=1e-6, rtol=0)
+    ours.close()
 
 
 def test_a_function_makes_the_model_and_it_trains() -> None:

@@ -57,25 +57,16 @@ _NO_INFERENCE = "Use an inference library with the files that `twinflow export` 
 _NO_MOE = "Leave expert parallelism out: experts train like other layers"
 _NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with scaled_dot_product_attention"
 _NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
-_LOCAL = "Use the function with `full` in its name: the partition of the state is internal to twinflow"
-_NO_SET_GRAD = "Call param.register_hook() before initialize(): updates then use the gradient that the hook returns"
 _PROFILE = "Set flops_profiler in the config"
 _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 _UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
 
 _SAFE = _ours(
     _OF + "zero",
-    "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
-) | {
-    "safe_get_full_grad": Ours(_OF + "zero:safe_get_full_grad", "on one rank, after the last backward of a step"),
-    "safe_set_full_grad": Refused(_NO_SET_GRAD),
-    "safe_update_full_grad_vectorized": Refused(_NO_SET_GRAD),
-    **{
-        f"safe_{verb}_local_{what}": Refused(_LOCAL)
-        for verb in ("get", "set")
-        for what in ("fp32_param", "grad", "optimizer_state")
-    },
-}
+    "safe_get_full_fp32_param safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state "
+    "safe_get_full_grad safe_set_full_grad safe_get_local_fp32_param safe_get_local_optimizer_state "
+    "safe_get_local_grad safe_set_local_fp32_param safe_set_local_optimizer_state safe_set_local_grad",
+) | {"safe_update_full_grad_vectorized": Refused("Call safe_set_full_grad() for each parameter")}
 _ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters Init register_external_parameter")
 _ESTIMATES = "estimate_{0} estimate_{0}_all_cold estimate_{0}_all_live"
 _NOT_THEIRS = "estimates for twinflow, not for DeepSpeed"

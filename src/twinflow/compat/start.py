@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore
 
 from twinflow import build
 from twinflow.compat.optimizers import Named
-from twinflow.compat.zero import add_owner
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
@@ -130,12 +129,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         given |= _by_name(optimizer, given)
     found = build.initialize(**given)
     engine = found[0]
-    if engine.optimizer is not None:
-        add_owner(engine.optimizer)
-        if isinstance(optimizer, Named):
-            # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
-            optimizer.param_groups = engine.optimizer.param_groups
-            vars(optimizer)["_opt_called"] = True
+    if engine.optimizer is not None and isinstance(optimizer, Named):
+        # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
+        optimizer.param_groups = engine.optimizer.param_groups
+        vars(optimizer)["_opt_called"] = True
     return found
 
 

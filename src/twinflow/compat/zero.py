@@ -4,66 +4,42 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.build import refuse_groups
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
 from twinflow.conflicts import conflict
 from twinflow.dist.group import world_group
-from twinflow.errors import invalid_value, wrong_state
-from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.changes import check_changed, written
-from twinflow.optim.twin import TwinOptimizer
-from twinflow.planner.formats import WEIGHT_BYTES, state_bytes
-from twinflow.state_dict import dict_of
-
-_WHOLE = (
-    "Read a weight with deepspeed.utils.safe_get_full_fp32_param(param), or change it before initialize(). "
-    "engine.save_checkpoint() and `twinflow export` write whole weights."
+from twinflow.dist.meeting import Meeting
+from twinflow.errors import invalid_value
+from twinflow.offload.blocks import mark_external
+from twinflow.optim.param_state import (
+    MASTER,
+    find_owner,
+    read_local,
+    read_local_gradient,
+    read_whole,
+    read_whole_gradient,
+    write_local,
+    write_local_gradient,
+    write_whole,
+    write_whole_gradient,
 )
-MASTER = "master"
+from twinflow.planner.formats import WEIGHT_BYTES, state_bytes
+from twinflow.zero.gathered import gathered, home_of, is_gathered_with_root
+
+_SENT = "the values of one rank are sent to all ranks"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _WIDTH = WEIGHT_BYTES["bf16"]
-
-
-# The optimizer that `initialize` has built for each parameter, because DeepSpeed's functions get only the parameter.
-# Keys and values are weak references.
-_OWNERS: Any = WeakTensorKeyDictionary()
-
-
-def add_owner(optimizer: TwinOptimizer) -> None:
-    for index, param in enumerate(optimizer.runtime.params):
-        _OWNERS[param.tensor] = (weakref.ref(optimizer), index)
-
-
-def find_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param] | None:
-    """The optimizer and its record of a parameter. None for a parameter that is not trained."""
-    found = _OWNERS.get(tensor)
-    optimizer = found[0]() if found is not None else None
-    if optimizer is None or optimizer.runtime.is_closed:
-        return None
-    return optimizer, optimizer.runtime.params[found[1]]
-
-
-def need_owner(tensor: Tensor) -> tuple[TwinOptimizer, Param]:
-    found = find_owner(tensor)
-    if found is None:
-        raise ValueError(
-            f"param is a tensor of shape {tuple(tensor.shape)}, but must be a parameter that initialize() trains. Take "
-            "the parameter from engine.module.named_parameters()."
-        )
-    return found
 
 
 class Init(nullcontext[None]):
@@ -103,39 +79,50 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which parameters are whole and all pending updates are in them.
+    """A context in which parameters are whole on all ranks, and all pending updates are in them.
 
-    With `modifier_rank`, the values of that rank are sent to all ranks at the end. Raises ValueError for weights that
-    are partitioned (stage 3) or are in host memory.
+    With `modifier_rank`, the values that this rank writes go to all ranks at the end, and into the fp32 masters. All
+    ranks must enter and leave the context. Raises RuntimeError at the end if values of partitioned weights were written
+    that are not kept: with `modifier_rank=None`, or on another rank only. If an exception ends the context, writes to
+    partitioned weights are dropped. Training steps inside of the context raise RuntimeError.
     """
     listed = params.parameters() if isinstance(params, nn.Module) else params
     listed = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
-    for param in listed:
+    shared = [param for param in listed if home_of(param) is not None]
+    whole = [param for param in listed if home_of(param) is None]  # every rank has these
+    for param in whole:
         found = find_owner(param)
-        if isinstance(param, DTensor) or (found is not None and found[0].offloads_params):
-            kind = "partitioned (stage 3)" if isinstance(param, DTensor) else "on the host"
-            raise ValueError(
-                f"The weights in params are {kind}, but must be whole on the device of this rank. {_WHOLE}"
-            )
         if found is not None and found[0].runtime.steps.job is None:
             found[0].wait()
-    yield
-    if modifier_rank is None:
+    with gathered(shared, modifier_rank):
+        yield
+    if modifier_rank is None or not whole:
         return
-    for param in listed:
-        if dist.is_initialized() and dist.get_world_size() > 1:
+    has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+    if has_ranks:
+        _everyone().meet(f"GatheredParameters() of {len(whole)} parameters, modifier_rank={modifier_rank}", _SENT)
+    for param in whole:
+        if has_ranks:
             world_group().broadcast(param.data, modifier_rank)
         # torch does not count writes to `.data`, so the version is increased here. The optimizer then compares the
         # weight with its master. If the weight is not the rounded master, it is copied to the master.
         torch.autograd.graph.increment_version(param)
 
 
+@cache
+def _everyone() -> Meeting:
+    return Meeting(world_group())
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing with one rank. Raises ValueError with several ranks, because with stage 3 a weight cannot be used
-    outside its module.
+    """Declares that `module` uses a parameter of another module. Call it before `initialize()`.
+
+    With ZeRO stage 3 the parameter, and with `fully_shard` the layer that contains it, is then whole during the whole
+    forward. Raises ValueError after `initialize()`, unless the parameter is whole then.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise conflict("ZeRO stages 2 and 3", "external", ranks=dist.get_world_size())
+    mark_external(parameter)
+    if not is_gathered_with_root(parameter):
+        raise conflict("ZeRO stages 2 and 3", "external")
 
 
 @contextmanager
@@ -146,13 +133,14 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         yield module
 
 
-# `deepspeed.utils.safe_*`: a parameter's fp32 master, optimizer state and gradient as whole tensors. If ranks partition
-# the state, all ranks must call these functions in the same order.
+# `deepspeed.utils.safe_*`: a parameter's fp32 master, optimizer state and gradient (optim/param_state.py). Functions
+# with "full" in their names return and take whole tensors, and all ranks must call them in the same order. Functions
+# with "local" are for this rank's part of the parameter, as a flat tensor.
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The fp32 master of a parameter after all pending updates. None for a frozen parameter."""
-    return None if _is_frozen(param) else _read(*need_owner(param), MASTER)
+    return None if _is_frozen(param) else read_whole(param, MASTER, "safe_get_full_fp32_param()")
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -160,140 +148,68 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
     None before the parameter's first step, and for a frozen parameter.
     """
-    if _is_frozen(param):
-        return None
-    optimizer, known = need_owner(param)
-    _check_key(optimizer, optim_state_key)
-    return _read(optimizer, known, optim_state_key)
+    call = f"safe_get_full_optimizer_state({optim_state_key!r})"
+    return None if _is_frozen(param) else read_whole(param, optim_state_key, call)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient in fp32 and without the loss scale, between the last backward of a step and `step()`.
+    """A parameter's gradient in fp32 between backward and `step()`: the mean over the ranks, without the loss scale,
+    before clipping. After some of a step's backwards: the sum so far.
 
-    Returns None at other times, and for a frozen parameter. Raises ValueError if gradients are summed over ranks or on
-    the host, or if updates start during backward.
+    Returns None at other times, and for a frozen parameter. Raises ValueError if updates start during backward.
     """
-    if _is_frozen(param):
-        return None
-    optimizer, known = need_owner(param)
-    runtime = optimizer.runtime
-    if runtime.sharing is not None or known.is_sharded or runtime.settings.sums_on_host:
-        raise conflict("DeepSpeed's functions", "summed")
-    job = runtime.steps.job
-    if job is None:
-        return None
-    if not runtime.settings.limits.any:
-        raise conflict("DeepSpeed's functions", "in backward")
-    whole = torch.zeros(known.tensor.numel(), dtype=torch.float32)
-    for bucket, i in _pieces(known):
-        task = next((task for task in job.tasks if task.bucket is bucket), runtime.collector.task_of(bucket))
-        held = runtime.executor.read_grads(task) if task is not None else None
-        if held is None:
-            return None
-        piece = bucket.slices[i]
-        whole[piece.start : piece.start + piece.numel] = held[piece.offset : piece.offset + piece.numel].float()
-    return (whole / job.scale).view(known.tensor.shape).to(known.tensor.device)
+    return None if _is_frozen(param) else read_whole_gradient(param, "safe_get_full_grad()")
 
 
-@torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes the master of a parameter, and its weight rounded from the master."""
-    optimizer, known = need_owner(param)
-    _check_shape(known, value)
-    if optimizer.offloads_params:
-        raise conflict("DeepSpeed's functions", "set")
-    _settle(optimizer, known)
-    flat = value.detach().reshape(-1)
-    local = known.local
-    local.copy_(flat[known.first : known.first + local.numel()].view(local.shape))
-    _write(known, MASTER, flat)
-    known.note_write()
+    write_whole(param, MASTER, value, "safe_set_full_fp32_param()")
 
 
-@torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes one tensor of a parameter's optimizer state."""
-    optimizer, known = need_owner(param)
-    _check_shape(known, value)
-    _check_key(optimizer, optim_state_key)
-    _settle(optimizer, known)
-    _write(known, optim_state_key, value.detach().reshape(-1))
-    known.note_write()
+    write_whole(param, optim_state_key, value, f"safe_set_full_optimizer_state({optim_state_key!r})")
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Replaces a parameter's gradient between backward and `step()`. Raises ValueError if ranks sum gradients during
+    backward.
+    """
+    write_whole_gradient(param, value, "safe_set_full_grad()")
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's part of the fp32 master."""
+    return None if _is_frozen(param) else read_local(param, MASTER)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's part of one tensor of the optimizer state."""
+    return None if _is_frozen(param) else read_local(param, optim_state_key)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient. Raises RuntimeError while ranks have not summed their gradients."""
+    return None if _is_frozen(param) else read_local_gradient(param, "safe_get_local_grad()")
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Writes this rank's part of master and weight. Raises RuntimeError if other ranks have the weight too."""
+    write_local(param, MASTER, value, "safe_set_local_fp32_param()")
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Writes this rank's part of one tensor of the optimizer state."""
+    write_local(param, optim_state_key, value, "safe_set_local_optimizer_state()")
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Replaces this rank's rows of the gradient (stage 3). Raises RuntimeError if ranks have whole gradients."""
+    write_local_gradient(param, value, "safe_set_local_grad()")
 
 
 def _is_frozen(param: Tensor) -> bool:
     return not param.requires_grad and find_owner(param) is None
-
-
-def _settle(optimizer: TwinOptimizer, param: Param) -> None:
-    """Waits until no thread works on the state. A weight that the user changed is copied to its master."""
-    if optimizer.runtime.steps.job is not None:
-        what = "The state of a parameter cannot be read or written"
-        raise wrong_state(what, "backward() ran without step()", "Call step() first.")
-    optimizer.runtime.wait()
-    optimizer.runtime.wait_for_copies()
-    optimizer.runtime.wait_for_readers()
-    if written([param]):
-        check_changed([param], optimizer.runtime.steps.has_unsent)
-        optimizer.runtime.adopt([param], keep=True)
-
-
-def _read(optimizer: TwinOptimizer, param: Param, key: str) -> Tensor | None:
-    """One tensor of a parameter, gathered from the slices of all ranks. None if no rank has a slice, as for states
-    before the first step.
-    """
-    _settle(optimizer, param)
-    gathered = torch.zeros(param.tensor.numel() + 1, dtype=torch.float32)
-    whole, num_found = gathered[:-1], gathered[-1:]  # The last element counts slices: a rank may have none.
-    for bucket, i in _pieces(param):
-        value = _read_piece(optimizer, bucket, i, key) if key == MASTER or bucket.steps[i] else None
-        if value is not None:
-            start = param.first + bucket.slices[i].start
-            whole[start : start + bucket.slices[i].numel] = value.reshape(-1).float().cpu()
-            num_found += 1
-    team = optimizer.team
-    if team is not None and team.is_partitioned:
-        team.calls.all_reduce(gathered, gathered.clone(), torch.float32)
-    return whole.view(param.tensor.shape).to(param.tensor.device) if num_found else None
-
-
-def _read_piece(optimizer: TwinOptimizer, bucket: Bucket, index: int, key: str) -> Tensor | None:
-    values = bucket.updater.read(bucket, index)
-    if optimizer.rule is None and key != MASTER:  # The state of a torch optimizer is in a dict of its own.
-        values = dict_of(values, "state")
-    found = values.get(key)
-    return found if isinstance(found, Tensor) else None
-
-
-def _write(param: Param, key: str, whole: Tensor) -> None:
-    """Writes this rank's slices of the tensor `key` and keeps the other tensors of the state."""
-    for bucket, i in _pieces(param):
-        piece = bucket.slices[i]
-        values: dict[str, Any] = dict(bucket.updater.read(bucket, i))
-        start = param.first + piece.start
-        cut = whole[start : start + piece.numel].float().cpu()
-        state = values.get("state")
-        if key != MASTER and isinstance(state, dict):
-            values["state"] = {**state, key: cut.view_as(state[key])}
-        else:
-            values[key] = cut
-            values.pop(f"{key}_scale", None)  # Writing int8 codes computes a new scale.
-        bucket.updater.write(bucket, i, values)
-
-
-def _pieces(param: Param) -> list[tuple[Bucket, int]]:
-    return [(b, i) for b in param.buckets for i, piece in enumerate(b.slices) if piece.param == param.index]
-
-
-def _check_shape(param: Param, value: Tensor) -> None:
-    if value.shape != param.tensor.shape:
-        wanted = [tuple(param.tensor.shape)]
-        raise invalid_value(f"The shape of the value for {param.name}", tuple(value.shape), wanted)
-
-
-def _check_key(optimizer: TwinOptimizer, key: str) -> None:
-    if optimizer.rule is not None and key not in (allowed := [name for name in optimizer.rule.states if name]):
-        raise invalid_value("optim_state_key", key, allowed)
 
 
 # `deepspeed.utils.zero_to_fp32`: fp32 weights of a checkpoint that the engine saved.

@@ -289,7 +289,7 @@ class ZeroOptimization(Section):
     stage3_max_reuse_distance: Whole = unused(1_000_000_000, _FULLY_SHARD)
     stage3_gather_16bit_weights_on_model_save: bool = unused(
         False,
-        "`twinflow export` writes weights from a checkpoint; save_16bit_model fails with stage 3 on several ranks",
+        "whole weights are always gathered on rank 0 when a model is saved",
     )
     stage3_module_granularity_threshold: AnyWhole = unused(0, _FULLY_SHARD)
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _FULLY_SHARD)

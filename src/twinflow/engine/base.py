@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from twinflow.engine.values import UserValue
-from twinflow.errors import incompatible, invalid_value, wrong_state
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.whole import whole_weights
 from twinflow.parallel.grid import Grid
-from twinflow.parallel.whole import WholeWeights
+from twinflow.parallel.whole import WholeWeights, wrap_save_pretrained
 from twinflow.state_dict import StateDict
 
 # Names of DeepSpeed's engine that twinflow's engine does not have, with the remedy.
@@ -93,6 +94,8 @@ class EngineBase:
         self._whole: WholeWeights | None = None  # gathers weights that tensor ranks have split
         if grid is not None and grid.num_model > 1:
             self._whole = WholeWeights(module, grid.model, writes=grid.data == 0 and grid.model.rank == 0)
+        elif self._has_parts:
+            wrap_save_pretrained(module, self._gathered_state_dict, writes=ranks.rank == 0)
         self.global_steps = 0  # steps of the optimizer, including skipped ones
         self.micro_steps = 0
         self.global_samples = 0
@@ -148,10 +151,30 @@ class EngineBase:
     def module_state_dict(self) -> dict[str, object]:
         """The module's state dict. Reading it waits for running updates.
 
-        With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. In a
-        pipeline: the layers of this rank.
+        With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With ZeRO
+        stage 3 on several ranks: whole weights on the host of rank 0, and an empty dict on other ranks. All ranks must
+        call it. In a pipeline: the layers of this rank.
         """
+        if self._has_parts:
+            return self._gathered_state_dict("module_state_dict()")
         return self.module.state_dict() if self._whole is None else self._whole.state_dict("module_state_dict()")
+
+    @property
+    def _has_parts(self) -> bool:
+        """Whether ranks have parts of the weights, as ZeRO stage 3 partitions them."""
+        return self.settings.stage == 3 and self.dp_world_size > 1
+
+    def _gathered_state_dict(
+        self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False
+    ) -> dict[str, object]:
+        """The state dict of the module, or of a submodule, on the host of rank 0; empty on other ranks."""
+        self.settle()
+        source = self.optimizer if self.optimizer is not None else self.module
+        found: dict[str, object] = dict(whole_weights(source, exclude_frozen, call, part))
+        if self.global_rank == 0:
+            state = (part if part is not None else self.module).state_dict()
+            found |= {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        return found
 
     def load_module_state_dict(
         self,
@@ -169,13 +192,13 @@ class EngineBase:
         else:
             self.module.load_state_dict(state_dict, strict=strict)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object]:
-        """The state dict from which Accelerate saves a model. Raises ValueError with ZeRO stage 3 on several ranks."""
-        if not self.zero_gather_16bit_weights_on_model_save():
-            other = f"zero_optimization.stage 3 on {self.world_size} ranks"
-            reason = "each rank has only a part of the weights"
-            remedy = "Save a checkpoint and convert it with `twinflow export`."
-            raise incompatible("A state dict of all weights", other, reason, remedy)
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
+        """The state dict from which Accelerate saves a model. With ZeRO stage 3 on several ranks all ranks must
+        call it, and other ranks than 0 get None.
+        """
+        if self._has_parts:
+            found = self._gathered_state_dict("get_state_dict()", exclude_frozen=exclude_frozen_parameters)
+            return found if self.global_rank == 0 else None
         frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module_state_dict().items() if name not in left_out}
@@ -215,8 +238,8 @@ class EngineBase:
         return self.settings.stage >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether ZeRO does not partition weights, so that they can be saved: no stage 3, or only one rank."""
-        return self.settings.stage < 3 or self.world_size == 1
+        """True: weights of any ZeRO stage are gathered on rank 0 when a model is saved."""
+        return True
 
     def fp16_enabled(self) -> bool:
         """Whether at least one parameter is fp16."""

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.activations import Handle
-from twinflow.checkpoint import export_weights
+from twinflow.checkpoint import Entry, export_weights
 from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
@@ -33,10 +33,12 @@ from twinflow.engine.reports import Reports
 from twinflow.engine.state import BackgroundSave
 from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import incompatible, invalid_value, unusable_path, wrong_state
+from twinflow.files import replace_file
 from twinflow.launch.watch import Watch
 from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
+from twinflow.optim.whole import whole_weights
 from twinflow.parallel.replica import Replica
 from twinflow.parallel.tensor import same_randoms
 
@@ -382,24 +384,34 @@ class Engine(EngineBase):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the weights in the dtype of the model to a safetensors file."""
+        """Writes the weights in the dtype of the model to a file: in the format of safetensors if the name ends so, and
+        otherwise of torch.save. Rank 0 writes it. With ZeRO stage 3 all ranks must call this method.
+        """
         reason, remedy = "each rank has only a part of the weights", "Save a checkpoint and use `twinflow export`."
-        if self.settings.stage == 3 and self.world_size > 1:
-            raise conflict("ZeRO stages 2 and 3", "save_16bit_model")
         grid = self.settings.grid
         if grid is not None and grid.num_pipe * grid.num_model > 1:
             raise incompatible("save_16bit_model()", "pipeline or tensor parallelism", reason, remedy)
-        if self.optimizer is not None:
-            self.optimizer.wait()
-        if self.global_rank > 0:
-            return True  # all ranks have the same weights, and the first one writes them
         folder = _path("save_dir", save_dir)
+        call = "save_16bit_model()"
+        if self._has_parts:
+            found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters)
+        elif self.global_rank == 0:
+            source = self.optimizer if self.optimizer is not None else self.module
+            found = dict(whole_weights(source, exclude_frozen_parameters, call))
+        if self.global_rank > 0:
+            return True
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unusable_path("save_dir", folder, "a folder that exists or can be created", error) from error
-        entries, _, _ = state.weights(self.module, exclude_frozen_parameters)
-        export_weights(entries, folder / save_filename)
+        if save_filename.endswith(".safetensors"):
+            # Each tensor is written once, under its first name, because files of safetensors have no shared tensors.
+            once = {id(value): (name, value) for name, value in reversed(found.items()) if isinstance(value, Tensor)}
+            named = sorted(once.values(), key=lambda pair: list(found).index(pair[0]))
+            entries = [Entry(name, value.dtype, tuple(value.shape), value.detach) for name, value in named]
+            export_weights(entries, folder / save_filename)
+        else:
+            replace_file(folder / save_filename, lambda path: torch.save(found, path))
         return True
 
     save_fp16_model = save_16bit_model

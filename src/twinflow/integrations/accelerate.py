@@ -24,7 +24,7 @@ from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.ranks import divided, make_zero, replace_params, start_ranks
+from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.launch.environment import rank_environment
 from twinflow.offload.clipping import clip_values
@@ -55,6 +55,8 @@ def twin_optimizer(
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     options |= scaling(accelerator)
     zero = make_zero(options, accelerator.num_processes)
+    if accelerator.num_processes > 1:
+        _keep_even(accelerator)
     named = {name: value for name, value in options.items() if name not in ("zero", "param_groups")}
     replaced = start_ranks(model, zero, {**named, "zero": zero})
     options["zero"] = zero
@@ -115,6 +117,8 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
                 clip_values(grad, clip_value * twin.loss_scale)  # the gradients are multiplied by the scale
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
+    if has_ranks:
+        report_steps(twin)
     if has_ranks or has_scaler:
         accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
@@ -179,6 +183,17 @@ def keep_plain(accelerator: Any, model: nn.Module) -> None:
             "Call twin_optimizer() before accelerator.prepare().",
         )
     plain.add(model)
+
+
+def _keep_even(accelerator: Any) -> None:
+    """Raises ValueError if ranks may have different numbers of batches: a rank would wait for a rank that has ended."""
+
+    def join_uneven_inputs(*_: Any, **__: Any) -> Any:
+        raise conflict("Hugging Face and Lightning", "uneven batches", option="accelerator.join_uneven_inputs()")
+
+    if not accelerator.even_batches:
+        raise conflict("Hugging Face and Lightning", "uneven batches", option="even_batches=False")
+    accelerator.join_uneven_inputs = join_uneven_inputs
 
 
 def _keep_state(accelerator: Any, prepared: Any, twin: TwinOptimizer) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from twinflow.dist.group import new_group
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.start import own_host_bytes
-from twinflow.zero.whole import gather_all, gather_on_first, parts_of, write_whole
+from twinflow.zero.whole import gather_all, gather_on_first, parts_of
 
 LOGGER = logging.getLogger("twinflow")
 
@@ -86,4 +86,6 @@ def load_whole(twin: TwinOptimizer, state: Mapping[str, Any], strict: bool) -> N
         if part is None:
             tensor.copy_(state[name])
         else:
-            write_whole(part, state[name].to(tensor.dtype))
+            flat = state[name].detach().to(tensor.dtype).reshape(-1)
+            for piece in part.pieces:
+                piece.write(flat[piece.start : piece.start + piece.numel])

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
@@ -34,7 +35,7 @@ from twinflow.zero import Zero, partition
 from twinflow.zero.partitioned import Replaced, forget_gathered, regroup
 from twinflow.zero.shared import STAGES
 from twinflow.zero.start import meet, start_watch
-from twinflow.zero.whole import parts_of, write_whole
+from twinflow.zero.whole import parts_of
 
 STAGE: Final = 2  # of several processes, if the user chooses none
 _TIMEOUT_S: Final = 1800.0
@@ -118,6 +119,17 @@ def watch_ranks() -> Watch | None:
     return start_watch(joined(timeout_s=_TIMEOUT_S), 0.0)
 
 
+def report_steps(twin: TwinOptimizer) -> None:
+    """Tells the watch the number of each step, for its message about a rank that failed."""
+    watch = watch_ranks()
+    if watch is not None:
+
+        def beat(optimizer: Any, *_: object) -> None:
+            watch.beat(optimizer.num_steps)
+
+        twin.register_step_post_hook(beat)
+
+
 def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
     """Gives a new optimizer of torch the parameters that `start_ranks` has made."""
     if not replaced:
@@ -158,8 +170,8 @@ class DividedModel:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         params = dict(model.named_parameters(remove_duplicate=False))
         own = {name: {**buffers, **params}.get(name, value) for name, value in model.state_dict().items()}
-        given = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
-        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in given]
+        found_ids = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
+        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in found_ids]
         unexpected = [name for name in state_dict if name not in own]
         wrong = [
             f"{name} has the shape {tuple(state_dict[name].shape)}, but must have {tuple(value.shape)}"
@@ -180,11 +192,16 @@ class DividedModel:
             runtime.param_offload.settle()
         for name, value in own.items():
             if name in state_dict:
+                given = state_dict[name]
                 part = parts_of(value, runtime.param_offload)
-                if part is not None:
-                    write_whole(part, state_dict[name])
+                if isinstance(given, DTensor):  # PEFT has already divided it as the parameter is
+                    value.copy_(given)
+                elif part is not None:
+                    flat = given.detach().reshape(-1)
+                    for piece in part.pieces:
+                        piece.write(flat[piece.start : piece.start + piece.numel])
                 else:
-                    value.copy_(state_dict[name])
+                    value.copy_(given)
         runtime.adopt(runtime.params, keep=True)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 

@@ -2,9 +2,9 @@
 
 The members of the outermost ModuleLists and Sequentials are blocks if they have trainable parameters. (A member that is
 such a list itself is replaced by its members.) In practice blocks are transformer layers. A parameter that is not in
-exactly one block, or is also used outside of it, belongs to the root (`ROOT`). Before it starts, the model's forward
-waits for the weights of the root, and of each block that the first forward has not called, because the hooks of such a
-block never run (nn.MultiheadAttention never calls its out_proj).
+exactly one block, or is also used outside of it (`mark_external`), belongs to the root (`ROOT`). Before it starts, the
+model's forward waits for the weights of the root, and of each block that the first forward has not called, because the
+hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from twinflow.offload.plan import ROOT
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+_EXTERNAL = "_twinflow_external"  # an attribute of parameters that modules outside of their own block use
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,16 @@ def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[
             for param in module.parameters(recurse=False):
                 found.setdefault(param, set()).add(ROOT)
     wanted = [param for param in model.parameters() if param.requires_grad != frozen]
-    return {p: found[p].copy().pop() if len(found[p]) == 1 else ROOT for p in wanted}
+    return {p: found[p].copy().pop() if len(found[p]) == 1 and not is_external(p) else ROOT for p in wanted}
+
+
+def mark_external(param: nn.Parameter) -> None:
+    """Makes a parameter belong to the root, because modules outside of its own block use it."""
+    setattr(param, _EXTERNAL, True)
+
+
+def is_external(param: nn.Parameter) -> bool:
+    return bool(getattr(param, _EXTERNAL, False))
 
 
 def num_owners(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -226,16 +226,50 @@ class Collector:
             found[param] = grad.view(param.tensor.shape)
         return found
 
+    def read_slices(self, job: Job | None, param: Param, is_whole: bool) -> list[tuple[int, Tensor]]:
+        """Return the slices of a parameter's gradient that this rank has, each with its start, as flat tensors.
+
+        `is_whole`: the gradients of this rank alone, before they are summed over the ranks, which are of whole
+        parameters.
+        """
+        self._device.compute().synchronize()
+        if self._executor.sums_on_host:
+            self._executor.wait_for_sums()
+            self._device.stream("update").synchronize()
+        tasks = {task.bucket: task for task in (job.tasks if job is not None else ())}
+        found: list[tuple[int, Tensor]] = []
+        for bucket in param.buckets:
+            task = tasks.get(bucket) or self.task_of(bucket)
+            for i, piece in enumerate(bucket.gathered.slices if is_whole else bucket.slices):
+                if piece.param != param.index:
+                    continue
+                source = self._sums.get(bucket.plan.index) if is_whole else self._taken(bucket, i, task)
+                if source is not None:
+                    found.append((piece.start, source[piece.offset : piece.offset + piece.numel].detach().clone()))
+        return found
+
     def _taken(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
         """Return the buffer of a bucket that holds the gradient of a slice; None if there is none."""
         if self._executor.sums_on_host:
-            added = bucket.added if bucket.is_on_device else self._executor.added(bucket)
-            return bucket.total if index in added else None
+            return self._summed(bucket, index, task)
         if task is not None and index in task.present:
             return self._executor.read_grads(task)
         if self.num_parts > 1:
             return self._sums.get(bucket.plan.index)
         return task.flat if task is not None else None
+
+    def _summed(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
+        """Return the total of a bucket, if it contains the gradient of a slice, with gradients of an open task."""
+        param = bucket.params[index]
+        if not bucket.is_on_device and task is not None and any(one is task for one in task.job.tasks):
+            # The total contains the last backward. The executor keeps it for the update, and `added` is empty.
+            return bucket.total if self._sharing is not None or param.was_hit else None
+        added = bucket.added if bucket.is_on_device else self._executor.added(bucket)
+        total = bucket.total if index in added else None
+        if task is None or task.flat is None or not param.hits or bucket.is_on_device:
+            return total
+        open_part = task.flat.cpu().float()  # of a late parameter
+        return open_part if total is None else total + open_part
 
     def task_of(self, bucket: Bucket) -> Task | None:
         """Return the incomplete task of a bucket in this step, or None."""

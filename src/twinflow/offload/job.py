@@ -51,6 +51,7 @@ class Job:
     is_delayed: bool = False  # the new weights are copied into the parameters one step later
     is_part: bool = False  # the job of one of several backwards, whose gradients are only added to a sum
     runs_ahead: bool = False  # updates may start before the clipping decision
+    is_submitted: bool = False  # all of its tasks are submitted, before `step`
     is_dropped: bool = False  # all updates of this job are discarded
     tasks: list[Task] = field(default_factory=list)
     norms: Tensor | None = None  # norm of each bucket, if tasks are summed over several backwards

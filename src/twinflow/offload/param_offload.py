@@ -111,6 +111,7 @@ class ParamOffload:
         # Copies of weights in graphs made with create_graph=True, each with the storage of its flat buffer.
         self._in_graphs: list[tuple[int, Tensor]] = []
         self._storages: set[int] = set()
+        self._shown: dict[Tensor, Tensor] = {}  # whole values of parameters for code outside of their block (`show`)
         for bucket in buckets:
             if bucket.offloads_params:
                 buffer = WeightBuffer(
@@ -179,21 +180,63 @@ class ParamOffload:
         """All parameters whose weights are offloaded."""
         return list(self._places)
 
+    # Whole values for some time, as in DeepSpeed's GatheredParameters. A block all of whose weights are shown runs
+    # with them: it fetches nothing, so ranks may run it different numbers of times.
+
+    def show(self, param: Tensor, values: Tensor) -> None:
+        """Gives a parameter its whole values, in memory of its own, until `conceal`."""
+        buffer, _ = self._places[param]
+        for block, weights in self._blocks.items():
+            if buffer in weights.buffers:
+                self._leave(block)
+        self._shown[param] = values
+        with plain():
+            param.data = values
+        uncover((param,))
+
+    def conceal(self, param: Tensor) -> None:
+        """Takes the values of `show` from a parameter."""
+        buffer, view = self._places[param]
+        for block, weights in self._blocks.items():
+            if buffer in weights.buffers:
+                self._leave(block)
+        del self._shown[param]
+        with plain():
+            param.data = self._nan(view)
+        cover((param,))
+
+    def is_shown(self, param: Tensor) -> bool:
+        return param in self._shown
+
+    def _is_all_shown(self, block: int) -> bool:
+        if not self._shown:
+            return False
+        return all(param in self._shown for buffer in self._blocks[block].buffers for param, _ in buffer.views)
+
     def copy_of(self, param: Tensor) -> Tensor:
         """A copy of a parameter's weights in separate device memory. It includes all updates that are due."""
         buffer, view = self._places[param]
         self._check_whole(buffer)
         return host_view(buffer, view).to(buffer.flat.device, copy=True)
 
-    def store(self, param: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
+    def store(
+        self,
+        param: Tensor,
+        values: Tensor,
+        is_running: bool = False,
+        is_counted: bool = True,
+        is_on_all_ranks: bool = False,
+    ) -> None:
         """Replaces the values of a parameter. The caller ensures that no thread reads or updates the state.
 
-        `is_running`: the block itself wrote to its weight while it ran, so its graph already uses the new values.
-        `is_counted`: the write increments the parameter's version, so the backward of older graphs must fail. If it is
-        false, the backward of older graphs uses the new values. Both are as with torch.
+        `is_on_all_ranks`: all ranks store the same values, each its part. `is_running`: the block itself wrote to its
+        weight while it ran, so its graph already uses the new values. `is_counted`: the write increments the
+        parameter's version, so the backward of older graphs must fail. If it is false, the backward of older graphs
+        uses the new values. Both are as with torch.
         """
         buffer, _ = self._places[param]
-        self._check_whole(buffer)
+        if not is_on_all_ranks:
+            self._check_whole(buffer)
         if values.shape != param.shape:
             raise invalid_value(
                 "The shape of the new values of an offloaded parameter (offload_param)",
@@ -204,7 +247,13 @@ class ParamOffload:
         values = values.to(device="cpu", dtype=param.dtype)
         for piece in self.pieces(param):
             piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
-        for block, weights in self._blocks.items() if not is_running else ():
+        if not is_running:
+            self.forget_fetched(param, is_counted)
+
+    def forget_fetched(self, param: Tensor, is_counted: bool = True) -> None:
+        """Releases the device copy of a parameter's block, because the weights on the host are written."""
+        buffer, _ = self._places[param]
+        for block, weights in self._blocks.items():
             if buffer in weights.buffers:
                 weights.num_written += is_counted
                 self._leave(block)
@@ -223,7 +272,7 @@ class ParamOffload:
         check_transform()
         with plain():
             for param, view in views:
-                if param.data_ptr() != self._nan(view).data_ptr():
+                if param not in self._shown and param.data_ptr() != self._nan(view).data_ptr():
                     found.append((param, param.detach()))
                     param.data = self._nan(view)
         return found
@@ -297,7 +346,7 @@ class ParamOffload:
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
         """Puts views of the weights on the host into a state dict, or meta tensors if ranks share the weights."""
         for name, param in module._parameters.items():
-            if param is None or param not in self._places:
+            if param is None or param not in self._places or param in self._shown:
                 continue
             cover((param,))
             if prefix + name not in state:
@@ -353,7 +402,7 @@ class ParamOffload:
 
     def _keep_writes(self, block: int) -> None:
         """Copies the weights that a block has changed while it ran to the host."""
-        for buffer in self._blocks[block].buffers:
+        for buffer in self._blocks[block].buffers if self._blocks[block].is_here else ():
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
                     self._on_write(param, view, True, True)
@@ -419,6 +468,8 @@ class ParamOffload:
                     for param, view in buffer.views:
                         param.data = view
                         self._versions[param] = param._version
+        elif self._is_all_shown(block):
+            return
         for buffer in weights.buffers:
             uncover(param for param, _ in buffer.views)
 
@@ -432,7 +483,7 @@ class ParamOffload:
 
     def _ask_for(self, block: int) -> None:
         weights = self._blocks[block]
-        if weights.is_here:
+        if weights.is_here or self._is_all_shown(block):
             return
         for buffer in weights.buffers:
             buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
@@ -465,8 +516,8 @@ class ParamOffload:
     def _empty(self, buffer: WeightBuffer) -> None:
         with plain():
             for param, view in buffer.views:
-                param.data = self._nan(view)
-        cover(param for param, _ in buffer.views)
+                param.data = self._shown.get(param, self._nan(view))
+        cover(param for param, _ in buffer.views if param not in self._shown)
         buffer.flat.untyped_storage().resize_(0)
 
     def _nan(self, view: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter, is_
 
 import torch
@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
-from twinflow.errors import incompatible
+from twinflow.errors import incompatible, wrong_state
 from twinflow.offload import changes, refusals, weight_guard
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Param, Updater, local_of, new_bucket, note_step
@@ -184,6 +184,7 @@ class Runtime:
         self.param_offload: ParamOffload | None = None  # manages weights that live on the host
         self._before_gathering: Callable[[], None] | None = None
         self._before_update: Callable[[], None] | None = None
+        self._num_copied = 0  # open contexts of `without_steps`
         self._owner = owner
         self._early = EarlyPolicy(settings.early, num_watched(settings, self.can_undo, self._has_ranks))
         weight_guard.claim((param.tensor for param in params), self)
@@ -203,6 +204,15 @@ class Runtime:
     def is_forgotten(self) -> bool:
         """Whether the optimizer was freed. The model's hooks may keep the runtime alive after that."""
         return self._owner is not None and self._owner() is None
+
+    @property
+    def optimizer(self) -> object:
+        """The optimizer that has built this runtime; None if it was freed."""
+        return self._owner() if self._owner is not None else None
+
+    def find(self, tensor: Tensor) -> Param | None:
+        """The record of a trained parameter."""
+        return self._by_tensor.get(tensor)
 
     @property
     def is_closed(self) -> bool:
@@ -365,7 +375,8 @@ class Runtime:
         weight_guard.uncover(self._forwards.guarded(block))
 
     def _lives_away(self, tensor: Tensor) -> bool:
-        return self.param_offload is not None and self.param_offload.holds(tensor)
+        offload = self.param_offload
+        return offload is not None and offload.holds(tensor) and not offload.is_shown(tensor)
 
     # Reads and writes of weights outside of forwards (weight_guard.py).
 
@@ -414,11 +425,19 @@ class Runtime:
         self.settle(tensor)
         return self.param_offload.copy_of(tensor)
 
-    def store(self, tensor: Tensor, values: Tensor, is_running: bool = False, is_counted: bool = True) -> None:
+    def store(
+        self,
+        tensor: Tensor,
+        values: Tensor,
+        is_running: bool = False,
+        is_counted: bool = True,
+        is_on_all_ranks: bool = False,
+    ) -> None:
         """Set the values of a weight that lives on the host.
 
         `is_running`: the forward of the weight's own block has written them. `is_counted`: torch counts the write in
-        the version of the parameter, which it does not for a write through `.data`.
+        the version of the parameter, which it does not for a write through `.data`. `is_on_all_ranks`: all ranks store
+        these values.
         """
         assert self.param_offload is not None
         with plain(), torch.no_grad():
@@ -427,7 +446,7 @@ class Runtime:
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            self.param_offload.store(tensor, values.detach(), is_running, is_counted)
+            self.param_offload.store(tensor, values.detach(), is_running, is_counted, is_on_all_ranks)
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """Note a copy of a weight that the user has got. If the user writes to the copy, the weight gets its values."""
@@ -576,6 +595,8 @@ class Runtime:
 
     def _take(self, queue: GradientQueue, found: Sequence[tuple[Param, Tensor]]) -> None:
         self._finish_recording()
+        if self.is_rest_submitted:
+            raise self._too_late(f"{found[0][0].name} got another gradient after the gradients of this step were read")
         wanted = self.settings.num_gathered
         most = min(wanted, max(1, self._num_forwards))  # gradients of a parameter if each forward has one backward
         last: list[tuple[Param, Tensor]] = []  # gradients that are the last of their parameters in this step
@@ -671,6 +692,48 @@ class Runtime:
             param.put_back(grad)
         self._is_taking = False
 
+    def return_gradients(self, reason: str) -> None:
+        """Put the gradients of this step back into `.grad`. `reason`: see `_return_gradients`."""
+        with plain(), torch.no_grad():
+            self._return_gradients(reason)
+
+    # Reads of gradients between backward and `step` (read_gradient.py).
+
+    def look_at_gradients(self) -> None:
+        """Take the gradients that still wait after backward, and note that the user reads gradients."""
+        self._take_queues()
+        self.steps.close_part()
+        self._is_disturbed |= self._early.watches
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether the gradients of this step were taken from `.grad` during backward."""
+        return bool(self._is_taking)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last backward of this step has run, as far as gradients show it."""
+        wanted = self.settings.num_gathered
+        ordinary = [param for param in self.params if param.hits and not param.is_late]
+        return any(param.hits >= wanted for param in ordinary) or (not ordinary and wanted == 1)
+
+    @property
+    def is_rest_submitted(self) -> bool:
+        """Whether `submit_rest` was called in this step."""
+        return self.steps.job is not None and self.steps.job.is_submitted
+
+    @property
+    def gradient_scale(self) -> float:
+        """Gradients in tasks are the true gradients times this number."""
+        job = self.steps.job
+        return job.scale if job is not None and not job.is_part else self._loss_scale() * self._divisor
+
+    def submit_rest(self) -> None:
+        """Submit the rest of this step now, as `step` would do, and wait until all of it is summed over the ranks."""
+        assert self.sharing is not None
+        with plain():
+            self.steps.submit_rest()
+
     def _disturb(self, what: str) -> None:
         """Handle an access between backward and `step`: raise if updates may have changed weights, or note it."""
         self._is_disturbed |= self._early.watches
@@ -719,9 +782,24 @@ class Runtime:
             changes.check_changed(changed, self.steps.has_unsent)
             self.adopt(changed, keep=True)
 
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """A context in which a step raises an exception, because code uses copies of the weights."""
+        self._num_copied += 1
+        try:
+            yield
+        finally:
+            self._num_copied -= 1
+
     def step(self) -> Job | None:
         """Close the job and return it without waiting for its updates; None if there are no gradients."""
         self.executor.check()
+        if self._num_copied:
+            raise wrong_state(
+                "step() cannot run inside GatheredParameters",
+                "the gathered weights would keep the values before the step",
+                "Call step() after the block.",
+            )
         self._take_queues()
         if self.param_offload is not None:
             self._collect_loans()

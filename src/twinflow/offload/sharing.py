@@ -4,9 +4,9 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 optimizer step, and a task is the work for one bucket in a job.
 
 The runtime calls `take_flat` and `submit` in autograd's thread or in `step`, and the other methods in the user's
-thread. The implementations run collectives in threads of their own. `take_flat` may wait for a free buffer, and
-`wait_for_sums` waits for the other ranks; no other method blocks. After `submit` the task belongs to the
-implementation, which gives this rank's part to the executor or to `DeviceWork`.
+thread. The implementations run collectives in threads of their own. `take_flat` may wait for a free buffer.
+`wait_for_sums` and `wait_until_reduced` wait for the other ranks. No other method blocks. After `submit` the task
+belongs to the implementation, which gives this rank's part to the executor or to `DeviceWork`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,12 @@ class Sharing(Protocol):
 
     def wait_for_sums(self) -> None:
         """Block until everything that was submitted is summed over the ranks and given to the executor."""
+        ...
+
+    def wait_until_reduced(self, job: Job) -> None:
+        """Block until all buckets of an open job are summed over the ranks and given to the executor. All of them must
+        be submitted, on all ranks.
+        """
         ...
 
     def hold_back(self, job: Job) -> None:

@@ -129,6 +129,21 @@ class Steps:
                 self.open_part()
                 self.close_part()
 
+    def submit_rest(self) -> None:
+        """Submit the rest of the open job, if there is one, and wait until all gradients are summed over the ranks."""
+        assert self._sharing is not None
+        job = self.job
+        if job is None:
+            self._sharing.wait_for_sums()
+        else:
+            if not job.is_submitted:
+                self._collector.complete(job, self._params)
+                job.is_submitted = True
+            self._sharing.wait_until_reduced(job)
+        if self._settings.sums_on_host:
+            self._executor.wait_for_sums()
+            self._device.stream("update").synchronize()
+
     def close(self, job: Job, is_taking: bool, stand_in: Callable[[Param], TakenGradient]) -> None:
         """Submit the rest of the open job and close it, without waiting for its updates.
 
@@ -136,7 +151,8 @@ class Steps:
         replaces them.
         """
         if is_taking:
-            self._collector.complete(job, self._params)
+            if not job.is_submitted:
+                self._collector.complete(job, self._params)
         else:
             self._collector.take_all(job, self._params, stand_in)
         if not job.is_dropped:

@@ -16,6 +16,9 @@ Effect of each access:
 A weight that lives on the host has no values on the device outside of its block. A read gets a copy on the device,
 which autograd connects with the parameter. Written values are stored in the optimizer's state.
 
+A weight of which this rank has only some rows can have a whole tensor for some time (`show_whole`). All operations then
+use the whole tensor.
+
 These accesses are not intercepted: aliases that were made before `step()`, memory that is read by address (C++
 extensions, NumPy views), `torch.tensor(p)`, and `torch.func.grad` of a function whose argument is the parameter itself.
 Call `optimizer.wait()` before such an access.
@@ -74,6 +77,7 @@ class Owner(Protocol):
 # A weak reference to the owner of each parameter, for all optimizers of the process. An attribute of the parameter
 # would be saved with it.
 _OWNERS: MutableMapping[Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()
+_WHOLE: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # whole tensors of partitioned parameters
 _GUARDED: dict[type, type] = {}  # from a class of parameters to its guarded subclass
 _ORDINARY: dict[type, type] = {}  # from a guarded subclass to the class of parameters
 
@@ -83,7 +87,7 @@ def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
     runtime instead.
     """
     for name, tensor in tensors:
-        owner = _owner(tensor)
+        owner = owner_of(tensor)
         if owner is None:
             continue
         if owner.is_forgotten:
@@ -109,7 +113,8 @@ def release(tensors: Iterable[Tensor]) -> None:
         uncover_one(tensor)
 
 
-def _owner(tensor: Tensor) -> Owner | None:
+def owner_of(tensor: Tensor) -> Owner | None:
+    """The runtime of a parameter, unless it is closed."""
     reference = _OWNERS.get(tensor)
     owner = reference() if reference is not None else None
     return owner if owner is not None and not owner.is_closed else None
@@ -143,8 +148,25 @@ def uncover(tensors: Iterable[Tensor]) -> None:
     """Set the ordinary class of these parameters. The caller has waited for their weights."""
     for tensor in tensors:
         kind = _ORDINARY.get(type(tensor))
-        if kind is not None:
+        if kind is not None and not (_WHOLE and tensor in _WHOLE):
             _SET_CLASS(tensor, kind)
+
+
+def show_whole(tensor: Tensor, whole: Tensor) -> None:
+    """Let all operations on a partitioned parameter use the tensor `whole`, until `hide_whole`."""
+    _WHOLE[tensor] = whole
+    cover((tensor,))
+
+
+def hide_whole(tensor: Tensor) -> None:
+    _WHOLE.pop(tensor, None)
+    if owner_of(tensor) is None:
+        uncover_one(tensor)
+
+
+def whole_of(tensor: Tensor) -> Tensor | None:
+    """The whole tensor of a parameter between `show_whole` and `hide_whole`."""
+    return _WHOLE.get(tensor)
 
 
 def uncover_one(tensor: Tensor) -> None:
@@ -182,14 +204,16 @@ def _setattr(self: Tensor, name: str, value: object) -> None:
     `nn.Parameter(p)` needs p.detach() to return a tensor of p's class, so the result has the guarded class until here.
     """
     object.__setattr__(self, name, value)
-    if name == "_is_param" and _owner(self) is None:
+    if name == "_is_param" and owner_of(self) is None:
         uncover_one(self)
 
 
 def _ordinarily(tensor: Tensor, use: Callable[[Tensor], _Result]) -> _Result:
     """Run `use`, which does not call `__torch_function__`, with an ordinary parameter (a copy for one on the host)."""
-    owner = _owner(tensor)
+    owner = owner_of(tensor)
     kind = type(tensor)
+    if tensor in _WHOLE:
+        return use(_WHOLE[tensor])
     if owner is not None and owner.lives_on_host(tensor):
         with torch.no_grad():
             values = owner.fetch_copy(tensor)
@@ -225,8 +249,11 @@ def _intercept(
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # does not import Dynamo, which takes seconds, before a call
 def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    wholes = {id(it): _WHOLE[it] for it in _guarded_in((args, kwargs)) if it in _WHOLE} if _WHOLE else {}
+    if wholes:
+        return _operate_whole(func, args, kwargs, wholes)
     for tensor in _guarded_in((args, kwargs)):
-        if _owner(tensor) is None:  # made by nn.Parameter(p) from a guarded p, or its optimizer was freed or closed
+        if owner_of(tensor) is None:  # made by nn.Parameter(p) from a guarded p, or its optimizer was freed or closed
             uncover_one(tensor)
     guarded = {id(tensor): tensor for tensor in _guarded_in((args, kwargs))}
     if func in _OF_GRAPHS:
@@ -240,7 +267,7 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
         return _operate_away(func, args, kwargs, away)
     owners = []
     for tensor in guarded.values():
-        owner = _owner(tensor)
+        owner = owner_of(tensor)
         if owner is not None:
             owner.settle(tensor)
             owners.append((tensor, owner))
@@ -257,6 +284,21 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
         assert isinstance(result, Tensor)
         result.__class__ = type(owners[0][0])  # nn.Parameter(p) needs a tensor of p's class
     return result
+
+
+def _operate_whole(
+    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], wholes: dict[int, Tensor]
+) -> object:
+    """Run an operation on the whole tensors of partitioned parameters."""
+    if func == _SET_DATA and id(args[0]) in wholes:
+        with torch.no_grad():
+            wholes[id(args[0])].copy_(wholes.get(id(args[1]), _first(args[1:])))
+        return None
+    result = func(
+        *(_replaced(item, wholes) for item in args), **{key: _replaced(item, wholes) for key, item in kwargs.items()}
+    )
+    # an in-place operation returns the parameter
+    return next((it for it in _guarded_in((args, kwargs)) if wholes.get(id(it)) is result), result)
 
 
 def _is_called_by_parameter() -> bool:
@@ -335,12 +377,12 @@ def _first(args: Sequence[object]) -> Tensor:
 
 
 def _lives_away(tensor: Tensor) -> bool:
-    owner = _owner(tensor)
+    owner = owner_of(tensor)
     return owner is not None and owner.lives_on_host(tensor)
 
 
 def _need(tensor: Tensor) -> Owner:
-    owner = _owner(tensor)
+    owner = owner_of(tensor)
     assert owner is not None
     return owner
 

@@ -16,6 +16,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow import native
 from twinflow.conflicts import conflict
 from twinflow.device import device_for
+from twinflow.dist.group import alone
+from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
@@ -51,6 +53,7 @@ from twinflow.rules.segment import check_format
 from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
+from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams
 from twinflow.zero.start import own_host_bytes
 
@@ -269,6 +272,14 @@ class TwinOptimizer(Outcomes):
                 in_order=isinstance(self.model, PipelineModule),
                 before_gathering=lambda: forget_gathered(reference()),
             )
+            if self.team is not None:
+                add_homes(self.model, self.team.calls, self.team.meeting, runtime)
+                if aside is not None and self.team.world > 1:
+                    # Marks that fully_shard sets too. generate() of transformers then runs as many forwards on all
+                    # ranks, because each forward gathers weights.
+                    vars(self.model).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+            elif aside is not None:
+                add_homes(self.model, alone(), Meeting(alone()), runtime)
         if isinstance(self.ratio, str) and room.device_bytes is not None:
             rates = load_or_measure(where)
             # Free memory for speculative stores is known only after the final placement.

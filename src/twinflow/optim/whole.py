@@ -7,14 +7,19 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from twinflow.dist.group import alone
 from twinflow.errors import incompatible, wrong_state
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.zero.gathered import home_of
 from twinflow.zero.partitioned import forget_gathered
-from twinflow.zero.whole import gather_on_first, join_own, parts_of
+from twinflow.zero.whole import gather_on_first, parts_of
 
 
 def whole_weights(
-    optimizer: TwinOptimizer, exclude_frozen: bool = False, call: str = "whole_weights()"
+    source: TwinOptimizer | nn.Module,
+    exclude_frozen: bool = False,
+    call: str = "whole_weights()",
+    part: nn.Module | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the whole values of each tensor in the model's state dict, on the host of rank 0.
 
@@ -23,26 +28,34 @@ def whole_weights(
 
     All ranks must iterate, because each one may have only a part of the weights (stage 3). One parameter at a time is
     gathered, in the dtype of the model, and includes all updates of steps that have begun. Rank 0 may change the
-    tensors or keep them. A tied weight has the same tensor under each name. `call` is the name for errors. Raises
-    RuntimeError if not all ranks iterate, and ValueError with pipeline or tensor ranks.
+    tensors or keep them. A tied weight has the same tensor under each name. `source`: the optimizer, or a partitioned
+    model without one. `call` is the name for errors. `part`: a submodule whose weights are wanted. Raises RuntimeError
+    if not all ranks iterate, and ValueError with pipeline or tensor ranks.
     """
-    model, team, runtime = optimizer.model, optimizer.team, optimizer.runtime
-    if model is None:
-        raise wrong_state(f"{call} cannot run", "the optimizer was built from parameters", "Build it from the model.")
-    if team is not None and team.grid is not None and team.grid.num_model * team.grid.num_pipe > 1:
-        reason = "a rank has only its layers, or its shards of them"
-        raise incompatible(call, "pipeline or tensor parallelism", reason, "Save a checkpoint and use twinflow export.")
-    named = _named_tensors(model, exclude_frozen)
-    distinct = {id(value): value for value in named.values()}
-    parts = {key: part for key, value in distinct.items() if (part := parts_of(value, runtime.param_offload))}
-    if team is not None and parts:
-        team.meeting.meet(call, "each rank has a part of the weights")
-    runtime.settle_all()
-    if team is None:
-        gathered: Iterator[Tensor | None] = iter([join_own(part) for part in parts.values()])
+    if isinstance(source, TwinOptimizer):
+        model, team, runtime = source.model, source.team, source.runtime
+        if model is None:
+            remedy = "Build it from the model."
+            raise wrong_state(f"{call} cannot run", "the optimizer was built from parameters", remedy)
+        if team is not None and team.grid is not None and team.grid.num_model * team.grid.num_pipe > 1:
+            reason, remedy = "a rank has only its layers, or its shards of them", "Save a checkpoint and export it."
+            raise incompatible(call, "pipeline or tensor parallelism", reason, remedy)
+        group, meeting = (team.calls, team.meeting) if team is not None else (alone(), None)
     else:
-        gathered = gather_on_first(list(parts.values()), team.calls)
-    if team is not None and team.rank > 0:
+        model, runtime = source, None
+        home = next((one for param in model.parameters() if (one := home_of(param)) is not None), None)
+        group, meeting = (home.group, home.meeting) if home is not None else (alone(), None)
+    forget_gathered(model)
+    named = _named_tensors(part if part is not None else model, exclude_frozen)
+    distinct = {id(value): value for value in named.values()}
+    offload = runtime.param_offload if runtime is not None else None
+    parts = {key: own for key, value in distinct.items() if (own := parts_of(value, offload))}
+    if meeting is not None and parts:
+        meeting.meet(call, "each rank has a part of the weights")
+    if runtime is not None:
+        runtime.settle_all()
+    gathered = gather_on_first(list(parts.values()), group)
+    if group.rank > 0:
         for _ in gathered:
             pass
         return
@@ -66,7 +79,6 @@ def whole_weights(
 
 def _named_tensors(model: nn.Module, exclude_frozen: bool) -> dict[str, Tensor]:
     """The tensors of the model's state dict. A parameter is the parameter itself, so that its parts can be found."""
-    forget_gathered(model)
     state = model.state_dict()
     params = dict(model.named_parameters(remove_duplicate=False))
     own = {**dict(model.named_buffers(remove_duplicate=False)), **params}

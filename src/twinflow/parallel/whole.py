@@ -31,12 +31,8 @@ class WholeWeights:
     def __init__(self, module: nn.Module, group: Group, writes: bool) -> None:
         self._module = module
         self._group = group
-        self._writes = writes
         self._meeting = Meeting(group, "tensor ranks", _REMEDY)
-        for part in module.modules():  # a model with a head contains one without, which has the method too
-            original: Any = getattr(part, "save_pretrained", None)
-            if original is not None:
-                vars(part)["save_pretrained"] = partial(self._save_pretrained, part, original)
+        wrap_save_pretrained(module, self.state_dict, writes)
 
     def state_dict(self, call: str, part: nn.Module | None = None) -> dict[str, object]:
         """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
@@ -77,13 +73,34 @@ class WholeWeights:
         self._group.all_gather(parts.view(-1))
         return shard.join(list(parts.cpu()))
 
-    def _save_pretrained(self, part: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`save_pretrained` of transformers or PEFT with the whole weights, unless the caller passes a state dict."""
-        given = dict(zip(inspect.signature(original).parameters, args, strict=False)) | kwargs
-        if given.get("distributed_checkpoint"):
-            remedy = "Leave it out: the weights of all tensor ranks are gathered."
-            raise invalid_value("distributed_checkpoint", True, [False], remedy)
-        if given.get("state_dict") is not None:
-            return original(**given)
-        state = self.state_dict("save_pretrained()", part)
-        return original(**{**given, "state_dict": state}) if self._writes else None
+
+def wrap_save_pretrained(
+    module: nn.Module, state_dict: Callable[[str, nn.Module], Mapping[str, object]], writes: bool
+) -> None:
+    """Makes `save_pretrained` of a module and its submodules save whole weights, unless the caller passes a state dict.
+
+    `state_dict(call, submodule)` gathers them. `writes`: this rank writes the files.
+    """
+    for part in module.modules():  # a model with a head contains one without, which has the method too
+        original: Any = getattr(part, "save_pretrained", None)
+        if original is not None:
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part, original, state_dict, writes)
+
+
+def _save_pretrained(
+    part: nn.Module,
+    original: Callable[..., Any],
+    state_dict: Callable[[str, nn.Module], Mapping[str, object]],
+    writes: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`save_pretrained` of transformers or PEFT with the whole weights."""
+    given = dict(zip(inspect.signature(original).parameters, args, strict=False)) | kwargs
+    if given.get("distributed_checkpoint"):
+        remedy = "Leave it out: the weights of all ranks are gathered."
+        raise invalid_value("distributed_checkpoint", True, [False], remedy)
+    if given.get("state_dict") is not None:
+        return original(**given)
+    state = state_dict("save_pretrained()", part)
+    return original(**{**given, "state_dict": state}) if writes else None

@@ -8,13 +8,15 @@ before a block. The stream on which `fully_shard` copies rows for the all-gather
 the forward's stream (`gathering_streams`).
 
 A tied weight must be in one call of `fully_shard` only, otherwise it would become several weights. A block that shares
-a weight with another part of the model is therefore gathered with the root, which is the model itself, and the model's
+a weight with another part of the model, or has a weight that other parts use (`is_external`), is therefore gathered
+with the root, which is the model itself, and the model's
 forward waits for its weights before it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState  # torch has no public name for it
 from torch.distributed.tensor import DTensor
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import Group, backend_for, new_group
 from twinflow.errors import wrong_state
-from twinflow.offload.blocks import Block, find_blocks, owners
+from twinflow.offload.blocks import Block, find_blocks, is_external, owners
 from twinflow.offload.plan import ROOT
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
@@ -56,7 +59,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     blocks = find_blocks(model)
     owner = owners(model, blocks)
     for block in blocks:
-        if not any(owner.get(param) == ROOT for param in block.module.parameters()):
+        if not any(owner.get(param) == ROOT or is_external(param) for param in block.module.parameters()):
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     if backend_for(device) == "gloo":
@@ -124,6 +127,59 @@ def forget_gathered(model: nn.Module | None) -> None:
     """
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+class Sharded(Protocol):
+    """A parameter of `fully_shard`."""
+
+    sharded_param: nn.Parameter
+
+
+class ParamGroup(Protocol):
+    """Parameters that `fully_shard` gathers together. torch has no public name for these attributes."""
+
+    fsdp_params: Sequence[Sharded]
+    _sharded_state: object
+
+    def lazy_init(self) -> None: ...
+    def _to_sharded(self) -> None: ...
+
+
+def param_groups(module: FSDPModule) -> list[ParamGroup]:
+    """The groups of parameters that `fully_shard` gathers together for a module."""
+    state: object = module._get_fsdp_state()  # torch has no public name for it
+    groups: list[ParamGroup | None] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+@contextmanager
+def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> Iterator[None]:
+    """A context in which `fully_shard` gathers nothing in a forward of modules all of whose parameters are whole.
+
+    It acts as if it had gathered these parameters, and does not release them.
+    """
+    held: list[ParamGroup] = []
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            is_held = "_to_sharded" in vars(group)  # by a context around this one
+            if not is_held and all(is_whole(one.sharded_param) for one in group.fsdp_params):
+                held.append(group)
+    for group in held:
+        group.lazy_init()
+        group._sharded_state = ShardedState.UNSHARDED
+        group._to_sharded = _nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for group in held:
+            del vars(group)["_to_sharded"]
+            group._sharded_state = ShardedState.SHARDED
+
+
+def _nothing() -> None:
+    pass
 
 
 def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:

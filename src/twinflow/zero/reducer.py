@@ -147,6 +147,13 @@ class Reducer(RankThread):
                 self._executor.check()
                 self._changed.wait(1.0)
 
+    def wait_until_reduced(self, job: Job) -> None:
+        """Waits until all buckets of a job that is not closed are given to the executor."""
+        with self._changed:
+            while any(one.job is job and one.num_done < len(self._order) for one in self._rounds):
+                self._executor.check()
+                self._changed.wait(1.0)
+
     def forget(self) -> None:
         """Drops the buckets that were announced to the publisher and are not published yet."""
         self._publisher.forget()

@@ -69,25 +69,11 @@ def gather_on_first(parts: Sequence[Parts], group: Group) -> Iterator[Tensor | N
         yield _join(part, spans, rows) if rows is not None else None
 
 
-@torch.no_grad()
-def write_whole(part: Parts, whole: Tensor) -> None:
-    """Writes this rank's pieces of a whole tensor."""
-    flat = whole.detach().reshape(-1)
-    for piece in part.pieces:
-        piece.write(flat[piece.start : piece.start + piece.numel])
-
-
 def _spans(parts: Sequence[Parts], group: Group) -> list[list[_Spans]]:
     """For each tensor, the spans of each rank."""
     own = [[(piece.start, piece.numel) for piece in part.pieces] for part in parts]
     said = gather_json(group, own) if own else []
     return [[one[i] for one in said] for i in range(len(parts))]
-
-
-def join_own(part: Parts) -> Tensor:
-    """The whole tensor on the host, for a rank that has all pieces."""
-    spans = [(piece.start, piece.numel) for piece in part.pieces]
-    return _join(part, [spans], _row(part, [spans])[None])
 
 
 def _row(part: Parts, spans: Sequence[_Spans]) -> Tensor:

@@ -1,0 +1,229 @@
+"""Trainer, TRL and Accelerate on several processes: they train as one process does, with any ZeRO stage, and go on with
+another number of processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dist_support import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from huggingface_ranks_cases import KINDS, serve
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
+FOUR = {"num_steps": 4}
+STAGES = [kind for kind in KINDS if kind not in ("default", "stage 0")]
+
+
+def jobs(waves: list[dict[str, Any]], root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(0, serve, waves, str(root), timeout_s=900)[0]
+    return found
+
+
+def in_waves(all_jobs: dict[str, Any], size: int = 3) -> list[dict[str, Any]]:
+    items = list(all_jobs.items())
+    return [dict(items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def check_trainer(ranks: list[dict[str, Any]], one: dict[str, Any], num_logs: int | None = None) -> None:
+    """The logs of one process, on every rank; those of the last `num_logs` steps."""
+    for rank in ranks:
+        assert "error" not in rank, rank["trace"]
+        ours, theirs = rank["logs"][-(num_logs or 0) :], one["logs"][-(num_logs or 0) :]
+        assert len(ours) == len(theirs) > 0
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert mine == pytest.approx(wanted, abs=1e-5)
+        for key in ("evals", "predicted", "weights"):
+            if key in one:
+                assert rank[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+
+
+def check_loop(ranks: list[dict[str, Any]], one: dict[str, Any], first: int = 0) -> None:
+    for rank in ranks:
+        assert "error" not in rank, rank["trace"]
+        assert rank["losses"] == pytest.approx(one["losses"][2 * first :], abs=1e-5)
+        assert rank["norms"] == pytest.approx(one["norms"][first:], abs=1e-4)
+    assert ranks[0]["weights"] == pytest.approx(one["weights"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every stage and both loops, each resumed with another stage and another number of processes."""
+    first = {
+        "one": (1, "train", {"kind": "default", "name": "one", **SAVES}),
+        "default": (2, "train", {"kind": "default", "name": "default", **SAVES}),
+        "loop": (1, "loop", {"kind": "default", "name": "loop", **FOUR}),
+        "loop 3": (2, "loop", {"kind": "stage 3", "name": "loop-3", "save_at": 2, **FOUR}),
+    }
+    resumed = {"name": "again", "resume": "default/checkpoint-2", **SAVES}
+    then = {
+        "host": (3, "train", {"kind": "weights on the host", **resumed}),
+        "back": (1, "train", {"kind": "default", **resumed, "name": "back"}),
+        "loop 1": (2, "loop", {"kind": "stage 1", "name": "loop-1", "resume": "loop-3", **FOUR}),
+        "mistakes": (2, "mistakes", {}),
+    }
+    return jobs([first, then], tmp_path_factory.mktemp("ranks"))
+
+
+def test_the_trainer_trains_on_two_processes_as_on_one(quick: dict[str, Any]) -> None:
+    check_trainer(quick["default"], quick["one"][0])
+    assert [rank["stage"] for rank in quick["default"]] == [2, 2]
+    assert max(log["grad_norm"] for log in quick["one"][0]["logs"]) > 1.0, "nothing was clipped"
+
+
+def test_a_run_of_the_trainer_goes_on_with_weights_on_the_hosts_of_three_processes(quick: dict[str, Any]) -> None:
+    check_trainer(quick["host"], quick["one"][0], 2)
+    assert [rank["stage"] for rank in quick["host"]] == [3, 3, 3]
+
+
+def test_a_run_of_two_processes_goes_on_with_one(quick: dict[str, Any]) -> None:
+    check_trainer(quick["back"], quick["one"][0], 2)
+
+
+def test_a_loop_of_accelerate_trains_on_two_processes_as_on_one(quick: dict[str, Any]) -> None:
+    check_loop(quick["loop 3"], quick["loop"][0])
+
+
+def test_a_loop_of_accelerate_goes_on_with_another_stage(quick: dict[str, Any]) -> None:
+    check_loop(quick["loop 1"], quick["loop"][0], first=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("given", "A TwinOptimizer without zero cannot be used with 2 processes"),
+        ("stage", "zero is 4, but must be one of 0, 1, 2, 3"),
+        ("auto", "auto_find_batch_size cannot be used with several processes"),
+        ("nodes", "save_on_each_node cannot be used with ZeRO stage 3"),
+        ("rates", "The ranks differ in config"),
+        ("wrapped", "has wrapped it in DistributedDataParallel"),
+        ("inner", "has wrapped it in DistributedDataParallel"),
+        ("join", r"join_uneven_inputs\(\) cannot be used with several processes"),
+        ("value", r"clip_grad_value_\(\) cannot be used with several processes"),
+        ("norm", "max_norm is 2.0, but must be 1.0"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(quick: dict[str, Any], name: str, message: str) -> None:
+    for rank in quick["mistakes"]:
+        assert "error" not in rank, rank["trace"]
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(rank[name])
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> None:
+    dies = {"kind": "stage 2", "name": "dies", "dies_at": 3, **SAVES}
+    first = {"dies": (2, "train", dies), "one": (1, "train", {"kind": "default", "name": "one", **SAVES})}
+    then = {"again": (2, "train", {"kind": "stage 2", "name": "again", "resume": "dies/checkpoint-2", **SAVES})}
+    found = jobs([first, then], tmp_path)
+    assert [rank["exit"] for rank in found["dies"]] == [1, -9]
+    assert "rank 1 failed" in found["dies"][0]["stderr"]
+    check_trainer(found["again"], found["one"][0], 2)
+
+
+@cache
+def thirty_steps(root: Path) -> dict[str, Any]:
+    """Each loop on one process, and on two and four processes with every stage."""
+    long = {"max_steps": 30, "eval_steps": 10}
+    works: dict[str, dict[str, Any]] = {"train": long, "loop": {"num_steps": 30}}
+    if importlib.util.find_spec("trl") is not None:
+        works["sft"] = {"num_steps": 30}
+    made: dict[str, Any] = {}
+    for work, given in works.items():
+        made[work] = (1, work, {"kind": "default", "name": work, **given})
+        for world in (2, 4):
+            for kind in STAGES:
+                name = f"{work} {kind} {world}"
+                made[name] = (world, work, {"kind": kind, "name": name.replace(" ", "-"), **given})
+    return jobs(in_waves(made), root)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("work", ["train", "loop", "sft"])
+def test_thirty_steps_are_those_of_one_process(root: Path, work: str, world: int, kind: str) -> None:
+    if work == "sft":
+        pytest.importorskip("trl")
+    found = thirty_steps(root)
+    check = check_loop if work == "loop" else check_trainer
+    check(found[f"{work} {kind} {world}"], found[work][0])
+
+
+@cache
+def resumed(root: Path) -> dict[str, Any]:
+    first: dict[str, Any] = {"one": (1, "train", {"kind": "default", "name": "r-one", **SAVES})}
+    then: dict[str, Any] = {}
+    for kind in STAGES:
+        for before in (2, 3):
+            saved = f"r-{kind}-{before}".replace(" ", "-")
+            first[saved] = (before, "train", {"kind": kind, "name": saved, **SAVES})
+            for world in (1, 2, 3):
+                given = {"kind": kind, "name": f"{saved}-{world}", "resume": f"{saved}/checkpoint-2", **SAVES}
+                then[f"{kind} {before} {world}"] = (world, "train", given)
+    return jobs([*in_waves(first), *in_waves(then)], root)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("before", [2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_run_goes_on_with_any_number_of_processes(root: Path, kind: str, before: int, world: int) -> None:
+    found = resumed(root)
+    check_trainer(found[f"{kind} {before} {world}"], found["one"][0], 2)
+
+
+@pytest.mark.matrix
+def test_the_best_model_is_loaded_and_training_can_begin_again(tmp_path: Path) -> None:
+    made = {"plain": (1, "best", {"kind": "default", "name": "plain", "plain": True})}
+    made |= {kind: (2, "best", {"kind": kind, "name": kind.replace(" ", "-")}) for kind in STAGES}
+    found = jobs(in_waves(made), tmp_path)
+    for kind in STAGES:
+        for rank in found[kind]:
+            assert "error" not in rank, rank["trace"]
+            for key in ("before", "evals", "after", "again"):
+                assert rank[key] == pytest.approx(found["plain"][0][key], abs=1e-4), key
+            assert rank["best"] == found["plain"][0]["best"] == "checkpoint-3"
+            assert rank["after"] == pytest.approx(rank["evals"][0], abs=1e-5)
+
+
+@pytest.mark.matrix
+def test_adapters_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    made = {kind: (2, "lora", {"kind": kind, "name": kind.replace(" ", "-")}) for kind in STAGES}
+    found = jobs(in_waves({"one": (1, "lora", {"kind": "default", "name": "one"}), **made}), tmp_path)
+    assert found["one"][0]["evals"][2] == found["one"][0]["evals"][0]
+    for kind in STAGES:
+        check_trainer(found[kind], found["one"][0])
+
+
+@pytest.mark.matrix
+def test_an_epoch_that_ends_between_two_steps_is_that_of_torch(tmp_path: Path) -> None:
+    """37 rows: Accelerate repeats rows so that all ranks have equally many. DistributedDataParallel is the truth."""
+    uneven = {"num_rows": 37, "train_sampling_strategy": "group_by_length"}
+    made = {"ddp": (2, "train", {"kind": "default", "name": "ddp", "plain": True, **uneven})}
+    made |= {kind: (2, "train", {"kind": kind, "name": kind.replace(" ", "-"), **uneven}) for kind in STAGES}
+    found = jobs(in_waves(made), tmp_path)
+    for kind in STAGES:
+        check_trainer(found[kind], found["ddp"][0])
+
+
+@pytest.mark.matrix
+def test_what_only_some_ranks_do_raises_an_error(tmp_path: Path) -> None:
+    made = {"uneven": (2, "uneven", {"kind": "stage 3"}), "alone": (2, "alone_on_rank_0", {"kind": "stage 3"})}
+    made["few"] = (2, "train", {"kind": "stage 2", "name": "few", "few_variables": True, **SAVES})
+    found = jobs([made], tmp_path)
+    for rank in found["uneven"]:
+        assert "The number of batches of a step differs between ranks, because it is [2, 1]" in rank["error"]
+    assert "save_model() cannot run, because each rank has a part" in found["alone"][0]["error"]
+    assert [rank.get("stage") for rank in found["few"]] == [2, 2]  # RANK, WORLD_SIZE and MASTER_* alone
