@@ -148,7 +148,8 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
                 "Pass ckpt_path, for example with fewer processes.",
             )
         allocate(self.lightning_module)
-        super().model_to_device()
+        if not self._has_rows:  # parameters of fully_shard() are on the device, and torch cannot move them
+            super().model_to_device()
 
     @property
     def _is_fitting(self) -> bool:
@@ -326,7 +327,19 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             part.engine.destroy()
             for param, value in values.items():
                 param.data = value
-        super().teardown()
+        module = self.lightning_module
+        if module is not None and self._has_rows:
+            vars(module)["cpu"] = lambda: module  # the weights stay on the device: torch cannot move them
+        try:
+            super().teardown()
+        finally:
+            if module is not None:
+                vars(module).pop("cpu", None)
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether fully_shard() has divided the parameters."""
+        return any(isinstance(param, DTensor) for param in self.lightning_module.parameters())
 
     # Checkpoints.
 
@@ -342,7 +355,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         """Whether this rank has only a part of the weights."""
         if self._parts:
             return self.world_size > 1 and self._parts[0].engine.settings.stage == 3
-        return any(isinstance(param, DTensor) for param in self.lightning_module.parameters())
+        return self._has_rows
 
     def _whole_weights(self) -> dict[str, Any]:
         """The whole weights on rank 0. All ranks must call this."""
