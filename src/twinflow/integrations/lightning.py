@@ -327,14 +327,14 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             part.engine.destroy()
             for param, value in values.items():
                 param.data = value
-        module = self.lightning_module
+        module: Any = self.lightning_module
         if module is not None and self._has_rows:
-            vars(module)["cpu"] = lambda: module  # the weights stay on the device: torch cannot move them
+            module.__dict__["cpu"] = lambda: module  # the weights stay on the device: torch cannot move them
         try:
             super().teardown()
         finally:
             if module is not None:
-                vars(module).pop("cpu", None)
+                module.__dict__.pop("cpu", None)
 
     @property
     def _has_rows(self) -> bool:
