@@ -74,6 +74,8 @@ def make_optimizer(
     if isinstance(module, PipelineModule):
         own["early"] = True if own["early"] == "auto" else own["early"]
         own["tuning"] = replace(own.get("tuning") or Tuning(), sums="device")
+    if config.gradient_clipping_value and own["early"] == "auto":
+        own["early"] = False
     zero = None
     if ranks is not None and ranks.world_size > 1:
         zero = make_zero(config, ranks.world_size if grid is None else grid.num_data, given is None, grid)
@@ -88,6 +90,7 @@ def make_optimizer(
             rule,
             param_groups=groups,
             max_grad_norm=config.gradient_clipping or None,
+            max_grad_value=config.gradient_clipping_value or None,
             skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
             loss_scale=_loss_scale(config),
             accumulation_steps=batch.accumulation_steps,

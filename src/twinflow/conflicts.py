@@ -72,6 +72,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "delayed_update_start is the number of steps before the first delayed update, and no update is delayed",
             "Set delayed_update to True, or leave delayed_update_start out.",
         ),
+        "max_grad_value": Conflict(
+            "max_grad_value",
+            'early=True or early="auto"',
+            "the limit applies to the sum of all gradients of a step, and an early update would use a part of it",
+            "Use early=False.",
+        ),
         "groups of an instance": Conflict(
             "param_groups",
             "an optimizer instance as rule",
@@ -181,6 +187,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "each rank has only some rows of a parameter, and a user's optimizer needs whole parameters",
             "Use stage 1 or 2, or one of the rules {rules}.",
         ),
+        "modes": Conflict(
+            "train() and eval() of {rule}",
+            "zero_optimization.stage {stage}",
+            "each rank has the state of some parameters only, and the average is made from the state",
+            "Use stage 0.",
+        ),
         "no dimensions": Conflict(
             "{name}, a parameter without dimensions,",
             _STAGE_3,
@@ -229,6 +241,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             _COMPRESSED,
             "compressed communication supports only state that is updated where it is stored",
             _NO_STREAMED,
+        ),
+        "max_grad_value": Conflict(
+            "max_grad_value",
+            _COMPRESSED,
+            "ranks exchange momenta, and the sum of their gradients is not known",
+            "Use max_grad_norm.",
         ),
         "betas": Conflict(
             "Param groups with different betas[0] ({betas})",
@@ -349,13 +367,31 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "accelerator.clip_grad_value_()",
             "several processes",
             "gradients are averaged over ranks only in the update",
-            "Clip by the norm: pass max_grad_norm to twin_optimizer() and call clip_grad_norm_().",
+            "Pass max_grad_value with the same limit, and early=False, to twin_optimizer().",
         ),
         "average": Conflict(
             "The callback {callback}",
-            "TwinStrategy",
-            "the callback reads weights while updates are running",
-            "Average in your own callback, after trainer.strategy.twin.wait().",
+            "ZeRO stage 3 on several ranks",
+            "the callback averages whole weights, and each rank has a part of them",
+            "Use stage 2, or one process.",
+        ),
+        "clip": Conflict(
+            "clip_gradients() in manual optimization",
+            "several ranks",
+            "gradients are summed over ranks after this call",
+            "Set gradient_clipping or gradient_clipping_value in the config of TwinStrategy to the same limit.",
+        ),
+        "several modules": Conflict(
+            "An optimizer of several modules ({names})",
+            "ZeRO stage 3 on several ranks",
+            "fully_shard() needs one module with a forward",
+            "Put these modules into one, or use stage 2, or keep the weights on the host (offload_param).",
+        ),
+        "optimizers": Conflict(
+            "{number} optimizers of configure_optimizers()",
+            "fp16",
+            "each optimizer has its own loss scale, and a backward passes through the parameters of both",
+            "Use bf16.",
         ),
         "scheduler": Conflict(
             "scheduler in the config of TwinStrategy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -152,12 +153,21 @@ def test_all_ranks_name_a_contradiction(script: Path, tmp_path: Path) -> None:
         assert "RANK is 1 in two processes: process " in one.stderr
 
 
-def run_program(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+def run_program(command: Sequence[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
     """A launcher itself. Its ranks share this machine with others."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    env |= {"TWINFLOW_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *words]
+    env |= {"TWINFLOW_THREADS": "1", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def end(nodes: Sequence[subprocess.Popen[str]]) -> list[list[Any]]:
+    """What the ranks of these launchers find, in the order of ranks."""
+    found = []
+    for node in nodes:
+        out, errors = node.communicate(timeout=240)
+        assert node.returncode == 0, errors
+        found += results(out)
+    return sorted(found)
 
 
 @pytest.mark.matrix
@@ -178,12 +188,47 @@ def test_programs_over_two_nodes(script: Path, tmp_path: Path, alone: list[float
         ]
         words += ["--main_process_ip=127.0.0.1", f"--main_process_port={port}", "--mixed_precision=no"]
         words += ["--dynamo_backend=no", "--num_cpu_threads_per_process=1", str(script)]
-    nodes = [run_program([word.format(node) for word in words], tmp_path) for node in range(2)]
-    found = []
-    for node in nodes:
-        out, errors = node.communicate(timeout=240)
-        assert node.returncode == 0, errors
-        found += results(out)
-    assert sorted(one[:4] for one in found) == [[0, 0, 2, 1], [1, 0, 2, 1]]
+    start = [sys.executable, "-m"]
+    found = end([run_program([*start, *(word.format(node) for word in words)], tmp_path) for node in range(2)])
+    assert [one[:4] for one in found] == [[0, 0, 2, 1], [1, 0, 2, 1]]
+    for one in found:
+        assert one[4] == pytest.approx(alone, abs=1e-6)
+
+
+MPI = {  # programs of Open MPI and of MPICH, and their options for two ranks
+    "mpirun.openmpi": ("--allow-run-as-root", "--oversubscribe", "-np", "2"),
+    "mpiexec.hydra": ("-n", "2"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("program", list(MPI))
+def test_mpi_itself_starts_ranks(script: Path, tmp_path: Path, alone: list[float], program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    command = [program, *MPI[program], sys.executable, str(script)]
+    found = end([run_program(command, tmp_path, MASTER_PORT=str(free_port()))])
+    assert [one[:4] for one in found] == [[0, 0, 2, 2], [1, 1, 2, 2]]
+    for one in found:
+        assert one[4] == pytest.approx(alone, abs=1e-6)
+
+
+# What srun does for a task: it sets these variables and starts the program. The step has two nodes with one task each.
+SRUN = """
+export SLURM_JOB_ID=7 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_STEP_NODELIST=localhost,localhost
+export SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_LOCALID=0
+for node in 0 1; do
+  SLURM_PROCID=$node SLURM_NODEID=$node "$@" &
+  pids="$pids $!"
+done
+for pid in $pids; do wait "$pid" || exit 1; done
+"""
+
+
+@pytest.mark.matrix
+def test_a_shell_that_sets_slurms_variables(script: Path, tmp_path: Path, alone: list[float]) -> None:
+    command = ["sh", "-c", SRUN, "srun", sys.executable, str(script)]
+    found = end([run_program(command, tmp_path, MASTER_PORT=str(free_port()))])
+    assert [one[:4] for one in found] == [[0, 0, 2, 1], [1, 0, 2, 1]]
     for one in found:
         assert one[4] == pytest.approx(alone, abs=1e-6)

@@ -536,3 +536,17 @@ def test_closed_in_the_middle_of_a_step_the_weights_are_there(is_after_backward:
     optimizer.close()
     for name, value in model.state_dict().items():
         assert torch.equal(value, truth[name]), name
+
+
+def test_the_last_write_before_close_stays() -> None:
+    """A copy that was written is stored with the next use of a weight, and here there is none."""
+    model = Stack()
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    odd_loss(model, 0).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.detach().copy_(torch.full(param.shape, 7.0))
+    optimizer.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, torch.full_like(value, 7.0)), name

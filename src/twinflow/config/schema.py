@@ -480,6 +480,7 @@ class Config(Section):
     steps_per_print: Every = honoured(None, "number of steps between two lines of progress")
     hang_timeout_s: Amount = ours(600.0, "seconds without a step after which all ranks print stacks and exit; 0: never")
     gradient_clipping: Amount = honoured(1.0, "largest global norm of the gradients; 0: no clipping")
+    gradient_clipping_value: Amount = ours(0.0, "largest absolute value of an element of the gradients; 0: no limit")
     wall_clock_breakdown: bool = honoured(False, "print the times of the parts of a step")
     dataloader_drop_last: bool = honoured(False, "drop the last batch if it is not full")
 

@@ -31,6 +31,7 @@ from twinflow.engine.state import (
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
+from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules.formats import BLOCK
@@ -296,7 +297,9 @@ def _load_weights(
         everything = {name: _reader(found, "model", shards.get(name))(path) for name, path in names.items()}
         what.custom_load_fn(src=everything, dst=module)
         return
-    own, memory = tensors_of(module), {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
+    own = tensors_of(module)
+    with plain():  # addresses do not need the values of weights on the host, of which this rank may have a part
+        memory = {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
     written: set[tuple[object, ...]] = set()
     foreign = dict(extra)
     param_offload = param_offload_of(engine)

@@ -25,7 +25,9 @@ from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks
+from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.launch.environment import rank_environment
+from twinflow.offload.clipping import clip_values
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.partitioned import regroup
 
@@ -51,6 +53,7 @@ def twin_optimizer(
     keep_plain(accelerator, model)
     model.to(accelerator.device)
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
+    options |= scaling(accelerator)
     zero = make_zero(options, accelerator.num_processes)
     if accelerator.num_processes > 1:
         _keep_even(accelerator)
@@ -80,9 +83,17 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
         raise invalid_value("accelerator", accelerator, "an accelerate.Accelerator", "Pass Accelerator().")
     # The state must stay where it is, because it may be too large for the GPU. A later `prepare` does not change an
     # optimizer that was prepared before.
+    has_scaler = accelerator.scaler is not None
+    if has_scaler:
+        if not twin.scales_loss:
+            remedy = "Build it with loss_scale=twinflow.optim.loss_scale.dynamic(), or use bf16."
+            raise invalid_value("loss_scale of the TwinOptimizer", None, "a loss scale, for fp16", remedy)
+        accelerator.scaler = TwinScaler(twin, accelerator.scaler)
     prepared = accelerator.prepare(twin, device_placement=[False])
+    if has_scaler:
+        accelerator.scaler.attach(prepared)
     has_ranks = twin.team is not None and twin.team.world > 1
-    if not twin.runtime.settings.early and not has_ranks:
+    if not twin.runtime.settings.early and not has_ranks and not has_scaler:
         return prepared
     clipping = Clipping(twin, name)
     before, before_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
@@ -96,14 +107,19 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
 
     def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if clipping.covers(params):
-            raise conflict("Hugging Face and Lightning", "clipping by value")
-        before_value(params, clip_value)
+        if not clipping.covers(params):
+            before_value(params, clip_value)
+        elif has_ranks:  # the gradients of this rank are not yet averaged over ranks
+            if twin.max_grad_value != clip_value:
+                raise conflict("Hugging Face and Lightning", "clipping by value")
+        else:
+            for grad in (param.grad for param in params if param.grad is not None):
+                clip_values(grad, clip_value * twin.loss_scale)  # the gradients are multiplied by the scale
 
     accelerator.clip_grad_norm_ = clip_grad_norm_
     if has_ranks:
         report_steps(twin)
-        # The gradients of this rank are not yet averaged over ranks.
+    if has_ranks or has_scaler:
         accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
 
@@ -123,9 +139,15 @@ def check_accelerator(accelerator: Any) -> None:
         remedy = "Call twinflow.init_distributed() at the start of the script, before Accelerator()."
         raise invalid_value("The number of processes of Accelerate", accelerator.num_processes, expected, remedy)
     precision = getattr(accelerator, "mixed_precision", "no")
-    if accelerator.scaler is not None or precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
-        remedy = 'Use "bf16", or an fp16 model with loss_scale= in your own loop.'
+    if accelerator.scaler is None and precision not in _PRECISIONS:  # without a GPU fp16 has no scaler
+        remedy = 'Use "bf16". "fp16" needs a GPU.'
         raise invalid_value("mixed_precision", precision, _PRECISIONS, remedy)
+
+
+def scaling(accelerator: Any) -> dict[str, Any]:
+    """The option `loss_scale` of a TwinOptimizer for an accelerator with a gradient scaler (fp16)."""
+    scaler = getattr(accelerator.scaler, "original", accelerator.scaler)
+    return {"loss_scale": loss_scale_for(scaler)} if scaler is not None and scaler.is_enabled() else {}
 
 
 class PlainModels:

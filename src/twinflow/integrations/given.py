@@ -24,6 +24,8 @@ _RULES: Final[Mapping[type[Optimizer], str]] = {
     getattr(torch.optim, rule.torch_class): rule.name for rule in RULES.values() if rule.torch_class is not None
 }
 _HOW: Final = ("foreach", "fused", "capturable")  # select torch's implementation and do not change the result
+# Keys of torch's param groups that our rules do not have.
+TORCH_ONLY: Final = frozenset([*_HOW, "differentiable", *(key for rule in RULES.values() for key in rule.torch_modes)])
 # Packages whose optimizers update on the GPU with their own kernels.
 _ON_GPU: Final = ("bitsandbytes", "torchao")
 
@@ -81,8 +83,7 @@ def take_over(optimizer: Optimizer, model: nn.Module, **options: Any) -> TwinOpt
 
 def groups_for(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The param groups without options of torch that our rules do not have. Other entries are kept."""
-    dropped = {*_HOW, "differentiable", *(key for rule in RULES.values() for key in rule.torch_modes)}
-    return [{key: value for key, value in group.items() if key not in dropped} for group in optimizer.param_groups]
+    return [{key: value for key, value in group.items() if key not in TORCH_ONLY} for group in optimizer.param_groups]
 
 
 def section_for(optimizer: Optimizer, rule: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import check_accelerator, connect, keep_plain
+from twinflow.integrations.accelerate import check_accelerator, connect, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.ranks import (
@@ -60,7 +60,7 @@ class TwinMixin:
             if name not in allowed:
                 remedy = "Set options of the update in TrainingArguments: optim, optim_args, learning_rate, ..."
                 if name == "loss_scale":
-                    remedy = "The Trainer does not scale the loss. Use bf16."
+                    remedy = "Set fp16=True in TrainingArguments."
                 raise invalid_value("The name of an option in twin", name, allowed, remedy)
         join_ranks(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, **kwargs)
@@ -182,10 +182,10 @@ def _settings(trainer: Any, zero: Zero | None) -> dict[str, object]:
 
 def _build(made: Optimizer, trainer: Any, zero: Zero | None) -> TwinOptimizer:
     """A TwinOptimizer that replaces the optimizer of the arguments."""
-    given = {"early": True, **trainer._twin_options, "zero": zero}
+    given = {"early": True, **trainer._twin_options, **scaling(trainer.accelerator), "zero": zero}
     # Otherwise gradients accumulate in `.grad`, and the Trainer clips them. With several ranks it cannot do this,
-    # because `.grad` is not the average over ranks.
-    if given["early"] or trainer.accelerator.num_processes > 1:
+    # because `.grad` is not the average over ranks, and with fp16 `.grad` is multiplied by the loss scale.
+    if given["early"] or trainer.accelerator.num_processes > 1 or "loss_scale" in given:
         given["max_grad_norm"] = trainer.args.max_grad_norm or None
         given["accumulation_steps"] = trainer.args.gradient_accumulation_steps
     return take_over(made, trainer.model, **given)

@@ -35,6 +35,7 @@ class Limits:
 
     max_norm: float | None = None  # clip gradients to this global norm
     skip_nonfinite: bool = False  # do not change weights and state if a gradient is not finite
+    max_value: float | None = None  # clip each element of the gradients to this absolute value
 
     @property
     def any(self) -> bool:
@@ -63,6 +64,13 @@ def decide(sums: Sequence[float], scale: float, limits: Limits) -> Decision:
         clip = limits.max_norm / (norm + _CLIP_EPS)
         clip = 1.0 if clip > 1.0 else clip  # NaN stays NaN, as with torch
     return Decision(norm, clip / scale, skip=False, clipped=clip != 1.0)
+
+
+def clip_values(gradient: Tensor, limit: float) -> None:
+    """Clips the elements of a gradient to absolute values up to `limit`, in place. Elements that are not finite stay as
+    they are, so that the step is skipped.
+    """
+    gradient.copy_(torch.where(gradient.isfinite(), gradient.clamp(-limit, limit), gradient))
 
 
 def decide_there(into: Tensor, norms: Tensor, scale: float, limits: Limits) -> None:

@@ -1005,6 +1005,8 @@ class Runtime:
             return
         try:
             if self.steps.job is None:
+                if self.param_offload is not None:
+                    self._collect_loans()  # the last write to a weight, which no later use of a weight has stored
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(

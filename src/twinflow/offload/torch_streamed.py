@@ -38,6 +38,11 @@ class StreamedTorchUpdater:
         self._where = where
         self._host = TorchUpdater(recipe, device)
 
+    @property
+    def host(self) -> TorchUpdater:
+        """Has the optimizers between steps."""
+        return self._host
+
     def new_store(self, plan: BucketPlan) -> Store:
         """Allocates page-locked memory for fp32 copies of the parameters. The states belong to the optimizer."""
         return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())

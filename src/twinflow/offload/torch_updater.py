@@ -12,7 +12,7 @@ search or in a trust ratio over the model, would combine only the parameters of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -150,6 +150,25 @@ class TorchUpdater:
     def inner(self, bucket: Bucket) -> Inner:
         return self._inners[bucket.plan.index]
 
+    def has_modes(self, bucket: Bucket) -> bool:
+        """Whether the optimizer exchanges the weights for evaluation: a schedule-free optimizer."""
+        optimizer = self.inner(bucket).optimizer
+        return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+    def set_mode(self, bucket: Bucket, is_training: bool) -> None:
+        """Calls `train` or `eval` of the bucket's optimizer, which changes the master. The caller waits for updates
+        before, and copies the master to the parameters afterwards.
+        """
+        inner = self.inner(bucket)
+        change: Callable[[], object] = getattr(inner.optimizer, "train" if is_training else "eval")
+        change()
+        self._keep_memory(inner, range(len(inner.params)))
+
+    def is_in_mode(self, bucket: Bucket, is_training: bool) -> bool:
+        """Whether the optimizer says that it is in this mode. The package schedulefree uses the key `train_mode`."""
+        groups = self.inner(bucket).optimizer.param_groups
+        return all(group.get("train_mode") is is_training for group in groups)
+
     def beside(self, bucket: Bucket, param: nn.Parameter) -> StateDict:
         """Copies of a parameter's state on the parameter's present device."""
         inner = self.inner(bucket)
@@ -164,7 +183,10 @@ class TorchUpdater:
         """Runs one step, and copies parameters back into the master if the optimizer replaced their memory."""
         inner = self.inner(task.bucket)
         inner.step(task, self._wide_grads(given, factor))
-        for i in task.present:
+        self._keep_memory(inner, task.present)
+
+    def _keep_memory(self, inner: Inner, indices: Iterable[int]) -> None:
+        for i in indices:
             param, flat = inner.params[i], inner.flats[i]
             if param.data_ptr() != flat.data_ptr():
                 param.data = flat.copy_(param.detach().reshape(-1)).view(param.shape)

@@ -50,10 +50,21 @@ class Outcomes(Optimizer):
         return self._runtime
 
     @property
+    def max_grad_value(self) -> float | None:
+        """The absolute value to which elements of the gradients are clipped; None: no such clipping."""
+        return self._settings.limits.max_value
+
+    @property
     def can_compress(self) -> bool:
         """Whether communication will become compressed (switch.py). With one rank there is no communication."""
         compresses = self.zero is not None and self.zero.compression is not None
         return compresses and self.team is not None and self.team.world > 1
+
+    def scale_losses(self, loss_scale: LossScale) -> None:
+        """Uses a loss scale from the next backward on, as if the optimizer had been built with it."""
+        self._read_decision()
+        self.scale_rule = loss_scale
+        self.scales_loss = True
 
     def restore_outcomes(self, num_steps: int, num_skipped: int, loss_scale: LossScale) -> None:
         """Sets counters and loss scale from a checkpoint."""

@@ -257,6 +257,7 @@ def check(optimizer: Outcomes, delayed_update: bool) -> None:
         "ratio": optimizer.ratio == "auto",
         "delayed_update": delayed_update,
         "streamed": optimizer.tuning.streamed,
+        "max_grad_value": optimizer.max_grad_value is not None,
     }
     refuse("1-bit Adam", found, rule=optimizer.rule_name, streamed=optimizer.tuning.streamed)
     refuse("A list of parameters", {"compression": optimizer.model is None})

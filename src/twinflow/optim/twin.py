@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
+from twinflow.conflicts import conflict
 from twinflow.device import device_for
 from twinflow.dist.group import alone
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.native.threads import check_threads, default_threads
 from twinflow.offload import reconfigure
+from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
-from twinflow.offload.clipping import Limits
+from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
@@ -30,6 +32,8 @@ from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.weight_guard import check_free, plain
 from twinflow.optim import twin_build as build
 from twinflow.optim import twin_checks as checks
@@ -92,6 +96,8 @@ class TwinOptimizer(Outcomes):
     How a step works:
 
     - `max_grad_norm`: the norm to which gradients are clipped; None: no clipping.
+    - `max_grad_value`: the absolute value to which elements of the gradients are clipped, after they were summed over
+      ranks. It needs early=False.
     - `skip_nonfinite`: skip steps in which a gradient is not finite. Default: True with `max_grad_norm` or
       `loss_scale`.
     - `loss_scale`: `static(...)` or `dynamic(...)` of twinflow.optim.loss_scale, for fp16. `optimizer.backward(loss)`
@@ -127,6 +133,7 @@ class TwinOptimizer(Outcomes):
         ratio: float | str = 1.0,
         placement: str = "auto",
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         skip_nonfinite: bool | None = None,
         loss_scale: LossScale | None = None,
         accumulation_steps: int = 1,
@@ -177,7 +184,7 @@ class TwinOptimizer(Outcomes):
         self.scales_loss = loss_scale is not None
         skip = skip_nonfinite if skip_nonfinite is not None else max_grad_norm is not None or loss_scale is not None
         given = Settings(
-            limits=Limits(max_grad_norm, skip),
+            limits=Limits(max_grad_norm, skip, max_grad_value),
             early=True if early == "auto" else early,  # type: ignore[arg-type]
             watches_first=early == "auto",
             accumulation_steps=accumulation_steps,
@@ -368,6 +375,12 @@ class TwinOptimizer(Outcomes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.rule is None and any(updater.is_in_mode(bucket, False) for bucket, updater in self._modal()):
+            raise wrong_state(
+                "step() cannot run", f"{self.rule_name} is in the mode for evaluation", "Call optimizer.train() first."
+            )
+        if self.max_grad_value is not None and (self.zero is None or not self.zero.shares_buckets):
+            self._clip_values(self.max_grad_value)  # otherwise the reducer does it, after the sum over ranks
         job = self.runtime.step()
         self._read_decision()
         if job is None:  # there were no gradients
@@ -383,6 +396,54 @@ class TwinOptimizer(Outcomes):
             if self._switch is not None:
                 self._switch.after_step()
         return loss
+
+    def train(self) -> None:
+        """Puts a schedule-free optimizer into the mode for training: the weights become those at which gradients are
+        taken. Such an optimizer is a user's optimizer with `train` and `eval`. Has no effect with others.
+        """
+        self._set_mode(is_training=True)
+
+    def eval(self) -> None:
+        """Puts a schedule-free optimizer into the mode for evaluation: the weights become their average."""
+        self._set_mode(is_training=False)
+
+    @torch.no_grad()
+    def _set_mode(self, is_training: bool) -> None:
+        # Loops call train() before every micro-batch.
+        found = [one for one in self._modal() if not one[1].is_in_mode(one[0], is_training)]
+        if not found:
+            return
+        call = "train()" if is_training else "eval()"
+        if self.team is not None and self.team.num_parts > 1:
+            raise conflict("ZeRO stages 2 and 3", "modes", rule=self.rule_name, stage=self.team.zero.stage)
+        if self.runtime.has_gradients:
+            remedy = "Call it after step(), or after zero_grad()."
+            raise wrong_state(f"{call} cannot run between backward() and step()", "updates may have begun", remedy)
+        self.runtime.flush()
+        self.runtime.wait_for_copies()
+        self.runtime.wait_for_readers()
+        self.runtime.adopt(self.runtime.params, keep=True)  # the user may have written weights
+        for bucket, updater in found:
+            updater.set_mode(bucket, is_training)
+            with plain():
+                for param, piece, values in zip(bucket.params, bucket.slices, updater.publish(bucket), strict=True):
+                    weight = target(param.local, piece)
+                    weight.copy_(values.view(weight.shape))
+        for param in self.runtime.params:
+            param.note_write()
+
+    def _modal(self) -> Iterator[tuple[Bucket, TorchUpdater]]:
+        """The buckets whose optimizers have modes, with their updaters."""
+        for bucket in self.runtime.buckets if self.rule is None else ():
+            updater = bucket.updater.host if isinstance(bucket.updater, StreamedTorchUpdater) else bucket.updater
+            if bucket.slices and isinstance(updater, TorchUpdater) and updater.has_modes(bucket):
+                yield bucket, updater
+
+    def _clip_values(self, limit: float) -> None:
+        """Clips the elements of the gradients in `.grad`, which are multiplied by the loss scale."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                clip_values(local_of(param.grad), limit * self.read_scale())
 
     def _options_now(self) -> list[StateDict]:
         """The options of each group, checked and copied for an update that begins now."""

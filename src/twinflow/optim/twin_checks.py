@@ -332,6 +332,10 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
     max_norm = number_of(limits.max_norm) if limits.max_norm is not None else None
     if max_norm is not None and not 0.0 < max_norm < math.inf:
         raise invalid_value("max_grad_norm", limits.max_norm, "a number > 0, or None")
+    max_value = number_of(limits.max_value) if limits.max_value is not None else None
+    if max_value is not None and not 0.0 < max_value < math.inf:
+        raise invalid_value("max_grad_value", limits.max_value, "a number > 0, or None")
+    refuse("TwinOptimizer", {"max_grad_value": max_value is not None and settings.early})
     check_whole("accumulation_steps", settings.accumulation_steps, 1)
     check_whole("delayed_update_start", settings.delayed_update_start, 0)
     is_unused = settings.delayed_update_start and not settings.delayed_update
@@ -340,7 +344,7 @@ def check_settings(settings: Settings, model: nn.Module | None) -> Settings:
         refuse("A list of parameters", {"early": settings.early, "delayed_update": settings.delayed_update})
     return replace(
         settings,
-        limits=replace(limits, max_norm=max_norm),
+        limits=replace(limits, max_norm=max_norm, max_value=max_value),
         accumulation_steps=int(settings.accumulation_steps),
         delayed_update_start=int(settings.delayed_update_start),
     )

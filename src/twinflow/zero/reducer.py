@@ -33,7 +33,7 @@ from twinflow.device import Device, Event
 from twinflow.dist.group import Group
 from twinflow.offload import pack_gradients
 from twinflow.offload.bucket import Bucket
-from twinflow.offload.clipping import decide
+from twinflow.offload.clipping import clip_values, decide
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor
 from twinflow.offload.flats import FlatPool
@@ -225,6 +225,8 @@ class Reducer(RankThread):
                 sum_parts(part, whole, wire.dtype or whole.dtype)
             if norm is not None:
                 pack_gradients.measure(norm, part)
+            if job.limits.max_value is not None:  # after the norm, which tells whether all gradients are finite
+                clip_values(part, job.limits.max_value * job.scale)
 
         stream.run(reduce, span="reduce", bucket=bucket.plan.index)
         task.ready = stream.record()
