@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 import twinflow
@@ -32,6 +31,7 @@ from twinflow.build_optimizer import TIMEOUT_S, follow
 from twinflow.checkpoint import open_checkpoint
 from twinflow.config.load import read_source
 from twinflow.conflicts import conflict
+from twinflow.dist.sharded import is_dtensor
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need
@@ -339,7 +339,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
     @property
     def _has_rows(self) -> bool:
         """Whether fully_shard() has divided the parameters."""
-        return any(isinstance(param, DTensor) for param in self.lightning_module.parameters())
+        return any(is_dtensor(param) for param in self.lightning_module.parameters())
 
     # Checkpoints.
 

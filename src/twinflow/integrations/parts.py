@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from twinflow.dist.group import new_group
+from twinflow.dist.sharded import is_dtensor
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import gather_all, gather_on_first, parts_of
@@ -53,7 +53,7 @@ def allocate(module: nn.Module) -> None:
 
 def _is_empty(param: Tensor) -> bool:
     """Whether a parameter is a scalar that is expanded to its shape (offload/param_offload.py)."""
-    return not isinstance(param, DTensor) and param.numel() > 1 and not any(param.stride())
+    return not is_dtensor(param) and param.numel() > 1 and not any(param.stride())
 
 
 def whole_state(module: nn.Module) -> dict[str, Any]:

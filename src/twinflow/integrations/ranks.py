@@ -20,12 +20,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import Group
+from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.environment import init_distributed, joined, rank_environment
 from twinflow.launch.watch import Watch
@@ -106,7 +105,7 @@ def start_ranks(model: nn.Module, zero: Zero | None, settings: Mapping[str, obje
         # `generate` of transformers then keeps ranks that are done in the loop until all are, because the forward of
         # each rank gathers weights.
         vars(module)["_is_fsdp_managed_module"] = True
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             # transformers compares names of classes, and `fully_shard` has added a prefix. With another name, the
             # Trainer would not shift the labels of a language model in its label smoothing.
             type(module).__name__ = type(module).__name__.removeprefix("FSDP")
@@ -194,7 +193,7 @@ class DividedModel:
             if name in state_dict:
                 given = state_dict[name]
                 part = parts_of(value, runtime.param_offload)
-                if isinstance(given, DTensor):  # PEFT has already divided it as the parameter is
+                if is_dtensor(given):  # PEFT has already divided it as the parameter is
                     value.copy_(given)
                 elif part is not None:
                     flat = given.detach().reshape(-1)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config.fields import in_words
 from twinflow.conflicts import conflict, refuse
+from twinflow.dist.sharded import is_dtensor
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Param
 from twinflow.offload.changes import check_memory
@@ -363,7 +363,7 @@ def check_params(params: Sequence[Param], zero: Zero | None, offloads_params: bo
                     "or do not partition the model."
                 )
             raise ValueError(f"{param.name} is a plain tensor, but must be a DTensor with ZeRO stage 3. {_PARTITION}")
-        placements = param.tensor.placements if isinstance(param.tensor, DTensor) else ()
+        placements = param.tensor.placements if is_dtensor(param.tensor) else ()
         if param.is_sharded and not (len(placements) == 1 and placements[0].is_shard(0)):
             raise invalid_value(f"The placements of the DTensor {param.name}", placements, "(Shard(0),)", _PARTITION)
         if param.tensor.is_meta:

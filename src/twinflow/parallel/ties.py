@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.dist.group import Group
+from twinflow.dist.sharded import is_dtensor
 from twinflow.errors import wrong_state
 from twinflow.offload.bucket import local_of
 
@@ -101,7 +101,9 @@ class TiedGradients:
 
     def _deliver(self, grad: Tensor) -> None:
         param = self._param
-        if isinstance(param, DTensor):  # `grad` has only this rank's rows
+        if is_dtensor(param):  # `grad` has only this rank's rows
+            from torch.distributed.tensor import DTensor  # slow: dist/sharded.py
+
             grad = DTensor.from_local(
                 grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )

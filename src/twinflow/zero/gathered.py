@@ -24,13 +24,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
 from twinflow.dist.meeting import Meeting
+from twinflow.dist.sharded import is_dtensor
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.runtime import Runtime
@@ -98,7 +97,7 @@ def is_gathered_with_root(param: Tensor) -> bool:
     model = home.model() if home is not None else None
     if home is None or model is None:
         return True  # it is not partitioned
-    groups = param_groups(model) if isinstance(model, FSDPModule) else []
+    groups = param_groups(model)
     return any(one.sharded_param is param_of(param) for group in groups for one in group.fsdp_params)
 
 
@@ -181,7 +180,7 @@ def _shown(params: Sequence[Tensor], home: Home, runtime: Runtime | None) -> Ite
     """Gathers parameters and gives them their whole values."""
     offload = runtime.param_offload if runtime is not None else None
     on_host = [param for param in params if offload is not None and offload.holds(param)]
-    rows = [param for param in params if isinstance(param, DTensor)]
+    rows = [param for param in params if is_dtensor(param)]
     model = home.model()
     assert model is not None
     with ExitStack() as stack:
@@ -212,7 +211,6 @@ def _places(model: nn.Module, params: Sequence[Tensor]) -> dict[Tensor, list[tup
 
 @contextmanager
 def _row_shown(param: Tensor, places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    assert isinstance(param, DTensor)
     whole = nn.Parameter(_gather_rows(param), param.requires_grad)
     if whole.requires_grad:
         whole.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -251,8 +249,9 @@ def _refuse_gradient(_: Tensor) -> Tensor:
     )
 
 
-def _gather_rows(param: DTensor) -> Tensor:
+def _gather_rows(param: Tensor) -> Tensor:
     """The whole tensor on the device of this rank, gathered by the backend of that device."""
+    assert is_dtensor(param)
     handle = param.device_mesh.get_group()
     group = Group(handle, dist.get_process_group_ranks(handle), is_on_host="nccl" not in dist.get_backend(handle))
     num_rows = -(-param.shape[0] // group.world)  # of each rank except the last ones, which may have fewer

@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState  # torch has no public name for it
-from torch.distributed.tensor import DTensor
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import Group, backend_for, new_group
+from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, is_external, owners
 from twinflow.offload.plan import ROOT
@@ -46,6 +44,8 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     The parameters are new tensors afterwards. Returns the new parameter of each old one, for `regroup`. Raises
     ValueError for models that `fully_shard` does not support.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard  # slow: dist/sharded.py
+
     _check(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device
@@ -63,7 +63,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     if backend_for(device) == "gloo":
-        use_own_collectives([module for module in model.modules() if isinstance(module, FSDPModule)], device)
+        use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
     for old, new in replaced.items():
         keep_marks(old, new)
@@ -75,7 +75,7 @@ def _check(model: nn.Module) -> None:
     if next(model.parameters(), None) is None:
         raise ValueError("The model has no parameters, but must have some to be trained. Pass a model with parameters.")
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             raise ValueError(
                 f"{name} is a DTensor, but must be a plain tensor, because ZeRO stage 3 calls fully_shard() itself. "
                 "Pass the model as it was before fully_shard()."
@@ -107,9 +107,9 @@ def gathered_blocks(model: nn.Module) -> list[Block]:
     gathered with an outer module, before their own hook would wait.
     """
     blocks = find_blocks(model)
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(is_fsdp(module) for module in model.modules()):
         return blocks
-    gathered = [block for block in blocks if isinstance(block.module, FSDPModule)]
+    gathered = [block for block in blocks if is_fsdp(block.module)]
     return [Block(i, block.name, block.module) for i, block in enumerate(gathered)]
 
 
@@ -125,7 +125,7 @@ def forget_gathered(model: nn.Module | None) -> None:
     `fully_shard` keeps the root gathered until a backward. After an evaluation without backward, the next forward would
     use old weights instead of those that were written into the rows since.
     """
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         model.reshard()
 
 
@@ -145,8 +145,10 @@ class ParamGroup(Protocol):
     def _to_sharded(self) -> None: ...
 
 
-def param_groups(module: FSDPModule) -> list[ParamGroup]:
-    """The groups of parameters that `fully_shard` gathers together for a module."""
+def param_groups(module: nn.Module) -> list[ParamGroup]:
+    """The groups of parameters that `fully_shard` gathers together for a module; none for other modules."""
+    if not is_fsdp(module):
+        return []
     state: object = module._get_fsdp_state()  # torch has no public name for it
     groups: list[ParamGroup | None] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
@@ -160,9 +162,11 @@ def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> I
 
     It acts as if it had gathered these parameters, and does not release them.
     """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState  # torch has no public name for it
+
     held: list[ParamGroup] = []
     for module in model.modules():
-        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+        for group in param_groups(module):
             is_held = "_to_sharded" in vars(group)  # by a context around this one
             if not is_held and all(is_whole(one.sharded_param) for one in group.fsdp_params):
                 held.append(group)
@@ -184,7 +188,7 @@ def _nothing() -> None:
 
 def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
     """The streams of `fully_shard` that read this rank's rows before a block runs; none before the first forward."""
-    if not isinstance(model, FSDPModule):
+    if not is_fsdp(model):
         return []
     context: object = model._get_fsdp_state()._comm_ctx  # torch has no public name for it
     streams = [getattr(context, name, None) for name in ("all_gather_copy_in_stream", "all_gather_stream")]

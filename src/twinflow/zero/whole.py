@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
+from twinflow.dist.sharded import is_dtensor
 from twinflow.offload.bucket import local_of
 from twinflow.offload.param_offload import ParamOffload, Piece
 
@@ -35,7 +34,7 @@ def parts_of(tensor: Tensor, param_offload: ParamOffload | None = None) -> Parts
     """The pieces of a tensor that this rank has; None for a tensor that each rank has whole."""
     if param_offload is not None and param_offload.holds(tensor):
         return Parts(tuple(tensor.shape), tensor.dtype, param_offload.pieces(tensor))
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return None
     local = local_of(tensor).detach()
 
@@ -48,8 +47,10 @@ def parts_of(tensor: Tensor, param_offload: ParamOffload | None = None) -> Parts
 
 def first_of(tensor: Tensor) -> int:
     """The start of this rank's rows in a flattened parameter."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow: dist/sharded.py
+
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     rows_end = tensor.shape[0] if tensor.dim() else 1
     return min(offsets[0] if offsets else 0, rows_end) * (tensor.numel() // max(1, rows_end))
