@@ -190,6 +190,14 @@ def test_the_core_uses_no_private_names_of_others(path: Path) -> None:
     assert not foreign_private_names(path.read_text(), all_private_names())
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_fully_shard_is_imported_inside_functions(path: Path) -> None:
+    """Its import takes over a second, and only ZeRO stage 3 needs it (dist/sharded.py)."""
+    body = ast.parse(path.read_text()).body
+    at_top = [ast.unparse(node) for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not [one for one in at_top if "torch.distributed.fsdp" in one or "torch.distributed.tensor" in one]
+
+
 def test_what_the_core_must_not_have_is_found() -> None:
     assert names_any("from typing import Any")
     assert names_any("import typing\nx: typing.Any = 1")
