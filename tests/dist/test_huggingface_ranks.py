@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -253,3 +254,15 @@ def test_accelerate_launch_starts_two_processes(tmp_path: Path, work: str, kind:
     found = [json.loads((tmp_path / f"{work}-{rank}.json").read_text()) for rank in range(2)]
     one = jobs([{"one": (1, work, {"kind": "default", "name": "one", **options})}], tmp_path)["one"][0]
     (check_trainer if work == "train" else check_loop)(found, one)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("closes", "where"), [(False, "has ended"), (True, r"waits in accelerator\.save_state\(\)")])
+def test_a_loop_whose_ranks_have_different_numbers_of_batches_ends_with_an_error(
+    tmp_path: Path, closes: bool, where: str
+) -> None:
+    given = {"kind": "stage 2", "closes": closes}
+    first, second = jobs([{"uneven": (2, "uneven_loop", given)}], tmp_path)["uneven"]
+    assert first["exit"] == 1
+    assert re.search(f"rank 1 {where} after step 3, and this rank has begun step 4. Give all ranks", first["stderr"])
+    assert second["exit"] == (1 if closes else 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
@@ -118,14 +118,30 @@ def watch_ranks() -> Watch | None:
 
 
 def report_steps(twin: TwinOptimizer) -> None:
-    """Tells the watch the number of each step, for its message about a rank that failed."""
+    """Tells the watch the number of each step: for its message about a rank that failed, and because a rank that has
+    more batches than others would wait for them.
+    """
     watch = watch_ranks()
     if watch is not None:
 
         def beat(optimizer: Any, *_: object) -> None:
-            watch.beat(optimizer.num_steps)
+            watch.beat(optimizer.num_steps + 1)
 
-        twin.register_step_post_hook(beat)
+        twin.register_step_pre_hook(beat)
+        watch.compare_steps()
+
+
+def waiting(call: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, a function in which ranks wait for each other. The watch sees if another rank is in a step then."""
+    watch = watch_ranks()
+    if watch is None:
+        return original
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        with watch.waiting(call):
+            return original(*args, **kwargs)
+
+    return wait
 
 
 def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
