@@ -442,3 +442,26 @@ def sft(root: str, kind: str, name: str, num_steps: int = 6) -> Any:
     history = trainer.state.log_history
     keys = ("loss", "grad_norm", "learning_rate")
     return {"logs": [{key: one[key] for key in keys} for one in history if "loss" in one]}
+
+
+def uneven_loop(root: str, kind: str, closes: bool) -> None:
+    """A loop of Accelerate whose loader was not prepared: the first rank has one batch more. `closes`: the loop ends
+    with a call for all ranks, otherwise with the end of the process.
+    """
+    import accelerate
+
+    from twinflow.integrations.accelerate import twin_optimizer
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = llama()
+    optimizer = twin_optimizer(accelerator, model, lr=LR, max_grad_norm=MAX_NORM, **KINDS[kind])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in rows(4 if os.environ["RANK"] == "0" else 3):
+        loss = model(input_ids=batch[None], labels=batch[None]).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    float(next(iter(model.parameters())).detach().sum())
+    if closes:
+        accelerator.save_state(str(Path(root) / "uneven"))
+    optimizer.optimizer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def options_of(folder: str, given: Any, **options: Any) -> dict[str, Any]:
     import lightning.pytorch as pl
 
     made, every = pl.callbacks.ModelCheckpoint, {"save_top_k": -1}
-    kept = [made(folder, filename="{step}", monitor="check", every_n_train_steps=5, **every)]
+    kept = [*options.pop("more", ()), made(folder, filename="{step}", monitor="check", every_n_train_steps=5, **every)]
     if given is not None:
         kept += [made(folder, filename="weights-{step}", every_n_train_steps=10, save_weights_only=True, **every)]
     return {"callbacks": kept, "enable_checkpointing": True, "val_check_interval": 4, **options}
@@ -241,3 +242,18 @@ def fit_gan(rank: int, world: int, given: Any, folder: str, clip: Any, resume: s
     made = trainer(Path(folder), strategy, world, 40, **options)
     made.fit(module, loader(world, shuffles=True), loader(world, 2 * BATCH), ckpt_path=resume)
     return {"losses": mean(module.losses), "checks": module.checks}
+
+
+def killed(rank: int, world: int, given: Any, folder: str, step: int) -> Any:
+    """A fit in which the last rank is killed at the start of a step. Each rank writes its errors to a file."""
+    import lightning.pytorch as pl
+
+    Path(folder).mkdir(exist_ok=True)
+    os.dup2(os.open(Path(folder) / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+
+    class Dying(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+            if trainer.global_step == step and trainer.global_rank == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return fit(rank, world, given, folder, {"more": [Dying()]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -396,3 +397,110 @@ def external(rank: int, world: int, stage: int, place: str) -> Any:
     state = sums(dict(whole_weights(engine.optimizer)))
     engine.destroy()
     return {"state": state, "late": late}
+
+
+def loading(rank: int, world: int, kind: str, stage: int, place: str) -> Any:
+    """A user's own load_state_dict() of whole weights, before the first step and between steps."""
+    engine = engine_of(kind, stage, place, world)
+    torch.manual_seed(1)
+    other = copy.deepcopy(make(kind))
+    state = {name: value + 0.125 if value.is_floating_point() else value for name, value in other.state_dict().items()}
+    found = []
+    for first in (0, 2):
+        missing = engine.module.load_state_dict(state)
+        found.append([list(missing.missing_keys), list(missing.unexpected_keys)])
+        loaded = sums(dict(whole_weights(engine.optimizer)))
+        train(engine, range(first, first + 2), rank, world)
+    part = next(module for name, module in engine.module.named_modules() if isinstance(module, nn.Embedding))
+    part.load_state_dict({"weight": torch.full(part.weight.shape, 0.25)})
+    master = safe_get_full_fp32_param(part.weight)
+    assert master is not None
+    train(engine, range(4, 5), rank, world)
+    last = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return {"keys": found, "loaded": loaded, "master": master.flatten().tolist(), "last": last}
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def loading_mistakes(rank: int, world: int, place: str) -> Any:
+    """load_state_dict() of different values, with assign=True, with a wrong shape, and on one rank only."""
+    meeting.PATIENCE_S = 2.0
+    engine = engine_of("plain", 3, place, world)
+    state = dict(make("plain").state_dict())  # without metadata, in which torch keeps `assign`
+    wrong = {**state, "embed.weight": torch.zeros(SYMBOLS + 1, WIDTH)}
+    calls = [
+        lambda: engine.module.load_state_dict({name: value + rank for name, value in state.items()}),
+        lambda: engine.module.load_state_dict(state, assign=True),
+        lambda: engine.module.load_state_dict(wrong),
+        lambda: engine.module.load_state_dict(state) if rank == 0 else None,
+    ]
+    errors = [error_of(call) for call in calls]
+    torch.distributed.barrier()  # otherwise the next call of rank 1 would meet the last one of rank 0
+    engine.module.load_state_dict(state)
+    train(engine, range(1), rank, world)
+    engine.destroy()
+    return errors
+
+
+def moving(rank: int, world: int, with_optimizer: bool) -> Any:
+    """to(), float(), half() and double() of a module whose rows are divided, during training and after it."""
+    more = {} if with_optimizer else {"optimizer": None}
+    engine = engine_of("plain", 3, "device", world, **more)
+    module = engine.module
+    if with_optimizer:
+        train(engine, range(1), rank, world)
+        for call in (lambda: module.to("cpu"), module.float, module.cpu, lambda: module.layers[0].to(torch.float32)):
+            call()
+        errors = [error_of(call) for call in (module.half, module.layers[0].double)]
+        kept = [str(value.dtype) for value in module.state_dict().values()]
+        train(engine, range(1, 2), rank, world)
+    else:
+        errors, kept = [], []
+    before = sums(dict(whole_weights(engine.optimizer if with_optimizer else module)))
+    if with_optimizer:
+        engine.destroy()
+    module.to("cpu")
+    if with_optimizer:
+        module.float()
+    else:  # after the first forward, fully_shard() of torch raises an error in a forward in another precision
+        module.double()
+    after = dict(whole_weights(module))
+    with torch.no_grad():
+        logits = module(tokens_of(0, 0, 1))
+    module.double()
+    with GatheredParameters([module.embed.weight]):
+        shape = list(module.embed.weight.shape)
+    whole = make("plain").to(logits.dtype)
+    if rank == 0:
+        whole.load_state_dict(after)
+    dtypes = [str(param.dtype) for param in module.parameters()]
+    return {
+        "errors": errors,
+        "kept": kept,
+        "same": sums(after) == before,
+        "dtypes": sorted(set(dtypes)),
+        "is_equal": rank > 0 or bool(torch.allclose(logits, whole(tokens_of(0, 0, 1)))),
+        "shape": shape,
+    }
+
+
+def writing_rows(rank: int, world: int, stage: int) -> Any:
+    """Operations on the parameters themselves, which torch runs on the rows of each rank."""
+    engine = engine_of("plain", stage, "device", world)
+    train(engine, range(1), rank, world)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.mul_(1.5)
+    master = safe_get_full_fp32_param(engine.module.embed.weight)
+    assert master is not None
+    train(engine, range(1, 3), rank, world)
+    last = sums(dict(whole_weights(engine.optimizer)))
+    engine.destroy()
+    return {"master": master.flatten().tolist(), "last": last}

@@ -216,9 +216,6 @@ def place(model: Model, config: Config) -> nn.Module:
     is_for_host = offloads_params(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
         return build_model(model, device, dtype, each=to_host if is_for_host else None)
-    own: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    if all(tensor.device == device and tensor.dtype == (dtype or tensor.dtype) for tensor in own):
-        return model  # torch cannot move parameters of fully_shard(), to which something else refers
     return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
 
 

@@ -4,6 +4,12 @@ another number of processes."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,3 +233,36 @@ def test_what_only_some_ranks_do_raises_an_error(tmp_path: Path) -> None:
         assert "The number of batches of a step differs between ranks, because it is [2, 1]" in rank["error"]
     assert "save_model() cannot run, because each rank has a part" in found["alone"][0]["error"]
     assert [rank.get("stage") for rank in found["few"]] == [2, 2]  # RANK, WORLD_SIZE and MASTER_* alone
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("work", "kind"), [("train", "stage 3"), ("loop", "stage 2")])
+def test_accelerate_launch_starts_two_processes(tmp_path: Path, work: str, kind: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Accelerate starts one process with --cpu. The script itself chooses the CPU.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", str(port), str(Path(__file__).parent.parent / "accelerate_launch_script.py")]
+    options = {"max_steps": 2, "eval_steps": 2} if work == "train" else {"num_steps": 2}
+    command += [work, str(tmp_path), json.dumps({"kind": kind, "name": "two", **options})]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TWINFLOW_THREADS": "1"}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads((tmp_path / f"{work}-{rank}.json").read_text()) for rank in range(2)]
+    one = jobs([{"one": (1, work, {"kind": "default", "name": "one", **options})}], tmp_path)["one"][0]
+    (check_trainer if work == "train" else check_loop)(found, one)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("closes", "where"), [(False, "has ended"), (True, r"waits in accelerator\.save_state\(\)")])
+def test_a_loop_whose_ranks_have_different_numbers_of_batches_ends_with_an_error(
+    tmp_path: Path, closes: bool, where: str
+) -> None:
+    given = {"kind": "stage 2", "closes": closes}
+    first, second = jobs([{"uneven": (2, "uneven_loop", given)}], tmp_path)["uneven"]
+    assert first["exit"] == 1
+    assert re.search(f"rank 1 {where} after step 3, and this rank has begun step 4. Give all ranks", first["stderr"])
+    assert second["exit"] == (1 if closes else 0)

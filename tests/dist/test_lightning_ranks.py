@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from lightning_ranks_cases import SAVED, config, fit, fit_gan, live, sums
+from lightning_ranks_cases import SAVED, config, fit, fit_gan, killed, live, sums
 
 pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.timeout(300)
@@ -94,3 +95,21 @@ def test_two_optimizers(tmp_path: Path, stage: int, is_weights: bool) -> None:
     assert again["losses"] == near(wanted["losses"][20:])
     with pytest.raises(AssertionError, match=r"clip_gradients\(\) in manual optimization cannot be used with several"):
         run_ranks(2, fit_gan, given, str(tmp_path / "clipped"), (0.1, "norm"))
+
+
+@matrix
+@pytest.mark.parametrize(("stage", "is_weights"), [(1, False), (3, False), (3, True)])
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on(
+    tmp_path: Path, stage: int, is_weights: bool
+) -> None:
+    given, folder = config(stage, is_weights), tmp_path / "dies"
+    began_s = time.monotonic()
+    with pytest.raises(AssertionError, match=r"exit codes, of ranks \{0: 1, 1: -9\}"):
+        run_ranks(2, killed, given, str(folder), 12, timeout_s=120)
+    assert time.monotonic() - began_s < 100  # of which the watch needs at most 30 s
+    assert "twinflow: rank 0 ends: rank 1 failed in step" in (folder / "0.err").read_text()
+    wanted = run_ranks(0, fit, None, str(tmp_path / "plain"), {})[0]
+    plain = str(tmp_path / "plain" / SAVED)
+    wanted = run_ranks(0, fit, None, str(tmp_path / "again"), {}, plain)[0]
+    found = run_ranks(2, fit, given, str(tmp_path / "resumed"), {}, str(folder / SAVED))[0]
+    assert found["losses"] == near(wanted["losses"])

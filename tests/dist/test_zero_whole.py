@@ -204,3 +204,50 @@ def test_a_layer_may_use_the_registered_weight_of_another(world: int, place: str
     first, *others = run_ranks(world, cases.external, 3, place)
     equal(first["state"], truth["state"])
     assert all("Call it before initialize()" in found["late"] for found in (first, *others))
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "place"),
+    [("plain", 2, "device"), ("plain", 3, "host"), ("llama-tied", 2, "device"), ("gpt2", 2, "host")],
+)
+def test_load_state_dict_of_whole_weights_is_as_in_one_process(kind: str, world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.loading, kind, 0, "device")[0]
+    for rank, found in enumerate(run_ranks(world, cases.loading, kind, 3, place)):
+        assert found["keys"] == truth["keys"]
+        assert found["master"] == pytest.approx(truth["master"])
+        if rank == 0:
+            equal(found["loaded"], truth["loaded"])
+            equal(found["last"], truth["last"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_load_state_dict_refuses_what_ranks_do_differently(place: str) -> None:
+    first, second = run_ranks(2, cases.loading_mistakes, place)
+    for different, assign, shape, _ in (first, second):
+        assert "load_state_dict() of " in different
+        assert "cannot run" in different
+        assert "assign is True, but must be False" in assign
+        assert "size mismatch for embed.weight" in shape
+    assert "have not called it within" in first[3]
+    assert second[3] == ""
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_partitioned_module_is_moved_as_by_torch(with_optimizer: bool) -> None:
+    for found in run_ranks(2, cases.moving, with_optimizer):
+        assert all("cannot be converted or moved" in error for error in found["errors"])
+        assert "torch.float64" not in found["kept"]
+        assert "torch.float16" not in found["kept"]
+        assert len(found["errors"]) == 2 * with_optimizer
+        assert found["same"]
+        assert found["is_equal"]
+        assert found["dtypes"] == ["torch.float64"]
+        assert found["shape"] == [cases.SYMBOLS, cases.WIDTH]
+
+
+def test_an_operation_on_the_rows_goes_into_the_masters() -> None:
+    truth: Any = run_ranks(1, cases.writing_rows, 0)[0]
+    first, second = run_ranks(2, cases.writing_rows, 3)
+    for found in (first, second):
+        assert found["master"] == pytest.approx(truth["master"], rel=1e-5, abs=1e-6)
+    equal(first["last"], truth["last"])

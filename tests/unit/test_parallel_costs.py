@@ -216,8 +216,11 @@ def test_stages_are_as_equal_as_the_engine_makes_them() -> None:
     assert layers_of(12, 4, end=2.5) == (2, 4, 4, 2)
     assert layers_of(3, 1) == (3,)
     assert layers_of(4, 4, end=9.0) == (0, 2, 2, 0)  # an embedding that is larger than all layers
+    assert layers_of(4, 4, end=9.0, joins_last=True) == (0, 1, 2, 1)
+    assert layers_of(12, 4, end=2.5, joins_last=True) == (2, 4, 4, 2)
     for layers, stages, end in ((298, 64, 0.2), (48, 16, 2.7), (7, 7, 3.0)):
         assert sum(layers_of(layers, stages, end)) == layers
+        assert sum(layers_of(layers, stages, end, joins_last=True)) == layers
     shape = Shape(16, 8192, 64, 2048)
     layout = Layout(4, 1, 1, 8, schedule="zbv", num_chunks=2)
     assert stage_layers(shape, layout) == (2,) * 8

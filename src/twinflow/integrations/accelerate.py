@@ -24,7 +24,7 @@ from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks
+from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks, waiting
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.launch.environment import rank_environment
 from twinflow.offload.clipping import clip_values
@@ -119,6 +119,8 @@ def connect(accelerator: Any, twin: TwinOptimizer, name: str = "max_norm") -> An
     accelerator.clip_grad_norm_ = clip_grad_norm_
     if has_ranks:
         report_steps(twin)
+        for call in ("wait_for_everyone", "gather", "reduce"):  # other methods call these
+            setattr(accelerator, call, waiting(f"accelerator.{call}()", getattr(accelerator, call)))
     if has_ranks or has_scaler:
         accelerator.clip_grad_value_ = clip_grad_value_
     return prepared
@@ -215,7 +217,8 @@ def _keep_state(accelerator: Any, prepared: Any, twin: TwinOptimizer) -> None:
 
     def before_save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         if any(one is prepared for one in accelerator._optimizers):
-            written[:] = [streamed(output_dir).write()]
+            write = streamed(output_dir).write  # no rank leaves it before all have come
+            written[:] = [waiting("accelerator.save_state()", write)() if accelerator.num_processes > 1 else write()]
 
     def before_load(models: list[Any], input_dir: str) -> None:
         if any(one is prepared for one in accelerator._optimizers):

@@ -37,7 +37,7 @@ from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.parts import allocate, gathered_weights, has_no_values, load_whole, whole_state
+from twinflow.integrations.parts import allocate, gathered_weights, has_no_values
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.integrations.torch_state import load_torch_state, torch_state
 from twinflow.optim.twin import TwinOptimizer
@@ -148,8 +148,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
                 "Pass ckpt_path, for example with fewer processes.",
             )
         allocate(self.lightning_module)
-        if not self._has_rows:  # parameters of fully_shard() are on the device, and torch cannot move them
-            super().model_to_device()
+        super().model_to_device()
 
     @property
     def _is_fitting(self) -> bool:
@@ -327,14 +326,7 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             part.engine.destroy()
             for param, value in values.items():
                 param.data = value
-        module: Any = self.lightning_module
-        if module is not None and self._has_rows:
-            module.__dict__["cpu"] = lambda: module  # the weights stay on the device: torch cannot move them
-        try:
-            super().teardown()
-        finally:
-            if module is not None:
-                module.__dict__.pop("cpu", None)
+        super().teardown()
 
     @property
     def _has_rows(self) -> bool:
@@ -359,9 +351,9 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
 
     def _whole_weights(self) -> dict[str, Any]:
         """The whole weights on rank 0. All ranks must call this."""
-        if not self._parts:
-            return whole_state(self.lightning_module)
         call = "Trainer.save_checkpoint()"
+        if not self._parts:
+            return {**self.lightning_module.state_dict(), **dict(whole_weights(self.lightning_module, call=call))}
         every = {part: dict(whole_weights(part.twin, call=call)) for part in self._parts}
         found = {_name_in(part.names, name): value for part, state in every.items() for name, value in state.items()}
         return {**_others(self.lightning_module.state_dict(), self._parts), **found}
@@ -451,15 +443,10 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
         """Load the weights of a file. The weights of a folder are loaded already."""
         if "state_dict" not in checkpoint:
             return
-        if not self._is_partitioned:
-            super().load_model_state_dict(checkpoint, strict=strict)
-            return
-        for part in self._parts:
-            cut = {name: _name_in(part.names, name) for name in part.module.state_dict()}
-            state = checkpoint["state_dict"]
-            load_whole(part.twin, {own: state[name] for own, name in cut.items() if name in state}, strict)
-        others = _others(checkpoint["state_dict"], self._parts)
-        self.lightning_module.load_state_dict(others, strict=False)
+        if self._parts:
+            for part in self._parts:
+                part.twin.flush()
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states of a file that Lightning has written with another strategy."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
@@ -24,17 +24,16 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import Group
-from twinflow.dist.sharded import is_dtensor, is_fsdp
+from twinflow.dist.sharded import is_fsdp
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.environment import init_distributed, joined, rank_environment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.zero import Zero, partition
-from twinflow.zero.partitioned import Replaced, forget_gathered, regroup
+from twinflow.zero.partitioned import Replaced, regroup
 from twinflow.zero.shared import STAGES
 from twinflow.zero.start import meet, start_watch
-from twinflow.zero.whole import parts_of
 
 STAGE: Final = 2  # of several processes, if the user chooses none
 _TIMEOUT_S: Final = 1800.0
@@ -119,14 +118,30 @@ def watch_ranks() -> Watch | None:
 
 
 def report_steps(twin: TwinOptimizer) -> None:
-    """Tells the watch the number of each step, for its message about a rank that failed."""
+    """Tells the watch the number of each step: for its message about a rank that failed, and because a rank that has
+    more batches than others would wait for them.
+    """
     watch = watch_ranks()
     if watch is not None:
 
         def beat(optimizer: Any, *_: object) -> None:
-            watch.beat(optimizer.num_steps)
+            watch.beat(optimizer.num_steps + 1)
 
-        twin.register_step_post_hook(beat)
+        twin.register_step_pre_hook(beat)
+        watch.compare_steps()
+
+
+def waiting(call: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, a function in which ranks wait for each other. The watch sees if another rank is in a step then."""
+    watch = watch_ranks()
+    if watch is None:
+        return original
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        with watch.waiting(call):
+            return original(*args, **kwargs)
+
+    return wait
 
 
 def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
@@ -161,48 +176,19 @@ class DividedModel:
         """
         return {}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """`load_state_dict` of the model, with whole weights on each rank. `assign` has no effect."""
-        model, runtime = self._model, self._twin.runtime
-        forget_gathered(model)
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        params = dict(model.named_parameters(remove_duplicate=False))
-        own = {name: {**buffers, **params}.get(name, value) for name, value in model.state_dict().items()}
-        found_ids = {id(own[name]) for name in state_dict if name in own}  # a tied weight may be given under one name
-        missing = [name for name, value in own.items() if name not in state_dict and id(value) not in found_ids]
-        unexpected = [name for name in state_dict if name not in own]
-        wrong = [
-            f"{name} has the shape {tuple(state_dict[name].shape)}, but must have {tuple(value.shape)}"
-            for name, value in own.items()
-            if name in state_dict and state_dict[name].shape != value.shape
-        ]
-        if wrong or (strict and (missing or unexpected)):
-            found = [
-                *wrong,
-                *(f"{name} is missing" for name in missing),
-                *(f"{name} is unknown" for name in unexpected),
-            ]
-            raise wrong_state("The weights cannot be loaded", "; ".join(found), "Load the weights of this model.")
-        runtime.flush()
-        runtime.settle_all()
-        runtime.wait_for_copies()
-        if runtime.param_offload is not None:
-            runtime.param_offload.settle()
-        for name, value in own.items():
-            if name in state_dict:
-                given = state_dict[name]
-                part = parts_of(value, runtime.param_offload)
-                if is_dtensor(given):  # PEFT has already divided it as the parameter is
-                    value.copy_(given)
-                elif part is not None:
-                    flat = given.detach().reshape(-1)
-                    for piece in part.pieces:
-                        piece.write(flat[piece.start : piece.start + piece.numel])
-                else:
-                    value.copy_(given)
-        runtime.adopt(runtime.params, keep=True)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        """`load_state_dict` of the model, with whole weights on each rank. `assign` has no effect. A tied weight may be
+        given under one of its names.
+        """
+        model = self._model
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        given = dict(state_dict)
+        for tied in names.values():
+            first = next((state_dict[name] for name in tied if name in state_dict), None)
+            given.update({name: first for name in tied if first is not None and name not in state_dict})
+        return type(model).load_state_dict(model, given, strict)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -44,6 +44,7 @@ from twinflow.launch.worker import LOST_PEER, Failure, write_all
 LONGEST_TICK_S = 2.0
 RUNNING, PAUSED, CLOSED, LEFT = "running", "paused", "closed", "left"
 TICK_S = 0.2
+WAITING_S = 5.0  # time after which ranks that wait for each other in different calls are in a deadlock
 PUBLISH_S = 5.0  # time for the poller to publish the failure of this rank
 PAUSE_TIMES = 6.0  # limit of a pause, as a multiple of the limit of a step
 STDERR = 2
@@ -93,6 +94,7 @@ class Pulse:
     stalled_s: float  # time since the last sign of progress
     limit_s: float  # limit of stalled_s; 0: no limit
     state: str
+    is_waiting: bool = False  # in a call for which all ranks must come
 
     @property
     def is_over(self) -> bool:
@@ -168,11 +170,11 @@ class Watch:
         self._num_aside = 0
         self._moved = (0, 0.0)  # number of beats, and the time at which the judge saw it
         self._life = 0
-        self._contact_s = self._next_age_s = self._looked_s = self._hang_look_s = 0.0
+        self._contact_s = self._next_age_s = self._looked_s = self._hang_look_s = self._steps_look_s = 0.0
         self._next_life: tuple[int, int] | None = None
         self._gone: dict[int, Pulse] = {}  # last pulses of ranks that have ended in order
         self._draft: Cause | None = None  # the cause that this rank publishes next
-        self._has_lost_peer = self._is_alone = self._has_said = False
+        self._has_lost_peer = self._is_alone = self._has_said = self._compares_steps = False
         self._lock = threading.Lock()
         self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
         self._hook()
@@ -186,6 +188,23 @@ class Watch:
     def beat(self, step: int, doing: str = "step") -> None:
         """Records progress: this rank begins `doing` in `step`. The poller publishes it."""
         self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
+
+    def compare_steps(self) -> None:
+        """From now on it is a failure if this rank is in a step for which it waits in vain, because another rank has
+        ended or is in `waiting`. All ranks must call `beat` at the start of each step.
+        """
+        self._compares_steps = True
+
+    @contextmanager
+    def waiting(self, call: str) -> Iterator[None]:
+        """A context for a call in which this rank waits for all other ranks."""
+        before = self._place
+        self._place = replace(before, doing=call, beats=before.beats + 1, is_waiting=True)
+        try:
+            yield
+        finally:
+            beats = self._place.beats + 1
+            self._place = replace(self._place, doing=before.doing, beats=beats, is_waiting=before.is_waiting)
 
     def go_on(self) -> None:
         """Records progress of background work, such as a checkpoint: steps that wait for it do not count as hanging."""
@@ -277,7 +296,7 @@ class Watch:
         host = self._read(0)
         if host is not None and host.state in (CLOSED, LEFT):
             keys.set(f"done/{self.rank}", "1")  # The store may end with the process of rank 0.
-        draft = self._look_at_next() or self._look_for_hang()
+        draft = self._look_at_next() or self._look_for_hang() or self._look_at_steps()
         if draft is not None:
             self._draft = draft
             self._wake.set()
@@ -310,6 +329,27 @@ class Watch:
                 return self._cause("death", "the process ended before the others, without engine.destroy()", pulse)
             if pulse.state not in (CLOSED, LEFT):
                 return self._age(pulse, is_suspect)
+        return None
+
+    def _look_at_steps(self) -> Cause | None:
+        """Checks whether this rank is in a step that another rank has not begun and will not begin: that rank has ended
+        in order, or waits in a call for this rank. It can do so only if this rank has begun its last step.
+        """
+        me = self._pulse()
+        if not self._compares_steps or me.doing != "step" or me.stalled_s < WAITING_S:
+            return None
+        if self._clock.now_s < self._steps_look_s:
+            return None
+        self._steps_look_s = self._clock.now_s + WAITING_S  # The check below reads the pulses of all ranks.
+        for rank in range(self.world_size):
+            other = self._read(rank) if rank != self.rank else None
+            if other is None or other.step == me.step:
+                continue
+            how = "has ended" if other.state in (CLOSED, LEFT) else f"waits in {other.doing}"
+            if other.state in (CLOSED, LEFT) or (other.is_waiting and other.stalled_s >= WAITING_S):
+                remedy = "Give all ranks equally many batches, for example with accelerator.prepare(data_loader)"
+                text = f"rank {rank} {how} after step {other.step}, and this rank has begun step {me.step}. {remedy}"
+                return self._cause("error", text)
         return None
 
     def _age(self, pulse: Pulse, is_suspect: bool) -> Cause | None:

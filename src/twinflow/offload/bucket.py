@@ -71,15 +71,19 @@ class Param:
     @property
     def is_written(self) -> bool:
         """Whether the user has written to the parameter, or to one of its aliases, since the runtime's last write."""
-        local = self.local if self.is_sharded else self.tensor
-        if self.version != local._version:
+        if self.version != self._version_now:
             return True
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
+
+    @property
+    def _version_now(self) -> int:
+        """torch's count of writes. It counts an operation on a DTensor for the DTensor only, and not for its rows."""
+        return self.local._version + self.tensor._version if self.is_sharded else self.tensor._version
 
     def note_write(self) -> None:
         """Records a write by the runtime, so that `is_written` does not report it as a write by the user."""
         with self.guard:
-            self.version = self.local._version
+            self.version = self._version_now
             if self.aliases:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
@@ -104,9 +108,9 @@ def note_step(params: Sequence[Param]) -> None:
     """
     own = [param.local if param.is_sharded else param.tensor for param in params]
     torch._C._increment_version(own)
-    for param, local in zip(params, own, strict=True):
+    for param in params:
         with param.guard:
-            param.version = local._version
+            param.version = param._version_now
 
 
 class Place(NamedTuple):

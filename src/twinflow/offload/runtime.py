@@ -45,10 +45,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from twinflow.device import Device
 from twinflow.errors import incompatible, wrong_state
@@ -92,6 +92,12 @@ _ONLY_STRIDED = {torch.strided}
 _ONLY_ORDINARY = {(0, True, False, False, False)}
 
 
+class Removable(Protocol):
+    """A hook on the model, as torch's `RemovableHandle`."""
+
+    def remove(self) -> None: ...
+
+
 class Runtime:
     """The parameters, buckets and background threads of one model."""
 
@@ -131,7 +137,7 @@ class Runtime:
         self._forwards = Forwards(params, self.buckets)
         self._hooks: ModelHooks | None = None
         self.model_owner: dict[str, object] = {}  # the model's `__dict__`, where `_twinflow_owner` is set
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         self._untrained: dict[str, nn.Parameter] = {}  # parameters that were frozen when the hooks were attached
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
         self._taking = threading.RLock()  # held while gradients of a queue are taken; several backwards may run at once
@@ -271,12 +277,13 @@ class Runtime:
         blocks: list[Block],
         in_order: bool = False,
         before_gathering: Callable[[], None] | None = None,
+        handles: Sequence[Removable] = (),
     ) -> None:
         """Put the hooks on the model.
 
         The first forward is recorded to learn the order of blocks. `in_order`: the blocks run in the given order, so
         nothing is recorded. `before_gathering`: called before each forward if each rank has only some rows of the
-        weights.
+        weights. `handles`: other changes of the model, which end when the optimizer is closed.
         """
         self._before_gathering = before_gathering
         if model.__dict__.get("_twinflow_owner") == id(model):  # a deep copy has another id
@@ -288,6 +295,7 @@ class Runtime:
             )
         self.model_owner = model.__dict__
         self.model_owner["_twinflow_owner"] = id(model)
+        self._handles += handles
         self._forwards.find_users(blocks, self.param_offload)
         if self.param_offload is not None:
             self._handles += self.param_offload.attach(model, blocks)

@@ -70,7 +70,7 @@ class Owner(Protocol):
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None: ...
     def lives_on_host(self, tensor: Tensor) -> bool: ...
     def fetch_copy(self, tensor: Tensor) -> Tensor: ...
-    def store(self, tensor: Tensor, values: Tensor) -> None: ...
+    def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None: ...
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
 
 
@@ -80,6 +80,14 @@ _OWNERS: MutableMapping[Tensor, weakref.ref[Owner]] = WeakTensorKeyDictionary()
 _WHOLE: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # whole tensors of partitioned parameters
 _GUARDED: dict[type, type] = {}  # from a class of parameters to its guarded subclass
 _ORDINARY: dict[type, type] = {}  # from a guarded subclass to the class of parameters
+
+
+class OnAllRanks(Tensor):
+    """Values that all ranks copy into a weight at the same time, each of them its part."""
+
+    @classmethod
+    def of(cls, values: Tensor) -> Tensor:
+        return values.detach().as_subclass(cls)  # type: ignore[no-any-return,unused-ignore]
 
 
 def check_free(tensors: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -321,6 +329,9 @@ def _operate_away(
         if given is not param:  # model.to(...) with the current device and dtype assigns the parameter itself
             _need(param).store(param, _need(given).fetch_copy(given) if _lives_away(given) else given)
         return None
+    if func is Tensor.copy_ and _lives_away(_first(args)) and isinstance(args[1], OnAllRanks):
+        _need(_first(args)).store(_first(args), args[1].as_subclass(Tensor), is_on_all_ranks=True)
+        return args[0]
     copies: dict[int, Tensor] = {}
     for tensor in away:
         with plain():

@@ -54,7 +54,7 @@ from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
 from twinflow.zero.gathered import add_homes
-from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams
+from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams, keep_in_place
 from twinflow.zero.start import own_host_bytes
 
 Loss = TypeVar("Loss")
@@ -271,6 +271,7 @@ class TwinOptimizer(Outcomes):
                 gathered_blocks(self.model),
                 in_order=isinstance(self.model, PipelineModule),
                 before_gathering=lambda: forget_gathered(reference()),
+                handles=keep_in_place(self.model),
             )
             if self.team is not None:
                 add_homes(self.model, self.team.calls, self.team.meeting, runtime)

@@ -109,21 +109,23 @@ def stream_bytes(shape: Shape, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=1024)
-def layers_of(num_layers: int, num_stages: int, end: float = 0.0) -> tuple[int, ...]:
+def layers_of(num_layers: int, num_stages: int, end: float = 0.0, joins_last: bool = False) -> tuple[int, ...]:
     """Layers of each stage, without embedding and head, as the engine assigns them: the largest stage is minimal.
 
-    `end`: size of the embedding, and of the head, in units of a layer.
+    `end`: size of the embedding, and of the head, in units of a layer. `joins_last`: the last layer and the head are
+    always on the same stage, as in the models of transformers.
     """
-    bounds = partition_balanced([end, *[1.0] * num_layers, end], num_stages)
+    last = [1.0 + end] if joins_last else [1.0, end]
+    bounds = partition_balanced([end, *[1.0] * (num_layers - 1), *last], num_stages)
     counts = [stop - start for start, stop in pairwise(bounds)]
     counts[0] -= 1
-    counts[-1] -= 1
+    counts[-1] -= not joins_last
     return tuple(counts)
 
 
 def stage_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:
     """Layers of each stage, without embedding and head."""
-    return layers_of(shape.num_layers, layout.num_stages, shape.end_numel / shape.layer_numel)
+    return layers_of(shape.num_layers, layout.num_stages, shape.end_numel / shape.layer_numel, shape.joins_last)
 
 
 def rank_layers(shape: Shape, layout: Layout) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ class Shape:
     num_kv_heads: int = 0  # heads of keys and values. 0: as many as heads
     inner: int = 0  # width of the MLP. 0: 4 h
     tensor_units: int = 0  # tensor ranks divide it. 1: they cannot split the model. 0: only the sizes above count
+    joins_last: bool = False  # the last layer is on the stage of the head
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
@@ -108,4 +109,5 @@ def shape_of(model: ModelCost, sequence: int) -> Shape:
         num_kv_heads=model.num_kv_heads,
         inner=model.inner,
         tensor_units=model.tensor_units,
+        joins_last=model.joins_last,
     )

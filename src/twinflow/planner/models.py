@@ -46,6 +46,7 @@ class ModelCost:
     num_kv_heads: int = 0  # heads of keys and values
     inner: int = 0  # width of the MLP
     tensor_units: int = 0  # all other sizes: a multiple of each possible number of tensor ranks
+    joins_last: bool = False  # a pipeline has the last block on the stage of the head (parallel/own_forward.py)
 
     @property
     def numel(self) -> int:
@@ -173,7 +174,7 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
         remedy = "For other models, name a function that builds the model: --model module:function."
         raise invalid_value("model_type", kind, _FAMILIES, remedy)
     try:
-        return _FAMILIES[str(kind)](config, name or str(kind))
+        return replace(_FAMILIES[str(kind)](config, name or str(kind)), joins_last=True)
     except KeyError as error:
         key = error.args[0]
         raise ValueError(f"config.json has no key {key!r}, which a {kind} model needs. Add this key.") from None

@@ -11,6 +11,8 @@ the block.
 At the end of the block, ranks compare hashes of the whole tensors with those of the beginning. What the modifier has
 written is sent to all ranks, and each rank writes its part. The optimizer then copies it to the fp32 master, as every
 write of the user. Other writes raise an exception, because they would be lost.
+
+`load_state_dict` of the model, or of a part of it, takes whole weights too (`_take_parts`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,10 +36,10 @@ from twinflow.dist.sharded import is_dtensor
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.runtime import Runtime
-from twinflow.offload.weight_guard import hide_whole, show_whole, whole_of
+from twinflow.offload.weight_guard import OnAllRanks, hide_whole, show_whole, whole_of
 from twinflow.parallel.replica import hash_values
-from twinflow.zero.partitioned import forget_gathered, param_groups, without_gathering
-from twinflow.zero.whole import gather_all, parts_of
+from twinflow.zero.partitioned import Sharded, forget_gathered, param_groups, without_gathering
+from twinflow.zero.whole import first_of, gather_all, parts_of
 
 CALL = "GatheredParameters()"
 
@@ -46,25 +49,60 @@ class Home:
     """The ranks that have parts of a parameter, and the model and the runtime that it belongs to."""
 
     name: str
-    group: Group
+    _group: Group
     meeting: Meeting
     model: weakref.ref[nn.Module]
-    runtime: weakref.ref[Runtime] | None  # None for a model without an optimizer
+    _runtime: weakref.ref[Runtime] | None
+
+    @property
+    def group(self) -> Group:
+        """The ranks. Collectives of the optimizer's own group are abandoned when it is closed, so a new object follows
+        it.
+        """
+        if self._runtime is None or self.runtime is not None:
+            return self._group
+        return Group(self._group.handle, self._group.ranks, is_on_host=True)
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime; None for a model without an optimizer, or whose optimizer is closed."""
+        found = self._runtime() if self._runtime is not None else None
+        return None if found is None or found.is_closed else found
 
 
-# The homes of partitioned parameters, because DeepSpeed's functions get only the parameter.
-_HOMES: MutableMapping[Tensor, Home] = WeakTensorKeyDictionary()
+# The homes of partitioned parameters, because DeepSpeed's functions get only the parameter. Rows are found by the id of
+# the parameter and compared with what `fully_shard` has, because `Module.to()` cannot convert a DTensor that has weak
+# references.
+_ROWS: dict[int, tuple[weakref.ref[Sharded], Home]] = {}
+_ON_HOST: MutableMapping[Tensor, Home] = WeakTensorKeyDictionary()
+# The model of each module with partitioned parameters. A deep copy of the module has none.
+_MODELS: MutableMapping[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 # The parameter of each whole tensor that modules have inside of a context.
 _ORIGINS: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def add_homes(model: nn.Module, group: Group, meeting: Meeting, runtime: Runtime | None = None) -> None:
-    """Records the home of all partitioned parameters of a model."""
+    """Records the home of all partitioned parameters of a model, and lets `load_state_dict` take whole weights."""
     offload = runtime.param_offload if runtime is not None else None
     reference = weakref.ref(runtime) if runtime is not None else None
+    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)]
+    rows = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
     for name, param in model.named_parameters():
-        if parts_of(param, offload) is not None:
-            _HOMES[param] = Home(name, group, meeting, weakref.ref(model), reference)
+        home = Home(name, group, meeting, weakref.ref(model), reference)
+        if id(param) in rows:
+            _ROWS[id(param)] = weakref.ref(rows[id(param)], partial(_forget_rows, id(param))), home
+        elif parts_of(param, offload) is not None:
+            _ON_HOST[param] = home
+    for module in model.modules():
+        if any(home_of(param) is not None for param in module.parameters(recurse=False)):
+            if module not in _MODELS:
+                module.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+            _MODELS[module] = weakref.ref(model)
+
+
+def _forget_rows(key: int, reference: weakref.ref[Sharded]) -> None:
+    if key in _ROWS and _ROWS[key][0] is reference:  # otherwise another parameter has this id now
+        del _ROWS[key]
 
 
 def param_of(tensor: Tensor) -> Tensor:
@@ -73,11 +111,22 @@ def param_of(tensor: Tensor) -> Tensor:
 
 
 def home_of(tensor: Tensor) -> Home | None:
-    """The home of a partitioned parameter, or of the whole tensor that replaces it; None for other tensors."""
-    home = _HOMES.get(param_of(tensor))
-    runtime = home.runtime() if home is not None and home.runtime is not None else None
-    if runtime is not None and runtime.is_closed:
-        return None
+    """The home of a partitioned parameter, or of the whole tensor that replaces it; None for other tensors.
+
+    Weights on the host have no home when their optimizer is closed.
+    """
+    param = param_of(tensor)
+    if id(param) in _ROWS:
+        reference, home = _ROWS[id(param)]
+        rows = reference()
+        return home if rows is not None and rows.sharded_param is param else None
+    found = _ON_HOST.get(param)
+    return found if found is not None and found.runtime is not None else None
+
+
+def _home(param: Tensor) -> Home:
+    home = home_of(param)
+    assert home is not None
     return home
 
 
@@ -109,19 +158,19 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None = None) -> Iter
     """
     by_home: dict[int, list[Tensor]] = {}
     for param in dict.fromkeys(param_of(param) for param in params):
-        by_home.setdefault(id(_HOMES[param].model()), []).append(param)
+        by_home.setdefault(id(_home(param).model()), []).append(param)
     with ExitStack() as stack:
         for found in by_home.values():
-            stack.enter_context(_gathered(sorted(found, key=lambda param: _HOMES[param].name), modifier_rank))
+            stack.enter_context(_gathered(sorted(found, key=lambda param: _home(param).name), modifier_rank))
         yield
 
 
 @contextmanager
 def _gathered(params: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
-    home = _HOMES[params[0]]
-    group, names = home.group, [_HOMES[param].name for param in params]
+    home = _home(params[0])
+    group, names = home.group, [_home(param).name for param in params]
     source = _source(group, modifier_rank)
-    runtime = home.runtime() if home.runtime is not None else None
+    runtime = home.runtime
     what = f"{CALL} of {len(names)} parameters ({names[0]}, ..., {zlib.crc32(' '.join(names).encode()):08x})"
     home.meeting.meet(f"{what}, modifier_rank={modifier_rank}", "each rank has a part of the weights")
     with ExitStack() as stack:
@@ -287,4 +336,48 @@ def _check_lost(said: Sequence[Sequence[str]], kept: set[str], modifier_rank: in
         f"The new values of {lost[rank][0]} inside GatheredParameters cannot be kept",
         f"rank {rank} has changed it, and {who}",
         f"Pass modifier_rank={rank}: what that rank writes goes to all ranks. Writes of other ranks are dropped.",
+    )
+
+
+# Loading.
+
+
+def _take_parts(
+    module: nn.Module, state_dict: dict[str, object], prefix: str, local_metadata: dict[str, object], *_: object
+) -> None:
+    """Replaces whole weights in a state dict, which torch then copies into the parameters of `module`, by the parts of
+    this rank. All ranks must load the same values: they first compare hashes.
+    """
+    model = _MODELS.get(module)
+    forget_gathered(model() if model is not None else None)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, param in module._parameters.items():
+        given = state_dict.get(prefix + name)
+        home = home_of(param) if param is not None else None
+        if param is None or home is None or home.group.world == 1 or _whole(param_of(param), home.runtime) is not None:
+            continue  # every rank has the parameter, or a context has gathered it
+        if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == param.shape:
+            found[name] = param, given
+    if not found:
+        return
+    if local_metadata.get("assign_to_params_buffers"):
+        remedy = "Leave assign out: each rank copies its part of the weights."
+        raise invalid_value("assign", True, [False], remedy)
+    home = _home(next(iter(found.values()))[0])
+    where = home.name.rpartition(".")[0] or "the model"
+    values = zlib.crc32(repr([(name, int(hash_values(given))) for name, (_, given) in found.items()]).encode())
+    home.meeting.meet(
+        f"load_state_dict() of {where} ({', '.join(found)}; hash of the values: {values:08x})",
+        "each rank has a part of the weights and loads its part of the same values",
+    )
+    for name, (own, given) in found.items():
+        state_dict[prefix + name] = _rows_of(own, given) if isinstance(own, DTensor) else OnAllRanks.of(given)
+
+
+def _rows_of(param: DTensor, whole: Tensor) -> DTensor:
+    local = local_of(param)
+    first = first_of(param)
+    rows = whole.detach().reshape(-1)[first : first + local.numel()].view(local.shape).to(local.device, local.dtype)
+    return DTensor.from_local(
+        rows, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

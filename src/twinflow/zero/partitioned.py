@@ -15,6 +15,7 @@ forward waits for its weights before it starts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
@@ -127,6 +128,55 @@ def forget_gathered(model: nn.Module | None) -> None:
     """
     if is_fsdp(model):
         model.reshard()
+
+
+class InPlace:
+    """Keeps the rows of a module in place while an optimizer has state for them, until `remove`.
+
+    `Module.to()` and `Module.float()` would replace them by other tensors. They now succeed if they change nothing, and
+    otherwise raise RuntimeError before anything is changed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # the optimizer must not keep the model alive
+        vars(module)["_apply"] = self._apply
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None:
+            vars(module).pop("_apply", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`Module._apply`, which all conversions of a module call."""
+        module = self._module()
+        assert module is not None
+        forget_gathered(module)
+        for name, param in module.named_parameters(recurse=recurse):
+            with torch.no_grad():
+                found = fn(param)
+            if (found.dtype, found.device) != (param.dtype, param.device):
+                raise wrong_state(
+                    f"{name} cannot be converted or moved from {param.dtype} on {param.device} to {found.dtype} on "
+                    f"{found.device}",
+                    "its optimizer has state for it",
+                    "Convert and move the model before building the optimizer, or after its close().",
+                )
+        for child in module.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+
+def keep_in_place(model: nn.Module) -> list[InPlace]:
+    """Keeps all rows of a model in place (`InPlace`)."""
+    forget_gathered(model)
+    return [
+        InPlace(module)
+        for module in model.modules()
+        if any(isinstance(param, DTensor) for param in module.parameters())
+    ]
 
 
 class Sharded(Protocol):
