@@ -71,15 +71,22 @@ class Param:
     @property
     def is_written(self) -> bool:
         """Whether the user has written to the parameter, or to one of its aliases, since the runtime's last write."""
-        local = self.local if self.is_sharded else self.tensor
-        if self.version != local._version:
+        if self.version != self.counted_writes:
             return True
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
+
+    @property
+    def counted_writes(self) -> int:
+        """The number of writes that torch has counted. An in-place operation on a DTensor does not count as a write to
+        the local part, and a write to the local part does not count for the DTensor.
+        """
+        version = self.tensor._version
+        return version + self.local._version if self.is_sharded else version
 
     def note_write(self) -> None:
         """Records a write by the runtime, so that `is_written` does not report it as a write by the user."""
         with self.guard:
-            self.version = self.local._version
+            self.version = self.counted_writes
             if self.aliases:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
@@ -104,9 +111,9 @@ def note_step(params: Sequence[Param]) -> None:
     """
     own = [param.local if param.is_sharded else param.tensor for param in params]
     torch._C._increment_version(own)
-    for param, local in zip(params, own, strict=True):
+    for param in params:
         with param.guard:
-            param.version = local._version
+            param.version = param.counted_writes
 
 
 class Place(NamedTuple):

@@ -36,7 +36,7 @@ from twinflow.offload.bucket import local_of
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.weight_guard import hide_whole, show_whole, whole_of
 from twinflow.parallel.replica import hash_values
-from twinflow.zero.partitioned import forget_gathered, param_groups, without_gathering
+from twinflow.zero.partitioned import forget_gathered, param_groups, read_rows, without_gathering
 from twinflow.zero.whole import gather_all, parts_of
 
 CALL = "GatheredParameters()"
@@ -192,6 +192,7 @@ def _shown(params: Sequence[Tensor], home: Home, runtime: Runtime | None) -> Ite
                 stack.callback(offload.conceal, param)
         if rows:
             forget_gathered(model)
+            read_rows(model)
             places = _places(model, rows)
             for param in rows:
                 stack.enter_context(_row_shown(param, places[param]))

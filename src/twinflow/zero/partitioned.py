@@ -154,6 +154,15 @@ def param_groups(module: FSDPModule) -> list[ParamGroup]:
     return [group for group in groups if group is not None]
 
 
+def read_rows(model: nn.Module) -> None:
+    """Lets `fully_shard` look up the rows of all parameters now. It would do so in the first forward, and raise an error
+    if the modules have whole parameters then.
+    """
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            group.lazy_init()
+
+
 @contextmanager
 def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> Iterator[None]:
     """A context in which `fully_shard` gathers nothing in a forward of modules all of whose parameters are whole.
@@ -167,7 +176,6 @@ def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> I
             if not is_held and all(is_whole(one.sharded_param) for one in group.fsdp_params):
                 held.append(group)
     for group in held:
-        group.lazy_init()
         group._sharded_state = ShardedState.UNSHARDED
         group._to_sharded = _nothing  # type: ignore[method-assign]
     try:
