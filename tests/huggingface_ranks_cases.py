@@ -353,6 +353,56 @@ def uneven(root: str, kind: str) -> None:
     Streams(llama(), arguments(Path(root) / "uneven"), eval_dataset=samples(GLOBAL), twin=KINDS[kind]).train()
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Three batches of all ranks: with two micro-batches in a step, it ends between two of them."""
+
+    def __iter__(self) -> Any:
+        yield from ragged(3 * GLOBAL)
+
+
+def stream(root: str, kind: str, name: str, plain: bool = False) -> Any:
+    """Trains on a stream for several epochs. The Trainer adds the gradients of its last batch to the next step."""
+    import transformers
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    twin = {} if plain else {"twin": KINDS[kind]}
+    given = arguments(Path(root) / name, max_steps=4, eval_strategy="no")
+    trainer = (transformers.Trainer if plain else TwinTrainer)(llama(), given, train_dataset=Stream(), **twin)
+    trainer.train()
+    history = trainer.state.log_history
+    return {
+        "logs": [{key: one[key] for key in ("loss", "grad_norm", "learning_rate")} for one in history if "loss" in one]
+    }
+
+
+def seq2seq(root: str, kind: str, name: str) -> Any:
+    """The tokens that an encoder-decoder model generates after training, and those of its saved weights."""
+    import transformers
+
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=128, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
+    )
+    given = arguments(Path(root) / name, max_steps=2, eval_strategy="no")
+    trainer = TwinTrainer(model, given, train_dataset=samples(NUM_ROWS), twin=KINDS[kind])
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    model.save_pretrained(Path(given.output_dir) / "own")
+    trainer.accelerator.wait_for_everyone()
+    own = transformers.T5ForConditionalGeneration.from_pretrained(Path(given.output_dir) / "own")
+    again = transformers.T5ForConditionalGeneration.from_pretrained(given.output_dir)
+    assert all(torch.equal(*pair) for pair in zip(own.parameters(), again.parameters(), strict=True))
+    tokens = rows(2 + given.process_index)
+    wanted = again.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    found = model.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+    return {"found": found.tolist(), "wanted": wanted.tolist()}
+
+
 def alone_on_rank_0(root: str, kind: str) -> None:
     """Saves on rank 0 only, although all ranks have parts of the weights."""
     from twinflow.dist import meeting

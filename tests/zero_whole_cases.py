@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -504,3 +505,44 @@ def writing_rows(rank: int, world: int, stage: int) -> Any:
     last = sums(dict(whole_weights(engine.optimizer)))
     engine.destroy()
     return {"master": master.flatten().tolist(), "last": last}
+
+
+def own_loop(rank: int, world: int, stage: int) -> Any:
+    """A loop that averages weights from the start, clips gradients itself and writes to weights in place."""
+    engine = engine_of("plain", stage, "device", world, gradient_clipping=0.0)
+    params = list(engine.module.parameters())
+    with GatheredParameters(params):  # before the first forward
+        average = [param.detach().clone() for param in params]
+    norms = []
+    for step in range(5):
+        engine.backward(loss_of(engine, tokens_of(step, rank, world)))
+        norms.append(float(nn.utils.clip_grad_norm_(engine.module.parameters(), 0.2)))
+        engine.step()
+        with torch.no_grad():
+            if step < 4:  # the last weights are those of the optimizer
+                for param in params:
+                    param.clamp_(-0.3, 0.99)
+            with GatheredParameters(params):
+                for mean, param in zip(average, params, strict=True):
+                    mean.lerp_(param, 0.2)
+    last = sums(dict(whole_weights(engine.optimizer)))
+    found = {"norms": norms, "average": [mean.double().sum().item() for mean in average], "last": last}
+    engine.destroy()
+    return found
+
+
+def own_gradients(rank: int, world: int, stage: int, accumulation: int) -> list[str]:
+    """What a rank says to a loop that reads `.grad`: the warning or the error."""
+    engine = engine_of("plain", stage, "device", world, gradient_accumulation_steps=accumulation)
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(accumulation):
+            engine.backward(loss_of(engine, tokens_of(step, rank, world)[: 12 // accumulation // world]))
+            engine.step() if step + 1 < accumulation else None
+        try:
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 0.2)
+        except RuntimeError as error:
+            said.append(str(error))
+    engine.destroy()
+    return [*said, *(str(one.message) for one in caught)]

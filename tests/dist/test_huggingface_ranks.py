@@ -73,7 +73,12 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "loop 1": (2, "loop", {"kind": "stage 1", "name": "loop-1", "resume": "loop-3", **FOUR}),
         "mistakes": (2, "mistakes", {}),
     }
-    return jobs([first, then], tmp_path_factory.mktemp("ranks"))
+    last = {
+        "plain stream": (1, "stream", {"kind": "default", "name": "plain-stream", "plain": True}),
+        "stream": (2, "stream", {"kind": "stage 2", "name": "stream"}),
+        "seq2seq": (2, "seq2seq", {"kind": "stage 3", "name": "seq2seq"}),
+    }
+    return jobs([first, then, last], tmp_path_factory.mktemp("ranks"))
 
 
 def test_the_trainer_trains_on_two_processes_as_on_one(quick: dict[str, Any]) -> None:
@@ -97,6 +102,16 @@ def test_a_loop_of_accelerate_trains_on_two_processes_as_on_one(quick: dict[str,
 
 def test_a_loop_of_accelerate_goes_on_with_another_stage(quick: dict[str, Any]) -> None:
     check_loop(quick["loop 1"], quick["loop"][0], first=2)
+
+
+def test_a_stream_that_ends_between_two_micro_batches(quick: dict[str, Any]) -> None:
+    check_trainer(quick["stream"], quick["plain stream"][0])
+
+
+def test_an_encoder_decoder_model_generates_with_divided_weights(quick: dict[str, Any]) -> None:
+    for rank in quick["seq2seq"]:
+        assert "error" not in rank, rank["trace"]
+        assert rank["found"] == rank["wanted"]
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,24 @@ def test_an_operation_on_the_rows_goes_into_the_masters() -> None:
     for found in (first, second):
         assert found["master"] == pytest.approx(truth["master"], rel=1e-5, abs=1e-6)
     equal(first["last"], truth["last"])
+
+
+def test_a_loop_that_clips_averages_and_writes_weights_trains_as_in_one_process() -> None:
+    truth: Any = run_ranks(1, cases.own_loop, 0)[0]
+    for rank, found in enumerate(run_ranks(2, cases.own_loop, 3)):
+        assert found["norms"] == pytest.approx(truth["norms"], rel=1e-5)
+        assert found["average"] == pytest.approx(truth["average"], rel=1e-4, abs=1e-5)
+        if rank == 0:
+            equal(found["last"], truth["last"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "message"),
+    [(2, 1, "is the gradient of this rank's batches"), (3, 2, r"\.grad was used between backward\(\) and step\(\)")],
+)
+def test_a_gradient_that_is_not_that_of_one_process_is_not_used_silently(
+    stage: int, accumulation: int, message: str
+) -> None:
+    for found in run_ranks(2, cases.own_gradients, stage, accumulation):
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError("\n".join(found))

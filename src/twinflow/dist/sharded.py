@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def with_rows(like: DTensor, rows: Tensor) -> DTensor:
+    """A tensor that is divided over ranks as `like` is, of which this rank has `rows`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def is_fsdp(module: object) -> TypeIs[FSDPModule]:

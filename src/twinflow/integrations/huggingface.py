@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -105,8 +105,19 @@ class TwinMixin:
         of a rank without a batch would be missing in the communication of the others.
         """
         found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        if self.twin is not None and self.twin.team is not None and self.twin.team.world > 1:
-            check_equal(self.twin.team.calls, "The number of batches of a step", len(found[0]))
+        twin, trainer = self.twin, cast(Any, self)
+        if twin is None:
+            return found
+        if twin.team is not None and twin.team.world > 1:
+            check_equal(twin.team.calls, "The number of batches of a step", len(found[0]))
+        if not twin.runtime.has_gradients:
+            # The Trainer makes no step after a stream that ends between two micro-batches. It adds these gradients to
+            # those of the next step, which then has more backwards.
+            num_asked = kwargs["num_batches"] if "num_batches" in kwargs else args[1]
+            num_kept = len(found[0]) if len(found[0]) < num_asked else 0
+            num_backwards = trainer.args.gradient_accumulation_steps + num_kept
+            if twin.accumulation_steps != num_backwards:
+                twin.set_accumulation_steps(num_backwards)
         return found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

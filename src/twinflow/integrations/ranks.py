@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -30,6 +31,7 @@ from twinflow.launch.environment import init_distributed, joined, rank_environme
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
+from twinflow.parallel.whole import wrap_save_pretrained
 from twinflow.zero import Zero, partition
 from twinflow.zero.partitioned import Replaced, regroup
 from twinflow.zero.shared import STAGES
@@ -160,9 +162,18 @@ class DividedModel:
     """
 
     def __init__(self, twin: TwinOptimizer) -> None:
-        assert twin.model is not None
+        assert twin.model is not None and twin.team is not None
         self._twin = twin
         self._model = twin.model
+        known = weakref.ref(twin)  # the model may live longer than the optimizer
+        model = weakref.ref(twin.model)
+
+        def state_dict(call: str, part: nn.Module) -> dict[str, Tensor]:
+            source = known() or model()
+            assert source is not None
+            return dict(whole_weights(source, call=call, part=part))
+
+        wrap_save_pretrained(twin.model, state_dict, writes=twin.team.calls.rank == 0)
 
     def gather(self, call: str) -> dict[str, Tensor]:
         """The whole weights on rank 0, and an empty dict on other ranks. All ranks must call this method. `call`: the

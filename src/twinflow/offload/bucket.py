@@ -71,19 +71,22 @@ class Param:
     @property
     def is_written(self) -> bool:
         """Whether the user has written to the parameter, or to one of its aliases, since the runtime's last write."""
-        if self.version != self._version_now:
+        if self.version != self.counted_writes:
             return True
         return bool(self.aliases) and any(alias._version != version for alias, version in self.aliases)
 
     @property
-    def _version_now(self) -> int:
-        """torch's count of writes. It counts an operation on a DTensor for the DTensor only, and not for its rows."""
-        return self.local._version + self.tensor._version if self.is_sharded else self.tensor._version
+    def counted_writes(self) -> int:
+        """The number of writes that torch has counted. An in-place operation on a DTensor does not count as a write to
+        the local part, and a write to the local part does not count for the DTensor.
+        """
+        version = self.tensor._version
+        return version + self.local._version if self.is_sharded else version
 
     def note_write(self) -> None:
         """Records a write by the runtime, so that `is_written` does not report it as a write by the user."""
         with self.guard:
-            self.version = self._version_now
+            self.version = self.counted_writes
             if self.aliases:
                 self.aliases = [(alias, alias._version) for alias, _ in self.aliases]
 
@@ -110,7 +113,7 @@ def note_step(params: Sequence[Param]) -> None:
     torch._C._increment_version(own)
     for param in params:
         with param.guard:
-            param.version = param._version_now
+            param.version = param.counted_writes
 
 
 class Place(NamedTuple):

@@ -313,7 +313,7 @@ class ParamOffload:
             raise wrong_state(
                 "A weight cannot be used outside the forward of its block",
                 "with offload_param and several ranks, each rank has only a part of the weight outside of the block",
-                "Use the weight inside its block, or train without offload_param.",
+                "Use it inside `with twinflow.compat.zero.GatheredParameters(param)`, or train without offload_param.",
             )
 
     def pieces(self, param: Tensor) -> list[Piece]:

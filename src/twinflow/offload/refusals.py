@@ -10,6 +10,7 @@ changes such fields.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -93,6 +94,17 @@ def too_late(what: str, has_ranks: bool) -> RuntimeError:
         "The step has been completed with the gradients so far, so weights and optimizer state are consistent and can "
         "be saved. Declare the number of backwards in a step with accumulation_steps=N, or build the optimizer with "
         f"early=False (zero_optimization.offload_optimizer.early: false in a config){undo}",
+    )
+
+
+def warn_of_own_gradient(name: str) -> None:
+    """Warn that a gradient which the user has read or changed is not averaged over the ranks."""
+    warnings.warn(
+        f"{name}.grad was used between backward() and step(). It is the gradient of this rank's batches and not the "
+        "average over the ranks, which step() computes. A norm or a limit of it therefore differs from that of one "
+        "process. To clip gradients, use max_grad_norm or max_grad_value of the optimizer (gradient_clipping in a "
+        "config). To read the average, call twinflow.compat.zero.safe_get_full_grad(param) on all ranks.",
+        stacklevel=3,
     )
 
 

@@ -671,8 +671,23 @@ class Runtime:
 
     def give_back(self, tensor: Tensor) -> None:
         """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""
+        name = self._by_tensor[tensor].name
         with plain(), torch.no_grad():
-            self._return_gradients(f"{self._by_tensor[tensor].name}.grad was used")
+            self._return_gradients(f"{name}.grad was used")
+        if self.sharing is not None:
+            refusals.warn_of_own_gradient(name)
+
+    def note_gradient_read(self, tensor: Tensor) -> None:
+        """Note that the user reads `.grad`. A parameter of which this rank has some rows has no stand-in there, because
+        `fully_shard` would add the next gradient to it. Raises RuntimeError if its gradient was taken.
+        """
+        param = self._by_tensor.get(tensor)
+        if param is None or not param.is_sharded or not param.hits or in_backward():
+            return
+        if self._is_taking:
+            with plain(), torch.no_grad():
+                raise self._too_late(f"{param.name}.grad was used")
+        self._is_disturbed |= self._early.watches
 
     def _return_gradients(self, reason: str) -> None:
         """Put the gradients of this step back into `.grad` and drop the updates that have begun.

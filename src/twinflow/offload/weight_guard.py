@@ -8,7 +8,7 @@ UninitializedParameter. A change of class takes 0.25 us.
 
 Effect of each access:
 
-    shape, dtype, grad, ...     does not wait, because it does not read values (metadata.py)
+    shape, dtype, grad, ...     does not wait, because it does not read values (metadata.py). A read of `grad` is noted
     p.data                      waits and notes the alias, because writes through `.data` do not change `p._version`
     p.data = x                  waits; the runtime finds the new memory before the next update
     any other operation         waits, then runs; torch counts in-place writes in `p._version`
@@ -48,6 +48,7 @@ _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Setting the class this way is faster, because it does not call the Python `__setattr__` of a guarded class.
 _SET_CLASS = object.__dict__["__class__"].__set__
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _PASSING = METADATA | GRAD_ACCESS
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous}
 # These look up a parameter in an autograd graph and do not read its values.
@@ -72,6 +73,7 @@ class Owner(Protocol):
     def fetch_copy(self, tensor: Tensor) -> Tensor: ...
     def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None: ...
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
+    def note_gradient_read(self, tensor: Tensor) -> None: ...
 
 
 # A weak reference to the owner of each parameter, for all optimizers of the process. An attribute of the parameter
@@ -248,6 +250,9 @@ def _intercept(
 ) -> object:
     kwargs = kwargs or {}
     if func in _PASSING:
+        owner = owner_of(_first(args)) if func == _GET_GRAD else None
+        if owner is not None:
+            owner.note_gradient_read(_first(args))
         with plain():
             if func in _LAYOUT and _lives_away(_first(args)):  # the expanded NaN on the device has another layout
                 return func(torch.empty(_first(args).shape, device="meta"), *args[1:], **kwargs)

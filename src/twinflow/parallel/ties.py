@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from twinflow.dist.group import Group
-from twinflow.dist.sharded import is_dtensor
+from twinflow.dist.sharded import is_dtensor, with_rows
 from twinflow.errors import wrong_state
 from twinflow.offload.bucket import local_of
 
@@ -102,11 +102,7 @@ class TiedGradients:
     def _deliver(self, grad: Tensor) -> None:
         param = self._param
         if is_dtensor(param):  # `grad` has only this rank's rows
-            from torch.distributed.tensor import DTensor  # slow: dist/sharded.py
-
-            grad = DTensor.from_local(
-                grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-            )
+            grad = with_rows(param, grad)
         with torch.enable_grad():
             torch.autograd.backward([param.view_as(param)], [grad])
 

@@ -83,6 +83,8 @@ def wrap_save_pretrained(
     """
     for part in module.modules():  # a model with a head contains one without, which has the method too
         original: Any = getattr(part, "save_pretrained", None)
+        if isinstance(original, partial) and original.func is _save_pretrained:  # of an optimizer that was closed
+            original = original.args[1]
         if original is not None:
             vars(part)["save_pretrained"] = partial(_save_pretrained, part, original, state_dict, writes)
 
@@ -92,6 +94,7 @@ def _save_pretrained(
     original: Callable[..., Any],
     state_dict: Callable[[str, nn.Module], Mapping[str, object]],
     writes: bool,
+    /,  # because save_pretrained has an argument `state_dict` too
     *args: Any,
     **kwargs: Any,
 ) -> Any:

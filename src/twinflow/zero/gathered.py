@@ -32,13 +32,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
 from twinflow.dist.meeting import Meeting
-from twinflow.dist.sharded import is_dtensor
+from twinflow.dist.sharded import is_dtensor, with_rows
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.weight_guard import OnAllRanks, hide_whole, show_whole, whole_of
 from twinflow.parallel.replica import hash_values
-from twinflow.zero.partitioned import Sharded, forget_gathered, param_groups, without_gathering
+from twinflow.zero.partitioned import Sharded, forget_gathered, param_groups, read_rows, without_gathering
 from twinflow.zero.whole import first_of, gather_all, parts_of
 
 CALL = "GatheredParameters()"
@@ -85,7 +85,7 @@ def add_homes(model: nn.Module, group: Group, meeting: Meeting, runtime: Runtime
     """Records the home of all partitioned parameters of a model, and lets `load_state_dict` take whole weights."""
     offload = runtime.param_offload if runtime is not None else None
     reference = weakref.ref(runtime) if runtime is not None else None
-    groups = [group for module in model.modules() if isinstance(module, FSDPModule) for group in param_groups(module)]
+    groups = [group for module in model.modules() for group in param_groups(module)]
     rows = {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
     for name, param in model.named_parameters():
         home = Home(name, group, meeting, weakref.ref(model), reference)
@@ -240,6 +240,7 @@ def _shown(params: Sequence[Tensor], home: Home, runtime: Runtime | None) -> Ite
                 stack.callback(offload.conceal, param)
         if rows:
             forget_gathered(model)
+            read_rows(model)
             places = _places(model, rows)
             for param in rows:
                 stack.enter_context(_row_shown(param, places[param]))
@@ -356,7 +357,7 @@ def _take_parts(
         home = home_of(param) if param is not None else None
         if param is None or home is None or home.group.world == 1 or _whole(param_of(param), home.runtime) is not None:
             continue  # every rank has the parameter, or a context has gathered it
-        if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == param.shape:
+        if isinstance(given, Tensor) and not is_dtensor(given) and given.shape == param.shape:
             found[name] = param, given
     if not found:
         return
@@ -371,13 +372,12 @@ def _take_parts(
         "each rank has a part of the weights and loads its part of the same values",
     )
     for name, (own, given) in found.items():
-        state_dict[prefix + name] = _rows_of(own, given) if isinstance(own, DTensor) else OnAllRanks.of(given)
+        state_dict[prefix + name] = _rows_of(own, given) if is_dtensor(own) else OnAllRanks.of(given)
 
 
-def _rows_of(param: DTensor, whole: Tensor) -> DTensor:
+def _rows_of(param: Tensor, whole: Tensor) -> Tensor:
+    assert is_dtensor(param)
     local = local_of(param)
     first = first_of(param)
     rows = whole.detach().reshape(-1)[first : first + local.numel()].view(local.shape).to(local.device, local.dtype)
-    return DTensor.from_local(
-        rows, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return with_rows(param, rows)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -31,6 +32,7 @@ from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, is_external, owners
 from twinflow.offload.plan import ROOT
+from twinflow.offload.weight_guard import owner_of
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
 from twinflow.state_dict import ParamEntry
@@ -68,6 +70,9 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
     for old, new in replaced.items():
         keep_marks(old, new)
+    generate: object = getattr(model, "generate", None)
+    if callable(generate):
+        vars(model)["generate"] = _GatheredCall(model, generate)
     return replaced
 
 
@@ -172,11 +177,33 @@ class InPlace:
 def keep_in_place(model: nn.Module) -> list[InPlace]:
     """Keeps all rows of a model in place (`InPlace`)."""
     forget_gathered(model)
-    return [
-        InPlace(module)
-        for module in model.modules()
-        if any(isinstance(param, DTensor) for param in module.parameters())
-    ]
+    return [InPlace(module) for module in model.modules() if any(is_dtensor(param) for param in module.parameters())]
+
+
+class _GatheredCall:
+    """Replaces a method of the root that may call inner modules before the root itself. `generate` of transformers
+    calls the encoder of an encoder-decoder model. `fully_shard` gathers the root's own weights only in the root's
+    forward.
+    """
+
+    def __init__(self, model: nn.Module, method: Callable[..., object]) -> None:
+        self._model = weakref.ref(model)
+        self._method = weakref.WeakMethod(method) if isinstance(method, MethodType) else lambda: method
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        model, method = self._model(), self._method()
+        assert is_fsdp(model) and method is not None
+        forget_gathered(model)
+        model._get_fsdp_state()._lazy_init()  # otherwise the first block that runs would be a root of its own
+        for param in (one.sharded_param for group in param_groups(model) for one in group.fsdp_params):
+            owner = owner_of(param)
+            if owner is not None:
+                owner.settle(param)
+        model.unshard()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            model.reshard()
 
 
 class Sharded(Protocol):
@@ -206,6 +233,15 @@ def param_groups(module: nn.Module) -> list[ParamGroup]:
     return [group for group in groups if group is not None]
 
 
+def read_rows(model: nn.Module) -> None:
+    """Lets `fully_shard` look up the rows of all parameters now. It would do so in the first forward, and raise an
+    error if the modules have whole parameters then.
+    """
+    for module in model.modules():
+        for group in param_groups(module):
+            group.lazy_init()
+
+
 @contextmanager
 def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> Iterator[None]:
     """A context in which `fully_shard` gathers nothing in a forward of modules all of whose parameters are whole.
@@ -221,7 +257,6 @@ def without_gathering(model: nn.Module, is_whole: Callable[[Tensor], bool]) -> I
             if not is_held and all(is_whole(one.sharded_param) for one in group.fsdp_params):
                 held.append(group)
     for group in held:
-        group.lazy_init()
         group._sharded_state = ShardedState.UNSHARDED
         group._to_sharded = _nothing  # type: ignore[method-assign]
     try:
