@@ -1,0 +1,54 @@
+"""`zero.Init` on several ranks: the weights of one process, and no rank ever has all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zero_init_cases as cases
+from dist_support import run_ranks
+
+
+def near(found: dict[str, list[float]], truth: dict[str, list[float]]) -> None:
+    assert list(found) == list(truth)
+    for name, values in truth.items():
+        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "place"),
+    [
+        ("traps", 2, "device"),
+        ("traps", 3, "host"),
+        ("plain", 3, "device"),
+        ("gpt2", 2, "device"),
+        ("llama-tied", 2, "host"),
+    ],
+)
+def test_a_model_that_is_built_in_parts_trains_as_in_one_process(kind: str, world: int, place: str) -> None:
+    truth: Any = run_ranks(1, cases.training, kind, 3, place)[0]
+    assert not truth["closed"]
+    ranks = run_ranks(world, cases.training, kind, 3, place)
+    for found in ranks:
+        assert found["closed"] == len(truth["marks"]) == len(found["marks"])
+        assert found["marks"] == truth["marks"]
+        assert {**found["initial"], "shift": None} == {**truth["initial"], "shift": None}  # not only nearly
+        assert found["opened"] == 0 if place == "device" else found["opened"] < found["closed"]
+    assert ranks[0]["draws"] == truth["draws"]
+    means = [sum(losses) / world for losses in zip(*(found["losses"] for found in ranks), strict=True)]
+    assert means == pytest.approx(truth["losses"], rel=1e-5)
+    near(ranks[0]["last"], truth["last"])
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])
+def test_no_rank_has_more_than_its_part_and_one_layer(world: int, place: str) -> None:
+    alone = run_ranks(1, cases.peak, "device")[0]
+    assert alone["built"] >= alone["total"]
+    for found in run_ranks(world, cases.peak, place):
+        part = found["total"] / world
+        limit = 1.1 * (part + 2 * found["largest"])
+        assert limit < 0.9 * found["total"]
+        assert found["now"] <= 1.1 * part
+        assert found["built"] < limit
+        assert found["used"] < limit
+        assert found["most"] <= 2, "several whole weights at the same time"
