@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twinflow
+from twinflow.compat.start import DeepSpeedConfig
 from twinflow.compat.zero import GatheredParameters, Init
+from twinflow.dist import meeting
 from twinflow.optim.whole import whole_weights
 from twinflow.zero import building
 from twinflow.zero.building import ClosedParameter
@@ -135,7 +138,10 @@ class Memory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, StorageWeakRef] = {}
+        self.wide: dict[int, StorageWeakRef] = {}
         self.peak = 0
+        self.counted: set[tuple[int, ...]] = set()  # shapes of whole weights
+        self.most = 0  # the largest number of tensors with these shapes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -143,12 +149,17 @@ class Memory(TorchDispatchMode):
             if isinstance(tensor, Tensor) and not tensor.is_meta and type(tensor) is not DTensor:
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self.alive[reference.cdata] = reference
+                if tuple(tensor.shape) in self.counted and tensor.untyped_storage().nbytes() >= tensor.nbytes:
+                    self.wide[reference.cdata] = reference
         self.alive = {key: it for key, it in self.alive.items() if not it.expired()}
         self.peak = max(self.peak, sum(self.sizes()))
+        self.wide = {key: it for key, it in self.wide.items() if key in self.alive}
+        self.most = max(self.most, sum(size > 0 for size in self.sizes(self.wide)))
         return result
 
-    def sizes(self) -> list[int]:
-        found = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in self.alive.values()]
+    def sizes(self, alive: dict[int, StorageWeakRef] | None = None) -> list[int]:
+        given = self.alive if alive is None else alive
+        found = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference in given.values()]
         return [storage.nbytes() for storage in found if storage is not None]
 
 
@@ -187,18 +198,179 @@ def peak(rank: int, world: int, place: str) -> dict[str, Any]:
         model.to(torch.bfloat16)
         model.float()
     found["used"] = later.peak
-    sizes = {param.nbytes for layer in model.layers for param in layer.parameters() if param.dim() > 1}
-    later.alive, most = memory.alive, [0]
-    original = Memory.sizes
-
-    def whole_weights_now(self: Memory) -> list[int]:
-        now = original(self)
-        most[0] = max(most[0], sum(size in sizes for size in now))
-        return now
-
-    Memory.sizes = whole_weights_now  # type: ignore[method-assign]
+    later.counted = {tuple(param.shape) for layer in model.layers for param in layer.parameters() if param.dim() > 1}
     with later:
         engine = engine_of(model, 3, place, world)
-    found["most"] = most[0]
+    found["most"] = later.most
     engine.destroy()
     return found
+
+
+def use(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Results of code that a user runs between the context and `initialize`."""
+    found: dict[str, Any] = {}
+    with Init(enabled=stage == 3):
+        torch.manual_seed(0)
+        model = Traps().eval()
+        built_inside = Traps().to(torch.float64)
+        found["inside"] = built_inside.embed.weight.sum().item()
+        del built_inside
+    tokens = whole.tokens_of(0, 0, 1)
+    found["printed"] = repr(model.more[0].weight)
+    found["shown"] = repr(model)
+    found["sizes"] = [(list(p.shape), p.dim(), list(p.size()), p.numel(), list(p.stride())) for p in model.parameters()]
+    found["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
+    state = model.state_dict()
+    found["state"] = whole.sums(state)
+    state["more.1.weight"].zero_()  # the tensors of a state dict are the weights
+    found["zeroed"] = float(model.more[1].weight.abs().sum())
+    del state
+    with torch.no_grad():
+        found["logits"] = model(tokens).flatten().tolist()
+    loss = whole.loss_of(model, tokens)  # with a graph that uses the weights
+    model.more[0].weight.sum().item()
+    loss.backward()
+    found["grads"] = [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+    model.zero_grad()
+    del loss
+    copied = copy.deepcopy(model)
+    found["copied"] = values(copied)
+    file = io.BytesIO()
+    torch.save([model.more, model.embed], file)
+    file.seek(0)
+    more, embed = torch.load(file, weights_only=False)
+    found["saved"] = whole.sums({**more.state_dict(), **embed.state_dict()})
+    found["class"] = [type(embed.weight).__name__, type(more[1].bias).__name__]
+    found["mapped"] = torch.vmap(lambda row: row.sum())(model.more[1].weight).tolist()
+    found["stacked"] = [float(it.sum()) for it in torch._foreach_mul([p.data for p in model.parameters()], 2.0)]
+    found["norm"] = float(nn.utils.get_total_norm(model.parameters()))
+    found["array"] = model.scale.detach().numpy().tolist()
+    found["tensor"] = model.scale.tolist()
+    model.load_state_dict({name: value + 1 for name, value in copied.state_dict().items()})
+    model.double()
+    nn.init.zeros_(model.more[1].bias)
+    model.to(torch.float32)
+    model.embed.weight.data = model.embed.weight.data * 2
+    vector = nn.utils.parameters_to_vector(model.extra.parameters())
+    nn.utils.vector_to_parameters(vector + 1, model.extra.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole.loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.new = nn.Linear(2, 2)  # outside of the context
+    with GatheredParameters(model.more[1].weight, modifier_rank=world - 1):
+        if rank == world - 1:
+            model.more[1].weight.data.fill_(0.25)
+    with GatheredParameters(model):
+        found["whole"] = [type(p).__name__ for p in model.parameters()]
+    found["last"] = values(model)
+    del found["last"]["new.weight"], found["last"]["new.bias"]
+    return found
+
+
+def pretrained(rank: int, world: int, folder: str, stage: int, place: str) -> dict[str, Any]:
+    """Models of transformers: built, saved, loaded and trained."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=SYMBOLS, bos_token_id=0, **sizes)
+    if world == 1:
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    with Init(config_dict_or_path=whole.config(stage, place, world)):
+        torch.manual_seed(2)
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        with Memory() as memory:
+            memory.counted = {(24, 16), (16, 24)}
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+        found: dict[str, Any] = {"most": memory.most}
+    found["whole"] = sum(not one for one in [*is_closed(made), *is_closed(loaded)])
+    found["values"] = [values(made), values(loaded)]
+    engine = engine_of(loaded, stage, place, world)
+    whole.train(engine, range(2), rank, world)
+    engine.destroy()
+    return found
+
+
+def mistakes(rank: int, world: int) -> dict[str, Any]:
+    """Errors of ranks that do different things."""
+    with Init():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    found: dict[str, Any] = {"alone": []}
+    patience, meeting.PATIENCE_S = meeting.PATIENCE_S, 1.0
+    if rank == 0:
+        for use in (model[0].weight.sum, model[0].state_dict):
+            found["alone"].append(_error(use))
+    meeting.PATIENCE_S = patience
+    torch.distributed.barrier()
+    found["different"] = _error(model[rank].weight.sum)
+    begin = nn.Module.__init__
+
+    def fail() -> None:
+        with Init():
+            nn.Linear(2, 2)
+            raise LookupError("of the user")
+
+    found["raised"] = _error(fail)
+    found["after"] = [nn.Module.__init__ is begin, type(nn.Linear(2, 2).weight) is nn.Parameter]
+    values(model)
+    return found
+
+
+def _error(use: Any) -> str:
+    try:
+        use()
+    except (RuntimeError, LookupError) as error:
+        return str(error.args[0])
+    return ""
+
+
+def other_stage(rank: int, world: int, stage: int, place: str) -> list[float]:
+    """The weights after training with a stage that needs whole weights."""
+    with Init():
+        model = make("plain")
+    engine = engine_of(model, stage, place, world)
+    whole.train(engine, range(2), rank, world)
+    found = [float(param.detach().sum()) for param in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+class Own(nn.Parameter):
+    """A class of the user."""
+
+
+def options(rank: int, world: int) -> dict[str, Any]:
+    """Whether models are divided, by the arguments of the context."""
+    config = whole.config(3, "device", world)
+    tensor = {**config, "tensor_parallel": {"autotp_size": 2}}
+    given: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "stage 3": {"config_dict_or_path": config},
+        "a config object": {"config": DeepSpeedConfig(config)},
+        "cpu": {"remote_device": "cpu", "pin_memory": True, "dtype": torch.float32},
+        "disabled": {"enabled": False},
+        "stage 2": {"config": whole.config(2, "device", world)},
+        "tensor ranks": {"config": tensor},
+    }
+    made = {}
+    for name, arguments in given.items():
+        with Init(**arguments):
+            made[name] = make("plain")
+    with Init(), Init():
+        made["nested"] = make("plain")
+    context = Init()
+    for _ in range(2):
+        with context, context:
+            made["twice"] = make("plain")
+    made["a module"] = make("plain")
+    Init(made["a module"])
+    with Init():
+        made["other classes"] = nn.Linear(2, 2)
+        made["other classes"].weight = Own(torch.ones(2, 2))
+        made["other classes"].bias = nn.Parameter(torch.tensor(1.0))
+    closed = {name: all(is_closed(model)) for name, model in made.items()}
+    assert all(closed[name] == any(is_closed(model)) for name, model in made.items())
+    truth = values(make("plain"))
+    return {"closed": closed, "equal": all(values(m) == truth for n, m in made.items() if n != "other classes")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +47,62 @@ def test_no_rank_has_more_than_its_part_and_one_layer(world: int, place: str) ->
     assert alone["built"] >= alone["total"]
     for found in run_ranks(world, cases.peak, place):
         part = found["total"] / world
-        limit = 1.1 * (part + 2 * found["largest"])
+        limit = part + 1.5 * found["largest"]
         assert limit < 0.9 * found["total"]
         assert found["now"] <= 1.1 * part
         assert found["built"] < limit
         assert found["used"] < limit
-        assert found["most"] <= 2, "several whole weights at the same time"
+        assert found["most"] <= 3, "several whole weights at the same time"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_user_does_with_the_model_before_training(world: int) -> None:
+    truth = run_ranks(1, cases.use, 0)[0]
+    for found in run_ranks(world, cases.use, 3):
+        assert found == truth
+
+
+@pytest.mark.parametrize(("world", "place"), [(2, "device"), (2, "host")])
+def test_transformers_loads_and_creates_models_in_parts(world: int, place: str, tmp_path: Path) -> None:
+    truth = run_ranks(1, cases.pretrained, str(tmp_path), 3, place)[0]
+    for found in run_ranks(world, cases.pretrained, str(tmp_path), 3, place):
+        assert found["whole"] == 0, "parameters that each rank has"
+        assert found["most"] <= 4, "whole weights at the same time"
+        assert found["values"] == truth["values"]
+
+
+def test_mistakes_are_named() -> None:
+    first, second = run_ranks(2, cases.mistakes)
+    for text in first["alone"]:
+        assert "Linear.weight" in text
+        assert "the ranks [1] have not called it within 1 s. Call it on all ranks." in text
+    for found in (first, second):
+        assert found["raised"] == "of the user"
+        assert found["after"] == [True, True]
+        assert "Linear.weight (parameter " in found["different"]
+        assert "at the same time" in found["different"]
+
+
+@pytest.mark.parametrize(("stage", "place"), [(2, "device"), (0, "device")])
+def test_other_stages_gather_the_parts(stage: int, place: str) -> None:
+    truth = run_ranks(1, cases.other_stage, stage, place)[0]
+    for found in run_ranks(2, cases.other_stage, stage, place):
+        assert found == pytest.approx(truth, rel=1e-5)
+
+
+def test_options() -> None:
+    for found in run_ranks(2, cases.options):
+        assert found["closed"] == {
+            "nothing": True,
+            "stage 3": True,
+            "a config object": True,
+            "cpu": True,
+            "nested": True,
+            "twice": True,
+            "a module": True,
+            "disabled": False,
+            "stage 2": False,
+            "tensor ranks": False,
+            "other classes": False,
+        }
+        assert found["equal"]

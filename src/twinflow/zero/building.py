@@ -53,7 +53,7 @@ _CLOSE, _KEEP, _GONE = "close", "keep", "gone"
 class _Record:
     """A parameter of a model that is built in parts."""
 
-    label: str  # class of its module and name there, for errors
+    label: str  # class of its module, name there, and a number; the same on all ranks
     param: TensorWeakRef
     home: weakref.ref[nn.Module] | None  # the module that has registered it first; None for a copy
     site: Site
@@ -142,6 +142,7 @@ class Site:
             self._group: Group = new_group("gloo")
         self._meeting = Meeting(self._group)
         self._open: list[_Record] = []  # whole parameters; the same list on all ranks
+        self._count = 0  # of parameters so far
         self._depth = 0  # of nested contexts
         self._lock = threading.RLock()
 
@@ -189,7 +190,9 @@ class Site:
             if param in _RECORDS:  # a tied weight
                 return
             self.close([home])
-            record = _Record(label, TensorWeakRef(param), weakref.ref(home) if home is not None else None, self)
+            self._count += 1
+            name = f"{label} (parameter {self._count})"
+            record = _Record(name, TensorWeakRef(param), weakref.ref(home) if home is not None else None, self)
             _RECORDS[param] = record
             self._open.append(record)
 
