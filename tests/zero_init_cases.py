@@ -85,8 +85,8 @@ def is_closed(model: nn.Module) -> list[bool]:
     return [type(param) is ClosedParameter for param in model.parameters()]
 
 
-def engine_of(model: nn.Module, stage: int, place: str, world: int, **more: Any) -> Any:
-    return twinflow.initialize(model=model, config=whole.config(stage, place, world, **more))[0]
+def engine_of(model: nn.Module, stage: int, place: str, world: int, groups: Any = None) -> Any:
+    return twinflow.initialize(model=model, model_parameters=groups, config=whole.config(stage, place, world))[0]
 
 
 def training(rank: int, world: int, kind: str, stage: int, place: str) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def training(rank: int, world: int, kind: str, stage: int, place: str) -> dict[s
     found["initial"] = values(model)
     found["marks"] = [getattr(param, "mark", None) for param in model.parameters()]
     opened = _count_opened()
-    engine = engine_of(model, stage, place, world)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    engine = engine_of(model, stage, place, world, groups)
     found["opened"] = len(opened)
     losses = []
     for step in range(3):

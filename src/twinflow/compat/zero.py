@@ -348,7 +348,7 @@ def estimate_zero3_model_states_mem_needs(
 ) -> tuple[int, int, int]:
     """Bytes on a host and on a GPU with stage 3, and bytes of the layers that are gathered at a time.
 
-    `zero_init` has no effect: a model that was built whole is partitioned when training starts.
+    `zero_init` has no effect: these are the bytes of training, which are the same for a model that was built whole.
     """
     world, size = num_gpus_per_node * num_nodes, state_bytes("fp32")
     gathered = 2 * _WIDTH * largest_layer_params  # the current layer and the next one

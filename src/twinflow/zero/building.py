@@ -14,6 +14,9 @@ A parameter is not closed while other tensors use its memory (a view, `state_dic
 reads and writes cannot be intercepted. Ranks agree which parameters they close. They meet before each exchange, so that
 code that runs on some ranks only gives an error instead of a hang (dist/meeting.py).
 
+These accesses are not intercepted, and end the process if the parameter is closed, because its memory has no address:
+`torch.tensor(p)`, `torch.Tensor(p)`, and `torch.func.grad` with respect to the parameter itself.
+
 Parameters that stay whole: those of other classes than `nn.Parameter`, without dimensions or elements, not contiguous,
 on the meta device, and of modules that were built without the context. `initialize` partitions them as usual.
 """
