@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twinflow
+import twinflow.compat
 from twinflow.compat.start import DeepSpeedConfig
 from twinflow.compat.zero import GatheredParameters, Init
 from twinflow.dist import meeting
@@ -269,16 +270,20 @@ def use(rank: int, world: int, stage: int) -> dict[str, Any]:
     return found
 
 
-def pretrained(rank: int, world: int, folder: str, stage: int, place: str) -> dict[str, Any]:
-    """Models of transformers: built, saved, loaded and trained."""
+def pretrained(rank: int, world: int, folder: str, place: str, has_config: bool) -> dict[str, Any]:
+    """Models of transformers: built, saved, loaded and trained, in the context or with `HfDeepSpeedConfig`."""
+    if has_config:
+        twinflow.compat.install()
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=SYMBOLS, bos_token_id=0, **sizes)
     if world == 1:
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(folder)
-    with Init(config_dict_or_path=whole.config(stage, place, world)):
+    kept = HfDeepSpeedConfig(whole.config(3, place, world)) if has_config else None  # valid as long as it is referenced
+    with Init(config_dict_or_path=whole.config(3, place, world), enabled=not has_config):
         torch.manual_seed(2)
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         with Memory() as memory:
@@ -287,9 +292,10 @@ def pretrained(rank: int, world: int, folder: str, stage: int, place: str) -> di
         found: dict[str, Any] = {"most": memory.most}
     found["whole"] = sum(not one for one in [*is_closed(made), *is_closed(loaded)])
     found["values"] = [values(made), values(loaded)]
-    engine = engine_of(loaded, stage, place, world)
+    engine = engine_of(loaded, 3, place, world)
     whole.train(engine, range(2), rank, world)
     engine.destroy()
+    del kept
     return found
 
 
