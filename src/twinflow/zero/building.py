@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -99,9 +99,9 @@ class ClosedParameter(nn.Parameter):
         copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
         return copied
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         open_all([self])
-        found: str | tuple[Any, ...] = nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+        found: str | tuple[object, ...] = nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
         return found
 
 
