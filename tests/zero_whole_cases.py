@@ -80,8 +80,8 @@ def make(kind: str) -> nn.Module:
 
 
 def config(stage: int, place: str, world: int, **more: Any) -> dict[str, Any]:
-    """`place`: "device", or "host" for weights on the host too."""
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    """`place`: "device", "host" for weights on the host too, or "none" for no state on the host."""
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "none" if place == "none" else "cpu"}}
     if place == "host":
         zero["offload_param"] = {"device": "cpu"}
     # A large eps, because Adam would amplify the rounding errors of gradients that are zero (biases of keys).

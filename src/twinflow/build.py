@@ -18,6 +18,7 @@ from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, offloads_params
 from twinflow.build_parallel import (
+    Spread,
     axes_of,
     check_trained,
     classes_here,
@@ -46,6 +47,7 @@ from twinflow.optim.twin_build import to_host
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.topology import DATA
+from twinflow.zero.building import make_whole, move
 from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
@@ -93,6 +95,11 @@ def initialize(
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
+        takes_parts = _takes_parts(parsed, found, model, optimizer)
+        if isinstance(model, nn.Module) and not takes_parts and make_whole(model.parameters()):
+            LOGGER.info(
+                "zero.Init has built the model in parts. They are gathered, because this config needs all weights"
+            )
         model, found = spread(model, parsed, found, optimizer, own_device())
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
         if parsed.sparse_attention is not None and grid is None:
@@ -129,6 +136,12 @@ def initialize(
         loader = engine.set_training_data(training_data, collate_fn) if training_data is not None else None
         undo.pop_all()
     return engine, twin, loader, scheduler
+
+
+def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) -> bool:
+    """Whether weights that zero.Init has divided over all ranks can stay so: data ranks share them with stage 3."""
+    has_axes = found.axes.pipe * found.axes.model > 1 or isinstance(model, PipelineModule)
+    return config.zero_optimization.stage == 3 and not has_axes and not isinstance(optimizer, TwinOptimizer)
 
 
 def _engine_settings(
@@ -216,6 +229,7 @@ def place(model: Model, config: Config) -> nn.Module:
     is_for_host = offloads_params(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
         return build_model(model, device, dtype, each=to_host if is_for_host else None)
+    move(model, None if is_for_host else device, dtype)
     return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
 
 

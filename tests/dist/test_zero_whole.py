@@ -133,6 +133,8 @@ def same(found: Any, truth: Any) -> None:
             (2, 3, "device", 2, "auto"),
             (2, 3, "host", 1, "auto"),
             (3, 3, "host", 2, True),
+            (2, 2, "none", 2, "auto"),
+            (2, 3, "none", 2, True),
             (1, 3, "host", 2, True),
             (1, 0, "device", 2, True),
         ],

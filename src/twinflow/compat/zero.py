@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twinflow.build import refuse_groups
+from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
+from twinflow.config.load import read_source
 from twinflow.conflicts import conflict
 from twinflow.dist.group import world_group
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value
+from twinflow.launch.environment import init_distributed, rank_environment
 from twinflow.offload.blocks import mark_external
 from twinflow.optim.param_state import (
     MASTER,
@@ -35,6 +39,7 @@ from twinflow.optim.param_state import (
     write_whole_gradient,
 )
 from twinflow.planner.formats import WEIGHT_BYTES, state_bytes
+from twinflow.zero.building import Site, kept_whole, site, take_over
 from twinflow.zero.gathered import gathered, home_of, is_gathered_with_root
 
 _SENT = "the values of one rank are sent to all ranks"
@@ -42,11 +47,13 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _WIDTH = WEIGHT_BYTES["bf16"]
 
 
-class Init(nullcontext[None]):
-    """A context without effect: models are created as usual, and `initialize` partitions them.
+class Init(AbstractContextManager[None]):
+    """A context in which models are built in parts on several ranks (zero/building.py): no rank has all weights.
 
-    DeepSpeed partitions a model during its creation. For a model that does not fit into one host, give `initialize` a
-    function that creates it, or create it under `torch.device("meta")`.
+    The values are those of the first rank's script without the context. `initialize` with ZeRO stage 3 takes the parts.
+    Without effect in one process, with `enabled=False`, and with a config that has another stage or pipeline or tensor
+    ranks. `module`: a model that exists, which is divided at once. Weights stay on the device where they are built,
+    usually the host, until `initialize`, so `remote_device`, `pin_memory` and `mem_efficient_linear` have no effect.
     """
 
     def __init__(
@@ -62,7 +69,6 @@ class Init(nullcontext[None]):
         dtype: torch.dtype | None = None,
         mpu: Any = None,
     ) -> None:
-        super().__init__()
         if remote_device not in (None, "none", "cpu"):
             remedy = 'Use "cpu", because twinflow does not offload to NVMe.'
             raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), remedy)
@@ -70,6 +76,37 @@ class Init(nullcontext[None]):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
             raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
         refuse_groups(data_parallel_group=data_parallel_group, mpu=mpu)
+        self._is_on = enabled and _divides_weights(config_dict_or_path if config is None else config)
+        self._open: list[AbstractContextManager[None]] = []  # the same object may be entered several times
+        here = _site() if module is not None and self._is_on else None
+        if module is not None and here is not None:
+            take_over(module, here)
+
+    def __enter__(self) -> None:
+        here = _site() if self._is_on else None
+        self._open.append(here.building() if here is not None else nullcontext())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+def _divides_weights(config: Any) -> bool:
+    """Whether a config, as far as it is known here, divides weights over all ranks. It may contain "auto"."""
+    if config is None:
+        return True
+    found = read_source(getattr(config, "_param_dict", config))[1]
+    axes = (found.get("tensor_parallel", {}).get("autotp_size"), found.get("pipeline", {}).get("stages"))
+    return found.get("zero_optimization", {}).get("stage", 0) == 3 and all(one in (None, 0, 1) for one in axes)
+
+
+def _site() -> Site | None:
+    """The ranks that build a model. Creates torch's process group if a launcher has started several processes."""
+    if not dist.is_initialized():
+        started = rank_environment(os.environ)
+        if started is not None and started.world_size > 1:
+            init_distributed(timeout_s=TIMEOUT_S)
+    return site()
 
 
 @contextmanager
@@ -88,6 +125,12 @@ def GatheredParameters(
     """
     listed = params.parameters() if isinstance(params, nn.Module) else params
     listed = ([listed] if isinstance(listed, Tensor) else list(listed)) if enabled else []
+    with kept_whole(listed), _gathered(listed, modifier_rank):
+        yield
+
+
+@contextmanager
+def _gathered(listed: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
     shared = [param for param in listed if home_of(param) is not None]
     whole = [param for param in listed if home_of(param) is None]  # every rank has these
     for param in whole:
@@ -305,7 +348,7 @@ def estimate_zero3_model_states_mem_needs(
 ) -> tuple[int, int, int]:
     """Bytes on a host and on a GPU with stage 3, and bytes of the layers that are gathered at a time.
 
-    `zero_init` has no effect: a model that was built whole is partitioned when training starts.
+    `zero_init` has no effect: these are the bytes of training, which are the same for a model that was built whole.
     """
     world, size = num_gpus_per_node * num_nodes, state_bytes("fp32")
     gathered = 2 * _WIDTH * largest_layer_params  # the current layer and the next one

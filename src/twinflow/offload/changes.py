@@ -48,7 +48,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]]) -> None:
                     "an expanded tensor share memory and cannot be trained one by one. Make the parameter from "
                     "expanded.clone(memory_format=torch.contiguous_format)."
                 )
-            if not t.is_meta:
+            if not t.is_meta and t.data_ptr():  # weights of zero.Init have no memory here
                 spans.append((t.data_ptr(), t.numel() * t.element_size(), name))
     spans.sort()
     for (start, nbytes, name), (other_start, other_bytes, other) in pairwise(spans):

@@ -293,7 +293,7 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
     if func == _GET_DATA and owners:
         assert isinstance(result, Tensor)
         owners[0][1].note_alias(owners[0][0], result)
-    elif func is Tensor.detach and owners and _is_called_by_parameter():
+    elif func is Tensor.detach and owners and is_called_by_parameter():
         assert isinstance(result, Tensor)
         result.__class__ = type(owners[0][0])  # nn.Parameter(p) needs a tensor of p's class
     return result
@@ -314,7 +314,8 @@ def _operate_whole(
     return next((it for it in _guarded_in((args, kwargs)) if wholes.get(id(it)) is result), result)
 
 
-def _is_called_by_parameter() -> bool:
+def is_called_by_parameter() -> bool:
+    """Whether a function is called by `nn.Parameter(tensor)`."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):  # between the two are frames of this module and of Dynamo
         if frame is None:
@@ -349,7 +350,7 @@ def _operate_away(
         # The owner gets another tensor, so that it can count the users of the memory.
         _need(_first(args)).lend(_first(args), alias.detach(), is_counted=False)
         return alias
-    if func is Tensor.detach and _is_called_by_parameter():  # nn.Parameter(p) needs a tensor of p's class
+    if func is Tensor.detach and is_called_by_parameter():  # nn.Parameter(p) needs a tensor of p's class
         alias = copies[id(args[0])].detach()
         alias.__class__ = type(_first(args))
         return alias

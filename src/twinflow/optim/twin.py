@@ -53,6 +53,7 @@ from twinflow.rules.segment import check_format
 from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
+from twinflow.zero.building import make_whole
 from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams, keep_in_place
 from twinflow.zero.start import own_host_bytes
@@ -213,6 +214,8 @@ class TwinOptimizer(Outcomes):
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             aside = build.set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
+        else:
+            make_whole(tensor for _, tensor, _ in self._named())  # weights that zero.Init has divided over ranks
         params, specs, order = build.params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:
@@ -257,7 +260,7 @@ class TwinOptimizer(Outcomes):
         # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
-            aside.values.clear()  # the state contains them now, so this frees their memory
+            aside.clear()  # the state contains the weights now, so this frees their memory
         for bucket in runtime.buckets:
             if bucket.slices:
                 bucket.updater.start(bucket, self.param_groups)

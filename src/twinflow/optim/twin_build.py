@@ -8,7 +8,7 @@ bucket's state is the host, the device ("resident"), or the host with updates on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +36,7 @@ from twinflow.planner.costs import FLAT_BYTES
 from twinflow.rules import Rule
 from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
+from twinflow.zero.building import Rows, make_whole, take_rows
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import first_of
@@ -108,18 +109,48 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
 
 
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
-    """All parameters and buffers, each once. Offloaded weights are represented by their values on the host."""
+    """All parameters and buffers, each once, except weights of which ranks have rows. Offloaded weights are represented
+    by their values on the host.
+    """
     found = dict.fromkeys([*model.parameters(), *model.buffers()])
-    values = aside.values if aside is not None else {}
-    return [values.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in found]
+    values, rows = (aside.values.whole, aside.values.rows) if aside is not None else ({}, {})
+    left = [tensor for tensor in found if tensor not in rows]
+    return [values.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in left]
+
+
+class HostValues(Mapping[nn.Parameter, Tensor]):
+    """Values of weights on the host. Those of which ranks have rows are gathered for each read, so all ranks must read
+    them in the same order.
+    """
+
+    def __init__(self, whole: dict[nn.Parameter, Tensor], rows: Rows) -> None:
+        self.whole = whole
+        self.rows = rows
+
+    def __getitem__(self, param: nn.Parameter) -> Tensor:
+        return self.rows.gather(param).cpu() if param in self.rows else self.whole[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self.rows or param in self.whole
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.rows)
 
 
 @dataclass(frozen=True)
 class Aside:
     """Weights for the host (`offload_params`), taken from the model before buckets are planned."""
 
-    values: dict[nn.Parameter, Tensor]
+    values: HostValues
     frozen: dict[int, list[nn.Parameter]]  # by block
+
+    def clear(self) -> None:
+        """Releases the values."""
+        self.values.whole.clear()
+        self.values.rows.clear()
 
 
 def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
@@ -140,7 +171,12 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
         if block != ROOT:
             frozen.setdefault(block, []).append(param)
     every = [*found, *(param for params in frozen.values() for param in params)]
-    return Aside(take_aside(model, every, where), frozen)
+    rows = take_rows(every)
+    make_whole(model.parameters())  # the weights outside of blocks
+    for tensor in rows:
+        tensor.data = torch.zeros((), dtype=tensor.dtype, device=where).expand(tensor.shape)
+    whole = take_aside(model, [param for param in every if param not in rows], where)
+    return Aside(HostValues(whole, rows), frozen)
 
 
 def params_of(

@@ -36,6 +36,7 @@ from twinflow.offload.weight_guard import owner_of
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
 from twinflow.state_dict import ParamEntry
+from twinflow.zero.building import Rows, take_rows
 from twinflow.zero.shared import Zero
 
 Replaced = dict[Tensor, Tensor]  # from a parameter before `partition` to the one after it
@@ -43,6 +44,8 @@ Replaced = dict[Tensor, Tensor]  # from a parameter before `partition` to the on
 
 def partition(model: nn.Module, zero: Zero) -> Replaced:
     """Partitions a model in place: each rank gets its rows of all parameters, with rank 0's values.
+
+    Parameters that were built in parts (building.py) are not gathered.
 
     The parameters are new tensors afterwards. Returns the new parameter of each old one, for `regroup`. Raises
     ValueError for models that `fully_shard` does not support.
@@ -54,9 +57,12 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     device = next(iter(before.values())).device
     ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
     group = new_group(backend_for(device), ranks)
+    rows = take_rows(before.values())
     with torch.no_grad():
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-            group.broadcast(tensor)
+            if tensor not in rows:
+                group.broadcast(tensor)
+    _stand_in(model, rows)
     mesh = DeviceMesh.from_group(group.handle, device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model, zero, device))
     blocks = find_blocks(model)
@@ -65,6 +71,8 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
         if not any(owner.get(param) == ROOT or is_external(param) for param in block.module.parameters()):
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
+    now = dict(model.named_parameters(remove_duplicate=False))
+    _put_rows(model, {now[name]: rows[param] for name, param in before.items() if param in rows})
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
@@ -74,6 +82,31 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     if callable(generate):
         vars(model)["generate"] = _GatheredCall(model, generate)
     return replaced
+
+
+def _stand_in(model: nn.Module, rows: Rows) -> None:
+    """Replaces parameters without values by meta tensors, which `fully_shard` divides too."""
+    metas: dict[Tensor, nn.Parameter] = {}
+    for param in rows:
+        metas[param] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
+        metas[param].__dict__.update(param.__dict__)  # marks, such as that of an external parameter
+    for module in model.modules():
+        for name, found in module._parameters.items():
+            if found is not None and found in metas:
+                module._parameters[name] = metas[found]
+
+
+@torch.no_grad()
+def _put_rows(model: nn.Module, rows: Mapping[Tensor, Tensor]) -> None:
+    """Gives this rank's rows to parameters of `fully_shard` that are on the meta device."""
+    for module in model.modules():
+        for group in param_groups(module) if rows and isinstance(module, FSDPModule) else ():
+            for one in group.fsdp_params:
+                old = one.sharded_param
+                if old in rows:
+                    new = nn.Parameter(one.to_sharded_dtensor(rows[old]), old.requires_grad)
+                    one._setattr_on_modules(new)
+                    one.reset_sharded_param()
 
 
 def _check(model: nn.Module) -> None:
@@ -207,9 +240,13 @@ class _GatheredCall:
 
 
 class Sharded(Protocol):
-    """A parameter of `fully_shard`."""
+    """A parameter of `fully_shard`. torch has no public name for these methods."""
 
     sharded_param: nn.Parameter
+
+    def to_sharded_dtensor(self, tensor: Tensor) -> Tensor: ...
+    def _setattr_on_modules(self, param: nn.Parameter) -> None: ...
+    def reset_sharded_param(self) -> None: ...
 
 
 class ParamGroup(Protocol):
