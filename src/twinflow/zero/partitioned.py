@@ -100,7 +100,7 @@ def _stand_in(model: nn.Module, rows: Rows) -> None:
 def _put_rows(model: nn.Module, rows: Mapping[Tensor, Tensor]) -> None:
     """Gives this rank's rows to parameters of `fully_shard` that are on the meta device."""
     for module in model.modules():
-        for group in param_groups(module) if rows and isinstance(module, FSDPModule) else ():
+        for group in param_groups(module) if rows else ():
             for one in group.fsdp_params:
                 old = one.sharded_param
                 if old in rows:
