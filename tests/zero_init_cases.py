@@ -277,7 +277,7 @@ def pretrained(rank: int, world: int, folder: str, place: str, has_config: bool)
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=SYMBOLS, bos_token_id=0, **sizes)
     if world == 1:
         torch.manual_seed(1)
