@@ -174,3 +174,27 @@ def own_loader(rank: int, world: int, folder: str) -> dict[str, Any]:
     shape = list(outputs[0].shape) if outputs is not None else None
     engine.destroy()
     return {"first": first, "again": again, "kept": kept, "loss": loss, "shape": shape}
+
+
+def one_data_rank(rank: int, world: int, stage: int) -> list[float]:
+    """Losses of two stages with one data rank each, for which no ZeRO stage partitions anything."""
+    torch.manual_seed(0)
+    config = pipe_config()
+    config["zero_optimization"]["stage"] = stage
+    model = PipelineModule(layers(), loss_fn=loss_of, num_stages=world)
+    engine = twinflow.initialize(model=model, config=config)[0]
+    data = batches()
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    engine.destroy()
+    return losses
+
+
+def save_whole(rank: int, world: int, folder: str) -> dict[str, list[float]]:
+    """The file of `save_16bit_model` with tensor ranks, and the weights of the engine."""
+    engine = make(config_of(1, world, 1))
+    one_step(engine, 0)
+    engine.save_16bit_model(folder, f"{world}.bin")
+    torch.distributed.barrier()
+    state = torch.load(f"{folder}/{world}.bin")
+    engine.destroy()
+    return {name: value.double().flatten().tolist() for name, value in state.items()}

@@ -131,6 +131,8 @@ def make_zero(config: Config, world_size: int, is_named: bool = True, grid: Grid
         refuse("1-bit Adam", {"stage": stage == 3})
         _refuse_divisions(config, "1-bit Adam")
         stage = 1  # With compression, each stage below 3 partitions buckets over ranks, as stage 1 does.
+    if stage == 3 and world_size == 1 and grid is not None and not offloads_params(config):
+        stage = 1  # The replica has one data rank, so nothing is partitioned.
     return Zero(
         stage,
         wire_dtype(config),

@@ -11,8 +11,10 @@ from parallel_trap_cases import (
     SYMBOLS,
     dropout_after_load,
     given_parameters,
+    one_data_rank,
     own_loader,
     refused,
+    save_whole,
     second_try,
     tied_layers,
 )
@@ -74,3 +76,15 @@ def test_data_of_the_engines_own(tmp_path: Path) -> None:
         assert rank["kept"]
         assert rank["loss"] == ranks[0]["loss"]
     assert [rank["shape"] for rank in ranks] == [None, [4, 8, SYMBOLS]]
+
+
+def test_stage_3_with_one_data_rank_for_each_pipeline_stage() -> None:
+    assert run_ranks(2, one_data_rank, 3)[0] == pytest.approx(run_ranks(2, one_data_rank, 0)[0], rel=1e-6)
+
+
+def test_save_16bit_model_of_tensor_ranks_writes_whole_weights(tmp_path: Path) -> None:
+    truth = run_ranks(1, save_whole, str(tmp_path))[0]
+    for found in run_ranks(2, save_whole, str(tmp_path)):
+        assert list(found) == list(truth)
+        for name, values in truth.items():
+            assert found[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name

@@ -385,16 +385,19 @@ class Engine(EngineBase):
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Writes the weights in the dtype of the model to a file: in the format of safetensors if the name ends so, and
-        otherwise of torch.save. Rank 0 writes it. With ZeRO stage 3 all ranks must call this method.
+        otherwise of torch.save. Rank 0 writes it. With ZeRO stage 3 or tensor ranks all ranks must call this method.
+        Raises ValueError with pipeline stages.
         """
-        reason, remedy = "each rank has only a part of the weights", "Save a checkpoint and use `twinflow export`."
+        reason, remedy = "each rank has only its layers", "Save a checkpoint and use `twinflow export`."
         grid = self.settings.grid
-        if grid is not None and grid.num_pipe * grid.num_model > 1:
-            raise incompatible("save_16bit_model()", "pipeline or tensor parallelism", reason, remedy)
+        if grid is not None and grid.num_pipe > 1:
+            raise incompatible("save_16bit_model()", "pipeline parallelism", reason, remedy)
         folder = _path("save_dir", save_dir)
         call = "save_16bit_model()"
         if self._has_parts:
             found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters)
+        elif self._whole is not None:
+            found = self._whole.state_dict(call, exclude_frozen=exclude_frozen_parameters)
         elif self.global_rank == 0:
             source = self.optimizer if self.optimizer is not None else self.module
             found = dict(whole_weights(source, exclude_frozen_parameters, call))

@@ -34,9 +34,10 @@ class WholeWeights:
         self._meeting = Meeting(group, "tensor ranks", _REMEDY)
         wrap_save_pretrained(module, self.state_dict, writes)
 
-    def state_dict(self, call: str, part: nn.Module | None = None) -> dict[str, object]:
+    def state_dict(self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False) -> dict[str, object]:
         """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
-        `call` is the name for errors. Raises RuntimeError if not all tensor ranks make the call.
+        `call` is the name for errors. `exclude_frozen`: without parameters that are not trained. Raises RuntimeError if
+        not all tensor ranks make the call.
         """
         self._meeting.meet(call, "each tensor rank has a part of the weights")
         joined: dict[int, Tensor] = {}  # by the id of the parameter or buffer
@@ -44,6 +45,8 @@ class WholeWeights:
         module = self._module if part is None else part
         for name, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor):
+                if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
+                    continue
                 if id(value) not in joined:
                     joined[id(value)] = self._joined(value)
                 found[name] = joined[id(value)]
