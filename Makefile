@@ -62,7 +62,7 @@ docs: $(VENV)/.installed
 # The tests are collected once before, which compiles them and all that they import: else each worker would do it again.
 unit: $(VENV)/.installed
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not matrix"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not matrix"
 
 test-all: lint
 	$(BIN)/python tests/run_parts.py
