@@ -12,7 +12,8 @@ Threads: autograd's thread (or the user's thread in `step`) and the reducer subm
 or the norm reducer calls `close_job`. `LateUpdates` has a thread of its own. The lock `DeviceWork._lock` guards
 `Job.on_device`, `Job.unsent` and all fields here. A thread that needs this lock and `Executor.changed` acquires this
 lock first. A thread may hold the lock while it waits for the last update of a bucket or for a background checkpoint
-that reads the state (frozen.py). Methods that run only between steps do not acquire it (`hold_back`, `forget_sums`).
+that reads the state (frozen.py). A sum that waits for the update of an earlier step releases the lock. Methods that run
+only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
 is copied from the host. The flat buffer of the gradients is free after the update. With a delayed update the new
@@ -40,6 +41,8 @@ from twinflow.offload.plan import STREAMED, Slice
 from twinflow.offload.staging import Stages
 from twinflow.offload.sync import OLD_WEIGHTS, RESIDENT_READY, STORED, WEIGHT_SENT
 
+_CHECK_S = 1.0  # a thread that waits for another one looks for failures this often
+
 
 class DeviceWork:
     """Queues the updates and sums of one executor's buckets on the device."""
@@ -53,6 +56,8 @@ class DeviceWork:
         self._updated: dict[Bucket, Event] = {}  # the end of the last update of each bucket
         self._uncounted: list[Task] = []  # tasks that were queued before their decision was known on the host
         self._late: LateUpdates | None = None
+        self._late_jobs: list[Job] = []  # closed jobs whose updates wait for the decision on the host
+        self._started = threading.Condition(self._lock)  # notified when updates of a late job are queued or dropped
 
     def close(self) -> None:
         """End the thread of `LateUpdates`, if there is one."""
@@ -63,6 +68,7 @@ class DeviceWork:
         """Take over a task. Its gradients are complete on the device once the event `task.ready` is done."""
         with self._lock:
             if self._executor.sums_on_host:
+                self._wait_for_total(task)
                 self._add(task)
                 if task.job.is_part:
                     return
@@ -99,6 +105,7 @@ class DeviceWork:
                 self._start(early, decision if not job.is_open else None, event)
             if job.on_device:
                 self._late = self._late or LateUpdates(self._executor, self._start_late)
+                self._late_jobs.append(job)
                 self._late.put(job)
 
     def _start_late(self, job: Job) -> None:
@@ -109,6 +116,8 @@ class DeviceWork:
                 self._drop(job)
             else:
                 self._start(sorted(job.on_device, key=lambda task: task.deadline), None, None)
+            self._late_jobs.remove(job)
+            self._started.notify_all()
 
     def _drop(self, job: Job) -> None:
         """Discard the updates of a job that is dropped or skipped. Forwards do not wait for its weights any more."""
@@ -163,6 +172,14 @@ class DeviceWork:
             task.is_summed = True
             if not task.is_held:
                 task.present = sorted(bucket.added)
+
+    def _wait_for_total(self, task: Task) -> None:
+        """Block until no earlier job needs the total of the bucket. The forward of a delayed job does not wait for the
+        update of the job before, so that the total may still be the gradient of that update.
+        """
+        while any(one.bucket is task.bucket for job in self._late_jobs if job is not task.job for one in job.on_device):
+            self._started.wait(_CHECK_S)
+            self._executor.check()  # nobody notifies if a thread has failed
 
     def add_nothing(self, job: Job, bucket: Bucket) -> Task | None:
         """Submit a task for a bucket that got gradients in earlier backwards of this step and none in the last one.
