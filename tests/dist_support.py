@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fork_support import fork_context
@@ -66,3 +67,10 @@ def _rank(rank: int, world: int, backend: str, folder: str, work: Callable[..., 
         (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         sys.stderr.flush()
         os._exit(1)
+
+
+def assert_near(found: dict[str, list[float]], truth: dict[str, list[float]]) -> None:
+    """Equal names, in this order, and equal values up to rounding."""
+    assert list(found) == list(truth)
+    for name, values in truth.items():
+        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name

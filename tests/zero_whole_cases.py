@@ -26,7 +26,9 @@ from twinflow.compat.zero import (
     unwrap_model_for_generation,
 )
 from twinflow.dist import meeting
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
+from twinflow.zero import Zero
 
 SYMBOLS, WIDTH = 13, 6
 
@@ -546,3 +548,11 @@ def own_gradients(rank: int, world: int, stage: int, accumulation: int) -> list[
             said.append(str(error))
     engine.destroy()
     return [*said, *(str(one.message) for one in caught)]
+
+
+def left_gradients(rank: int, world: int, max_grad_norm: float | None) -> list[str]:
+    """What an optimizer says at its start if the loop gets the gradients of this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        TwinOptimizer(nn.Linear(4, 4), lr=1e-2, early=False, max_grad_norm=max_grad_norm, zero=Zero(2)).close()
+    return [str(one.message) for one in caught]

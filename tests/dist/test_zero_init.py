@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 import zero_init_cases as cases
-from dist_support import run_ranks
+from dist_support import assert_near, run_ranks
 from twin_support import matrix_but
-
-
-def near(found: dict[str, list[float]], truth: dict[str, list[float]]) -> None:
-    assert list(found) == list(truth)
-    for name, values in truth.items():
-        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -42,7 +36,7 @@ def test_a_model_that_is_built_in_parts_trains_as_in_one_process(kind: str, worl
     assert ranks[0]["draws"] == truth["draws"]
     means = [sum(losses) / world for losses in zip(*(found["losses"] for found in ranks), strict=True)]
     assert means == pytest.approx(truth["losses"], rel=1e-5)
-    near(ranks[0]["last"], truth["last"])
+    assert_near(ranks[0]["last"], truth["last"])
 
 
 @pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zero_whole_cases as cases
-from dist_support import run_ranks
+from dist_support import assert_near, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from twin_support import matrix_but
@@ -16,12 +16,6 @@ from twin_support import matrix_but
 from twinflow.compat.zero import get_fp32_state_dict_from_zero_checkpoint
 
 PLACES = ["device", "host"]
-
-
-def equal(found: dict[str, list[float]], truth: dict[str, list[float]]) -> None:
-    assert list(found) == list(truth)
-    for name, values in truth.items():
-        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -41,7 +35,7 @@ def test_rank_0_gets_the_weights_of_one_process(kind: str, world: int, place: st
     truth: Any = run_ranks(1, cases.weights, kind, 0, "device")[0]
     first, *others = run_ranks(world, cases.weights, kind, 3, place)
     for key in ("before", "after", "last"):
-        equal(first[key], truth[key])
+        assert_near(first[key], truth[key])
     assert first["num"] == truth["num"]
     assert first["again"] == 1
     assert all(other["after"] == {} and other["again"] == 0 for other in others)
@@ -64,11 +58,11 @@ def test_all_ranks_read_whole_weights(kind: str, world: int, place: str) -> None
     truth: Any = run_ranks(1, cases.reading, kind, 0, "device")[0]
     for rank, found in enumerate(run_ranks(world, cases.reading, kind, 3, place)):
         for key in ("held", "modules", "again", "kept", "nested", "state"):
-            equal(found[key], truth[key])
+            assert_near(found[key], truth[key])
         for key in ("logits", "loss"):
             assert found[key] == pytest.approx(truth[key], rel=1e-5, abs=1e-6)
         if rank == 0:
-            equal(found["last"], truth["last"])
+            assert_near(found["last"], truth["last"])
 
 
 @pytest.mark.parametrize(
@@ -91,8 +85,8 @@ def test_what_the_modifier_writes_goes_into_weights_and_masters(kind: str, world
             assert (one is None) == (other is None)
             assert one is None or one == pytest.approx(other, rel=1e-5, abs=1e-6)
         if rank == 0:
-            equal(found["after"], truth["after"])
-            equal(found["last"], truth["last"])
+            assert_near(found["after"], truth["after"])
+            assert_near(found["last"], truth["last"])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -182,19 +176,19 @@ def test_saved_files_are_those_of_one_process(kind: str, world: int, place: str,
     truth: Any = run_ranks(1, cases.saving, kind, 0, "device", str(tmp_path / "one"))[0]
     first, *others = run_ranks(world, cases.saving, kind, 3, place, str(tmp_path / "many"))
     for found, state in zip(first["states"], truth["states"], strict=True):
-        equal(found, state)
-    equal(first["last"], truth["last"])
+        assert_near(found, state)
+    assert_near(first["last"], truth["last"])
     assert all(other["states"] == [{}, None] and other["last"] == {} for other in others)
     for name in ("weights.bin", "trained.bin"):
         one, many = (cases.sums(torch.load(tmp_path / side / name)) for side in ("one", "many"))
-        equal(many, one)
+        assert_near(many, one)
     one, many = (cases.sums(load_file(tmp_path / side / "weights.safetensors")) for side in ("one", "many"))
-    equal(many, one)
+    assert_near(many, one)
     fp32 = cases.sums(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "many"))
-    equal({name: fp32[name] for name in truth["last"]}, truth["last"])
+    assert_near({name: fp32[name] for name in truth["last"]}, truth["last"])
     if kind != "plain":
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "many" / "pretrained")
-        equal(cases.sums(loaded.state_dict()), truth["states"][0])
+        assert_near(cases.sums(loaded.state_dict()), truth["states"][0])
         for found in (first, *others):
             for tokens, wanted in zip(found["tokens"], truth["tokens"], strict=True):
                 assert tokens == wanted[: len(tokens)]
@@ -204,7 +198,7 @@ def test_saved_files_are_those_of_one_process(kind: str, world: int, place: str,
 def test_a_layer_may_use_the_registered_weight_of_another(world: int, place: str) -> None:
     truth: Any = run_ranks(1, cases.external, 0, "device")[0]
     first, *others = run_ranks(world, cases.external, 3, place)
-    equal(first["state"], truth["state"])
+    assert_near(first["state"], truth["state"])
     assert all("Call it before initialize()" in found["late"] for found in (first, *others))
 
 
@@ -221,8 +215,8 @@ def test_load_state_dict_of_whole_weights_is_as_in_one_process(kind: str, world:
         assert found["keys"] == truth["keys"]
         assert found["master"] == pytest.approx(truth["master"])
         if rank == 0:
-            equal(found["loaded"], truth["loaded"])
-            equal(found["last"], truth["last"])
+            assert_near(found["loaded"], truth["loaded"])
+            assert_near(found["last"], truth["last"])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -255,7 +249,7 @@ def test_an_operation_on_the_rows_goes_into_the_masters() -> None:
     first, second = run_ranks(2, cases.writing_rows, 3)
     for found in (first, second):
         assert found["master"] == pytest.approx(truth["master"], rel=1e-5, abs=1e-6)
-    equal(first["last"], truth["last"])
+    assert_near(first["last"], truth["last"])
 
 
 def test_a_loop_that_clips_averages_and_writes_weights_trains_as_in_one_process() -> None:
@@ -264,7 +258,7 @@ def test_a_loop_that_clips_averages_and_writes_weights_trains_as_in_one_process(
         assert found["norms"] == pytest.approx(truth["norms"], rel=1e-5)
         assert found["average"] == pytest.approx(truth["average"], rel=1e-4, abs=1e-5)
         if rank == 0:
-            equal(found["last"], truth["last"])
+            assert_near(found["last"], truth["last"])
 
 
 @pytest.mark.parametrize(
@@ -277,3 +271,9 @@ def test_a_gradient_that_is_not_that_of_one_process_is_not_used_silently(
     for found in run_ranks(2, cases.own_gradients, stage, accumulation):
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError("\n".join(found))
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_loop_that_gets_the_gradients_of_one_rank_is_warned(limit: float | None) -> None:
+    for found in run_ranks(2, cases.left_gradients, limit):
+        assert any("is the gradient of this rank's batches" in text for text in found) == (limit is None)

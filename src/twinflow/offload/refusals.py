@@ -97,13 +97,13 @@ def too_late(what: str, has_ranks: bool) -> RuntimeError:
     )
 
 
-def warn_of_own_gradient(name: str) -> None:
-    """Warn that a gradient which the user has read or changed is not averaged over the ranks."""
+def warn_of_own_gradient(reason: str) -> None:
+    """Warn that gradients which the user reads or changes are not averaged over the ranks."""
     warnings.warn(
-        f"{name}.grad was used between backward() and step(). It is the gradient of this rank's batches and not the "
-        "average over the ranks, which step() computes. A norm or a limit of it therefore differs from that of one "
-        "process. To clip gradients, use max_grad_norm or max_grad_value of the optimizer (gradient_clipping in a "
-        "config). To read the average, call twinflow.compat.zero.safe_get_full_grad(param) on all ranks.",
+        f"{reason}. On several ranks .grad is the gradient of this rank's batches and not the average over the ranks, "
+        "which step() computes. A norm or a limit of it therefore differs from that of one process. To clip gradients, "
+        "use max_grad_norm or max_grad_value of the optimizer (gradient_clipping in a config). To read the average, "
+        "call twinflow.compat.zero.safe_get_full_grad(param) on all ranks.",
         stacklevel=3,
     )
 

@@ -675,7 +675,7 @@ class Runtime:
         with plain(), torch.no_grad():
             self._return_gradients(f"{name}.grad was used")
         if self.sharing is not None:
-            refusals.warn_of_own_gradient(name)
+            refusals.warn_of_own_gradient(f"{name}.grad was used between backward() and step()")
 
     def note_gradient_read(self, tensor: Tensor) -> None:
         """Note that the user reads `.grad`. A parameter of which this rank has some rows has no stand-in there, because

@@ -363,7 +363,7 @@ def _operate_away(
         owner = _need(tensor)
         if values._version != versions[id(tensor)]:
             owner.store(tensor, values)
-        if any(_shares_memory(found, values) for found in _tensors_in(result)):
+        if any(_shares_memory(found, values) for found in tensors_in(result)):
             owner.lend(tensor, values.detach(), is_counted=True)
     if any(result is values for values in copies.values()):  # an in-place operation returns the parameter
         return next(tensor for tensor in away if copies[id(tensor)] is result)
@@ -411,23 +411,19 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _guarded_in(value: object) -> Iterator[Tensor]:
-    if type(value) in _ORDINARY:
-        assert isinstance(value, Tensor)
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _guarded_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _guarded_in(item)
+    return (tensor for tensor in tensors_in(value) if type(tensor) in _ORDINARY)
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in arguments or results of an operation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def _replaced(value: object, copies: dict[int, Tensor]) -> object:

@@ -28,6 +28,7 @@ from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
+from twinflow.offload.refusals import warn_of_own_gradient
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.taken_gradient import TakenGradient
@@ -224,6 +225,9 @@ class TwinOptimizer(Outcomes):
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
+            leaves_gradients = not self._settings.early and not self._settings.limits.any
+            if self.team.world > 1 and self.zero.shares_buckets and leaves_gradients:
+                warn_of_own_gradient("early=False without a limit leaves gradients in .grad for the loop")
             if self.zero.shares_buckets:
                 given = [p.tensor for p in params] if self.model is None else build.tensors_of(self.model, aside)
                 self.team.broadcast(given)

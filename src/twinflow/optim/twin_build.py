@@ -148,7 +148,7 @@ class Aside:
     frozen: dict[int, list[nn.Parameter]]  # by block
 
     def clear(self) -> None:
-        """Releases the values."""
+        """Drops the values, once they are in the optimizer's state."""
         self.values.whole.clear()
         self.values.rows.clear()
 

@@ -41,7 +41,7 @@ from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, new_group
 from twinflow.dist.meeting import Meeting
 from twinflow.offload.metadata import GRAD_ACCESS, METADATA
-from twinflow.offload.weight_guard import is_called_by_parameter
+from twinflow.offload.weight_guard import is_called_by_parameter, tensors_in
 
 # `Module.to` calls the last one for each parameter.
 _PASSING = METADATA | GRAD_ACCESS | {torch._has_compatible_shallow_copy_type}
@@ -87,7 +87,7 @@ class ClosedParameter(nn.Parameter):
             return args[0]
         if func == _SET_DATA and args[0] is args[1]:  # `Module.to` without a change
             return None
-        open_all(_closed_in((args, kwargs)))
+        open_all(one for one in tensors_in((args, kwargs)) if type(one) is ClosedParameter)
         result = func(*args, **kwargs)
         if func is Tensor.detach and is_called_by_parameter():
             assert isinstance(result, Tensor)
@@ -117,17 +117,6 @@ def _changes_nothing(args: Sequence[object], kwargs: Mapping[str, object]) -> bo
     except (TypeError, RuntimeError):  # torch raises the error for these arguments
         return False
     return device in (None, param.device) and dtype in (None, param.dtype) and memory_format is None
-
-
-def _closed_in(value: object) -> Iterator[Tensor]:
-    if type(value) is ClosedParameter:
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _closed_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _closed_in(item)
 
 
 @contextmanager
