@@ -22,27 +22,30 @@ import torch
 
 from twinflow.bench.machine import read_machine
 
-SIZES = {  # hidden, layers, inner, heads, vocabulary
-    "tiny": (64, 2, 176, 4, 256),
-    "1b": (2048, 16, 5504, 16, 32000),
-    "7b": (4096, 32, 11008, 32, 32000),
+SIZES = {  # hidden, layers, inner, heads, key-value heads, vocabulary
+    "tiny": (64, 2, 176, 4, 4, 256),
+    "1b": (2048, 16, 5504, 16, 16, 32000),
+    "3b": (3200, 26, 8640, 32, 32, 32000),
+    "7b": (4096, 32, 11008, 32, 32, 32000),
+    "8b": (4096, 32, 14336, 32, 8, 128256),  # Llama 3
 }
 CUDA = torch.cuda.is_available()
-WARMUP = 2  # steps of the Trainer before it is timed
-LEAST = 0.9  # of the plain loop's speed
+WARMUP = 2  # steps of a loop before it is timed
+SETTLE = 20  # steps of the Trainer before the first round if "auto" places the state
+LEAST = 0.97  # of the plain loop's speed
 
 
 def build(size: str, length: int) -> Any:
     """The model where it trains, in bf16 on a GPU, with weights that are drawn there."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, layers, inner, heads, vocabulary = SIZES[size]
+    hidden, layers, inner, heads, kv_heads, vocabulary = SIZES[size]
     config = LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         intermediate_size=inner,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=kv_heads,
         vocab_size=vocabulary,
         max_position_embeddings=length,
         use_cache=False,
@@ -75,17 +78,18 @@ def make_trainer(model: Any, given: argparse.Namespace, folder: str) -> Any:
             self.moments.clear()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step in (WARMUP, args.max_steps):
+            start = args.max_steps - given.steps
+            if state.global_step in (start, args.max_steps):
                 synchronize()
             self.moments.append(time.perf_counter())
             if state.global_step == args.max_steps:
-                self.seconds = self.moments[-1] - self.moments[WARMUP - 1]
+                self.seconds = self.moments[-1] - self.moments[start - 1]
 
     arguments = TrainingArguments(
         folder,
         max_steps=WARMUP + given.steps,
         per_device_train_batch_size=given.batch,
-        max_grad_norm=1.0,
+        max_grad_norm=given.max_grad_norm,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         gradient_checkpointing=CUDA,
@@ -97,7 +101,7 @@ def make_trainer(model: Any, given: argparse.Namespace, folder: str) -> Any:
         use_cpu=not CUDA,
         dataloader_pin_memory=CUDA,
     )
-    data = Tokens(model.config.vocab_size, given.length, arguments.max_steps * given.batch)
+    data = Tokens(model.config.vocab_size, given.length, (SETTLE + arguments.max_steps) * given.batch)
     clock = Clock()
     twin = {"states": given.states, "ratio": given.ratio}
     return TwinTrainer(model, arguments, train_dataset=data, callbacks=[clock], twin=twin), clock
@@ -142,14 +146,38 @@ def plain_steps(trainer: Any, model: Any, given: argparse.Namespace) -> tuple[fl
     return (time.perf_counter() - start) / given.steps, [loss.item() for loss in losses]
 
 
+def forward_and_backward(model: Any, given: argparse.Namespace) -> float:
+    """Seconds of forward and backward without an optimizer; the median of five."""
+    if CUDA:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    rows = torch.randint(0, model.config.vocab_size, (given.batch, given.length), device=model.device)
+    times = []
+    for _ in range(7):
+        synchronize()
+        start = time.perf_counter()
+        model(input_ids=rows, labels=rows).loss.backward()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    for handle in handles:
+        handle.remove()
+    return sorted(times[2:])[2]
+
+
+def ratio_of(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Trainer, plain loop, and both again: what drifts hits both."""
     begin = time.perf_counter()
     model = build(given.size, given.length)
-    found: dict[str, Any] = {"params": sum(p.numel() for p in model.parameters()), "trainer": [], "plain": []}
+    alone = forward_and_backward(model, given)
+    found: dict[str, Any] = {"alone": alone, "params": model.num_parameters(), "trainer": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder:
         trainer, clock = make_trainer(model, given, folder)
-        for _ in range(given.rounds):
+        for number in range(given.rounds):
+            trainer.args.max_steps = given.steps + (SETTLE if number == 0 and given.ratio == "auto" else WARMUP)
             trainer.train()
             found["trainer"].append(clock.seconds / given.steps)
             logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -179,12 +207,14 @@ def page(found: dict[str, Any], given: argparse.Namespace, date: str) -> str:
     ]
     lines += [
         f"- {found['params'] / 1e9:.2f} B parameters, {given.batch} x {given.length} tokens a step, "
-        f"{given.states} state, {found['host_share']:.2f} of it on the host, max_grad_norm 1.0, "
+        f"{given.states} state, {found['host_share']:.2f} of it on the host (ratio {given.ratio}), "
+        f"max_grad_norm {given.max_grad_norm:g}, "
         f"a log every {given.log_every} steps; "
         f"{found['gpu_gb']:.0f} GB on the GPU",
         "",
     ]
     lines += ["| loop | s/step, best of rounds | all rounds |", "|---|---:|---|"]
+    lines += [f"| forward and backward alone | {found['alone']:.4f} | |"]
     for name in ("trainer", "plain"):
         times = found[name]
         lines += [f"| {name} | {min(times):.4f} | {', '.join(f'{t:.4f}' for t in times)} |"]
@@ -205,9 +235,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--states", choices=("fp32", "bf16", "int8"), default="fp32")
-    parser.add_argument("--ratio", type=float, default=0.5, help="share of the state on the host")
+    parser.add_argument("--ratio", type=ratio_of, default="auto", help='share of the state on the host, or "auto"')
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="of the Trainer; 1.0 clips every step here")
     parser.add_argument("--log-every", type=int, default=1, help="steps; each log waits for the GPU")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
+    parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     if given.tiny:
         given.size, given.length, given.batch = "tiny", 64, 2
@@ -219,7 +251,7 @@ def main() -> None:
     text = page(found, given, date)
     print(text)
     if given.save:
-        path = Path(__file__).parent / "results" / f"{date}-hf-trainer-{given.size}.md"
+        path = given.save_to / f"{date}-hf-trainer-{given.size}-{given.ratio}.md"
         path.write_text(text, encoding="utf-8")
     sys.stdout.flush()
     if CUDA:

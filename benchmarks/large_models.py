@@ -2,8 +2,9 @@
 
 Three parts, each in a process of its own: the largest GPT-2 that plain mixed-precision PyTorch trains under the cap;
 the 10 and 13 billion parameter presets under the same cap, 20 steps each; the 10 billion preset with micro-batches
-accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. Prints a
-table and one JSON line; needs CUDA.
+accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. A fourth
+part trains a model that plain PyTorch can train too, with 512 sequences a step, in both. Prints a table and one JSON
+line; needs CUDA.
 """
 
 from __future__ import annotations
@@ -171,6 +172,60 @@ def accumulated(ratio: float = 1.0, batch: int = 520, micro: int = 10) -> dict[s
     return row
 
 
+def batch_512(is_plain: bool, batch: int = 512, micro: int = 16, windows: int = 3) -> dict[str, Any]:
+    """A model that plain PyTorch can train too, with 512 sequences a step, as in figure 8 of the ZeRO-Offload talk.
+
+    Plain PyTorch: fp32 weights, autocast to bf16, fused AdamW. Twinflow: bf16 weights, all state in fp32 on the host.
+    """
+    import twinflow
+    from twinflow.offload.materialize import build
+
+    shape = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    count = batch // micro
+    x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
+    if is_plain:
+        model = build(lambda: GPT(shape), "cuda", torch.float32)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    else:
+        model = build(lambda: GPT(shape), "cuda", torch.bfloat16)
+        optimizer = twinflow.TwinOptimizer(model, lr=1e-5, accumulation_steps=count)
+
+    def step(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_plain):
+                loss = model(x, x).loss
+            (loss / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    step(count)
+    times = [step(count) for _ in range(windows)]
+    seconds, tokens = sorted(times)[windows // 2], batch * shape.context
+    return {
+        "name": f"gpt2-1.5b, batch {batch}, {'plain PyTorch' if is_plain else 'twinflow, all state on the host'}",
+        "params": count_params(shape),
+        "step_s": seconds,
+        "times": times,
+        "tokens_s": tokens / seconds,
+        "tflops": flops_per_token(shape) * tokens / seconds / 1e12,
+        "gpu_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
+PARTS = {  # what runs in a process of its own
+    "plain": lambda: largest_plain(4, is_chunked=False),
+    "chunked": lambda: largest_plain(4, is_chunked=True),
+    "accumulated": lambda: accumulated(1.0),
+    "half": lambda: accumulated(0.5),
+    "batch_512": lambda: batch_512(is_plain=False),
+    "plain_512": lambda: batch_512(is_plain=True),
+}
+
+
 def part(name: str) -> dict[str, Any]:
     """One part in a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--part", name], capture_output=True, text=True, check=False)
@@ -203,14 +258,14 @@ def table(rows: list[dict[str, Any]], date: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
-    parser.add_argument("--part", choices=("plain", "chunked", "accumulated", "half"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="plain,chunked,10b,13b,14b,accumulated,half", help="parts to run")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", default="plain,chunked,10b,13b,14b,accumulated,half,batch_512,plain_512", help="parts to run"
+    )
+    parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     if given.part:
-        ratios = {"accumulated": 1.0, "half": 0.5}
-        is_plain = given.part not in ratios
-        row = largest_plain(4, given.part == "chunked") if is_plain else accumulated(ratios[given.part])
-        print("ROW " + json.dumps(row))
+        print("ROW " + json.dumps(PARTS[given.part]()))
         return
     wanted, rows = given.only.split(","), []
     rows += [part(name) for name in ("plain", "chunked") if name in wanted]
@@ -223,11 +278,11 @@ def main() -> None:
         shape = replace(PRESETS["gpt2-13b"], num_layers=69)
         options = ("--num-layers", "69", "--hidden-size", "4096", "--num-attention-heads", "32", "--batch-size", "1")
         rows.append(twin_row("69 layers", shape, *options, "--states", "bf16", "--grad-clip", "0"))
-    rows += [part(name) for name in ("accumulated", "half") if name in wanted]
+    rows += [part(name) for name in ("accumulated", "half", "batch_512", "plain_512") if name in wanted]
     text = table(rows, datetime.date.today().isoformat())
     print(text)
     if given.save:
-        path = Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}-large-models.md"
+        path = given.save_to / f"{datetime.date.today().isoformat()}-large-models.md"
         path.write_text(text, encoding="utf-8")
 
 
