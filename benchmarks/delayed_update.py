@@ -277,7 +277,9 @@ def page(runs: list[dict[str, Any]], rows: list[dict[str, Any]], scale: Scale) -
             lines.append(f"| {lr:g} | {way} | {' | '.join(cells)} |")
         lines += ["", "The last column compares with no delay at the same learning rate, over the seeds of both."]
         missing = [
-            f"- Left out: {run['way']}, {run['lr']:g}, seed {run['seed']}: {run['why']}" for run in runs if "why" in run
+            f"- Left out: {run['way']}, {run['lr']:g}, seed {run['seed']}: {run['why']}"
+            for run in runs
+            if "why" in run and run["seed"] not in found.get((run["lr"], run["way"]), {})  # `--add` may have it
         ]
         lines += ["", *missing, *([""] if missing else [])]
     if rows:

@@ -32,7 +32,7 @@ done
 {
     show nvidia-smi
     show free -g
-    show top -b -n 1 -w 120 | head -n 14
+    show top -b -n 2 -d 1 -w 120 | tail -n +3 | awk '/^top/ { frame++ } frame == 2' | head -n 14  # the first frame is since boot
 } >"$seen"
 status=0
 wait "$training" || status=$?
