@@ -425,9 +425,12 @@ def run(order: Order) -> dict[str, Any]:
     if order.is_whole:
         row["report"] = valid_loss(chosen, texts["report"], scale)
         if order.way in (ADAM, ONE_BIT):
-            # A fine-tune that does not fit into the budget leaves the figures of the pre-training as they are.
+            # A fine-tune that does not fit into the budget leaves the figures before it as they are. The highest rate
+            # is the first, because it was the best one in all runs so far.
+            row["tunes"] = []
             try:
-                row["tunes"] = [fine_tune(params, order, scale, lr, texts) for lr in scale.tune_rates]
+                for lr in sorted(scale.tune_rates, reverse=True):
+                    row["tunes"].append(fine_tune(params, order, scale, lr, texts))
             except OutOfTimeError as error:
                 row["no_tune"] = f"fine-tune: {error}"
             except Exception:
@@ -506,8 +509,11 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
                 for way in given.ways
                 if way != OWN_SWITCH
             ]
-            result["sweep"] = collect(pool, orders, left_out)
-            result["rates"] = best = best_rates(result["sweep"])
+            if given.lr:
+                result["rates"] = best = dict.fromkeys(given.ways, given.lr)
+            else:
+                result["sweep"] = collect(pool, orders, left_out)
+                result["rates"] = best = best_rates(result["sweep"])
             if OWN_SWITCH in given.ways and ONE_BIT in best:
                 best[OWN_SWITCH] = best[ONE_BIT]
             print(f"best learning rates: {best}, {time.time() - start:.0f} s", flush=True)
@@ -595,7 +601,7 @@ def page(result: dict[str, Any], scale: Scale, command: str) -> str:
             ]
         lines += figure_13(by_way)
         lines += whole_run_bytes(runs, best)
-    lines += sweep_table(sweep, scale)
+    lines += sweep_table(sweep, scale) if sweep else []
     lines += about(result, scale, gpu, command)
     return "\n".join(lines)
 
@@ -762,6 +768,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None, help=f"of whole runs, otherwise {FULL.steps:,}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--lr", type=float, default=None, help="of all ways, without a sweep")
     parser.add_argument("--processes", type=int, default=None)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=RESULTS, metavar="DIR")
