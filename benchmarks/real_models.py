@@ -1,5 +1,5 @@
-"""Training steps of published shapes (Qwen2.5, Llama) beside forward and backward alone, eager and with compiled
-blocks.
+"""Training steps of published shapes (Qwen2.5, Llama) beside forward and backward alone: eager, with compiled blocks,
+and with compiled blocks in float8 (torchao).
 
 Random weights, bf16, 4 x 2048 tokens, activation checkpointing for each block, AdamW with fp32 state, clipping on but
 not triggered. Every figure is the median of repeated windows, and the spread is printed beside it. Also printed: the
@@ -39,6 +39,9 @@ SHAPES = {
     "qwen2.5-1.5b": (1536, 28, 8960, 12, 2, 151936, True),
     "qwen2.5-0.5b": (896, 24, 4864, 14, 2, 151936, True),
     "3b": (3200, 26, 8640, 32, 32, 32000, False),
+    "qwen2.5-7b": (3584, 28, 18944, 28, 4, 152064, False),
+    "llama3-8b": (4096, 32, 14336, 32, 8, 128256, False),
+    "13b": (5120, 40, 13824, 40, 40, 32000, False),
     "tiny": (64, 3, 128, 4, 2, 512, True),
 }
 
@@ -61,11 +64,15 @@ class Row:
         return f"| {self.name} | {median:.4f} | {spread} | {median / self.against:.3f} | {limit} | {self.more} |"
 
 
-def build(shape: str, is_compiled: bool) -> torch.nn.Module:
+WAYS = ("eager", "compiled", "float8")
+
+
+def build(shape: str, way: str) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     hidden, layers, inner, heads, kv_heads, vocabulary, tied = SHAPES[shape]
-    kinds = (Qwen2Config, Qwen2ForCausalLM) if kv_heads != heads else (LlamaConfig, LlamaForCausalLM)
+    is_qwen = shape.startswith(("qwen", "tiny"))
+    kinds = (Qwen2Config, Qwen2ForCausalLM) if is_qwen else (LlamaConfig, LlamaForCausalLM)
     config = kinds[0](
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -85,7 +92,12 @@ def build(shape: str, is_compiled: bool) -> torch.nn.Module:
     torch.set_default_dtype(before)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    if is_compiled:
+    if way == "float8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        blocks = Float8LinearConfig(emulate=not CUDA)
+        convert_to_float8_training(model.model.layers, config=blocks)  # the head stays in bf16
+    if way != "eager":
         for layer in model.model.layers:
             layer.compile()
     return model
@@ -196,8 +208,8 @@ class Setting:
     num_backwards: int = 1
 
 
-def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: float) -> list[Row]:
-    model = build(shape, is_compiled)
+def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> list[Row]:
+    model = build(shape, way)
     numel = sum(p.numel() for p in model.parameters())
     num_params = len(list(model.parameters()))
     data = torch.randint(0, SHAPES[shape][5], (BATCH, TOKENS), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -216,9 +228,10 @@ def run_case(shape: str, is_compiled: bool, options: argparse.Namespace, rate: f
     alone_s = 0.0 if options.no_hooks else launch_seconds(model, few, lambda: model.zero_grad(set_to_none=True))
     base = statistics.median(alone)
     forward_s = statistics.median(measure(forward, 1, windows, steps))
-    label = f"{shape}, {'compiled' if is_compiled else 'eager'}"
+    label = f"{shape}, {way}"
     rows = [Row(f"{label}: forward + backward alone", alone, base, None, f"{numel / 1e9:.2f} B parameters")]
-    limits = {"qwen2.5-1.5b": 1.10 if is_compiled else 1.08, "qwen2.5-0.5b": 1.15, "3b": 1.03}
+    limits = {"qwen2.5-1.5b": 1.10 if way == "compiled" else 1.08, "qwen2.5-0.5b": 1.15, "3b": 1.03}
+    limits |= {"llama3-8b": 1.05, "13b": 1.06}
     settings: list[Setting] = []
     for ratio in options.ratios:
         value: Any = ratio if ratio == "auto" else float(ratio)
@@ -337,7 +350,9 @@ def main() -> None:
     ]
     for case in options.cases:
         shape, _, way = case.partition(":")
-        lines += [row.text for row in run_case(shape, way == "compiled", options, rate)]
+        if shape not in SHAPES or way not in WAYS:
+            parser.error(f"{case}: SHAPE:WAY, with a shape of {', '.join(SHAPES)} and a way of {', '.join(WAYS)}")
+        lines += [row.text for row in run_case(shape, way, options, rate)]
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
