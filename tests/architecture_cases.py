@@ -126,7 +126,9 @@ def compare(rank: int, world: int, asked: dict[str, list[str]]) -> dict[str, Any
             moved = max(float((weights[key] - start[key]).abs().max()) for key in weights)
             found[f"{name}/{mode}"] = {
                 "losses": max(abs(a - b) / abs(b) for a, b in zip(seen, losses, strict=True)),
-                "weights": max(float((value - weights[key]).abs().max()) for key, value in state.items()),
+                "weights": max(
+                    (float((value - weights[key]).abs().max()) for key, value in state.items()), default=0.0
+                ),
                 "moved": moved,
                 "names": sorted(state),
                 "all": sorted(weights),

@@ -153,10 +153,10 @@ class EngineBase:
 
         With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With ZeRO
         stage 3 on several ranks: whole weights on the host of rank 0, and an empty dict on other ranks. All ranks must
-        call it. In a pipeline: the layers of this rank.
+        call it. In a pipeline: the layers of this rank's stage; with ZeRO stage 3, on the first data rank of the stage.
         """
         if self._has_parts:
-            return self._gathered_state_dict("module_state_dict()")
+            return self._gathered_state_dict("module_state_dict()", of_stage=True)
         return self.module.state_dict() if self._whole is None else self._whole.state_dict("module_state_dict()")
 
     @property
@@ -165,13 +165,13 @@ class EngineBase:
         return self.settings.stage == 3 and self.dp_world_size > 1
 
     def _gathered_state_dict(
-        self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False
+        self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False, of_stage: bool = False
     ) -> dict[str, object]:
-        """The state dict of the module, or of a submodule, on the host of rank 0; empty on other ranks."""
+        """The state dict of the module, or of a submodule, on the host of the first data rank; empty on other ranks."""
         self.settle()
         source = self.optimizer if self.optimizer is not None else self.module
-        found: dict[str, object] = dict(whole_weights(source, exclude_frozen, call, part))
-        if self.global_rank == 0:
+        found: dict[str, object] = dict(whole_weights(source, exclude_frozen, call, part, of_stage))
+        if self.dp_rank == 0:
             state = (part if part is not None else self.module).state_dict()
             found |= {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         return found

@@ -20,6 +20,7 @@ def whole_weights(
     exclude_frozen: bool = False,
     call: str = "whole_weights()",
     part: nn.Module | None = None,
+    of_stage: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the name and the whole values of each tensor in the model's state dict, on the host of rank 0.
 
@@ -29,15 +30,17 @@ def whole_weights(
     All ranks must iterate, because each one may have only a part of the weights (stage 3). One parameter at a time is
     gathered, in the dtype of the model, and includes all updates of steps that have begun. Rank 0 may change the
     tensors or keep them. A tied weight has the same tensor under each name. `source`: the optimizer, or a partitioned
-    model without one. `call` is the name for errors. `part`: a submodule whose weights are wanted. Raises RuntimeError
-    if not all ranks iterate, and ValueError with pipeline or tensor ranks.
+    model without one. `call` is the name for errors. `part`: a submodule whose weights are wanted. `of_stage`: in a
+    pipeline, each stage gets the weights of its own layers, on the first of its data ranks. Raises RuntimeError if not
+    all ranks iterate, and ValueError with tensor ranks, and with pipeline ranks unless `of_stage`.
     """
     if isinstance(source, TwinOptimizer):
         model, team, runtime = source.model, source.team, source.runtime
         if model is None:
             remedy = "Build it from the model."
             raise wrong_state(f"{call} cannot run", "the optimizer was built from parameters", remedy)
-        if team is not None and team.grid is not None and team.grid.num_model * team.grid.num_pipe > 1:
+        grid = team.grid if team is not None else None
+        if grid is not None and grid.num_model * (1 if of_stage else grid.num_pipe) > 1:
             reason, remedy = "a rank has only its layers, or its shards of them", "Save a checkpoint and export it."
             raise incompatible(call, "pipeline or tensor parallelism", reason, remedy)
         group, meeting = (team.calls, team.meeting) if team is not None else (alone(), None)
