@@ -98,6 +98,7 @@ def train_all(
             losses.append(one_step(engine, step))
             norms.append(engine.get_global_grad_norm())
         found[name] = {"losses": losses, "norms": norms, "digests": digests(engine), "kept": kept_bytes(engine)}
+        found[name]["whole"] = {key: value.numel() for key, value in engine.module_state_dict().items()}
         engine.destroy()
     return found
 

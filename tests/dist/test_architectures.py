@@ -57,6 +57,7 @@ def everything() -> list[dict[str, Any]]:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1300)  # the fixture trains all of them
 @pytest.mark.parametrize(("name", "mode"), TRAINED)
 def test_every_architecture(everything: list[dict[str, Any]], name: str, mode: str) -> None:
     check(everything, name, mode)

@@ -42,7 +42,11 @@ def test_a_few_ways() -> None:
         "tensor data stage 2": config_of(1, 2, 2, stage=2),
         "pipe data stage 3": config_of(2, 1, 2, stage=3),
     }
-    check(run_ranks(4, train_all, configs, 3), truth(3))
+    ranks, wanted = run_ranks(4, train_all, configs, 3), truth(3)
+    check(ranks, wanted)
+    states = [one["pipe data stage 3"]["whole"] for one in ranks]
+    assert {**states[0], **states[2]} == wanted["whole"]  # whole weights on the first data rank of each stage
+    assert states[1] == states[3] == {}
 
 
 @pytest.mark.matrix
