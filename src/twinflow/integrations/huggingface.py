@@ -96,6 +96,16 @@ class TwinMixin:
         trainer.optimizer = connect(accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer
 
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer._wrap_model`, which the Trainer calls after `create_optimizer`. A subclass may have its own
+        `create_optimizer` that does not call this class: its optimizer is replaced here.
+        """
+        trainer: Any = self
+        given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if training and given is not None and given is not self.twin:
+            TwinMixin.create_optimizer(self)
+        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
+
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """False: TwinOptimizer computes the norm. The Trainer would read gradients that were moved to the host."""
         return False
