@@ -24,6 +24,7 @@ from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
+from twinflow.offload.param_offload import check_values
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
@@ -211,6 +212,7 @@ class TwinOptimizer(Outcomes):
     def _build(self) -> Runtime:
         """Plans the buckets, copies the weights into the state, and registers hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
+        check_values((name, tensor) for name, tensor, _ in self._named())
         aside = None
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
