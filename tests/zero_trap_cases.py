@@ -397,7 +397,7 @@ def alone_with_stage_3(rank: int, world: int) -> Any:
 
 
 def inherited_variables(rank: int, world: int) -> Any:
-    """All ranks have the variables of rank 0, as with `debug_launcher` of Accelerate, which creates the group itself."""
+    """All ranks have the variables of rank 0, as with `debug_launcher` of Accelerate, which creates the group."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     model = nn.Linear(2, 2)
