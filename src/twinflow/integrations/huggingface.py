@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import check_accelerator, connect, keep_plain, scaling
+from twinflow.integrations.accelerate import check_accelerator, connect, keep_even, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.ranks import (
@@ -69,6 +69,8 @@ class TwinMixin:
         self._gathered: dict[str, Tensor] | None = None  # the whole weights while a file is written
         _check_arguments(self)
         check_accelerator(trainer.accelerator)
+        if trainer.accelerator.num_processes > 1:
+            keep_even(trainer.accelerator)
         make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
