@@ -70,8 +70,8 @@ class StreamedState:
         return {"kind": KIND, "folder": self._tag}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer or of
-        the torch optimizer that the loop would use without it.
+        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer, or
+        of the torch optimizer that the loop would use without it.
 
         Load the weights of the model first. Raises ValueError before any change if the state does not fit. All ranks
         must call this method.
