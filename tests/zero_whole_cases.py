@@ -417,7 +417,13 @@ def again(rank: int, world: int, stage: int, place: str) -> Any:
         return twinflow.initialize(model=model, config=config(stage, place, world))[0]
 
     if place == "host":
-        return [error_of(call) for call in (second, model.state_dict, lambda: model(tokens_of(0, 0, 1)))]
+        calls: Any = (
+            lambda: TwinOptimizer(model.double()),
+            second,
+            model.state_dict,
+            lambda: model(tokens_of(0, 0, 1)),
+        )
+        return [error_of(call) for call in calls]
     other = second()
     train(other, range(1, 3), rank, world)
     state = sums(dict(whole_weights(other.optimizer)))

@@ -561,8 +561,16 @@ _REFUSING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_lost(param: Tensor) -> bool:
-    """Whether a parameter has had no values since its optimizer was closed."""
-    return param in _LOST and not any(param.stride())  # an expanded scalar
+    """Whether a parameter has had no values since its optimizer was closed. It may have been converted since then."""
+    if param not in _LOST:
+        return False
+    if param.is_floating_point():
+        has_values = not bool(param.detach()[(0,) * param.dim()].isnan())
+    else:
+        has_values = any(param.stride())  # otherwise it is an expanded scalar
+    if has_values:
+        del _LOST[param]  # the forward asks once
+    return not has_values
 
 
 def check_values(named: Iterable[tuple[str, Tensor]]) -> None:

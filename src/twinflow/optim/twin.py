@@ -152,6 +152,8 @@ class TwinOptimizer(Outcomes):
         checks.check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
+        if isinstance(model, nn.Module):
+            check_values(model.named_parameters())
         made = build.materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
         groups = checks.groups_of(made, param_groups)
@@ -212,7 +214,6 @@ class TwinOptimizer(Outcomes):
     def _build(self) -> Runtime:
         """Plans the buckets, copies the weights into the state, and registers hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
-        check_values((name, tensor) for name, tensor, _ in self._named())
         aside = None
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
