@@ -444,6 +444,8 @@ def mistakes(root: str) -> dict[str, str]:
     refused("given", given.train)
     refused("stage", lambda: TwinTrainer(llama(), arguments(folder), **data, twin={"zero": 4}))
     refused("auto", lambda: TwinTrainer(llama(), arguments(folder, auto_find_batch_size=True), **data))
+    uneven = arguments(folder, accelerator_config={"even_batches": False})
+    refused("even", lambda: TwinTrainer(llama(), uneven, **data))
     nodes = TwinTrainer(llama(), arguments(folder, save_on_each_node=True), **data, twin={"zero": 3})
     refused("nodes", nodes.train)
     rate = LR * (1 + int(os.environ["RANK"]))

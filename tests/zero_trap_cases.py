@@ -31,6 +31,7 @@ from twinflow.launch.watch import Watch
 from twinflow.offload.frozen import Frozen
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero import Zero, partition
+from twinflow.zero.start import meet
 
 VOCAB, WIDTH, SAMPLES = 16, 8, 8
 
@@ -156,8 +157,6 @@ def mistakes(rank: int, world: int) -> dict[str, str]:
             optimizer.close()
 
     def differently_frozen() -> None:
-        from twinflow.zero.start import meet
-
         model = Plain()
         model.unused.requires_grad_(rank == 0)
         meet(joined(), model, "")
@@ -395,6 +394,16 @@ def alone_with_stage_3(rank: int, world: int) -> Any:
         losses.append(float(loss.detach()))
     optimizer.close()
     return [found.rank, found.world_size, losses[0] > losses[-1]]
+
+
+def inherited_variables(rank: int, world: int) -> Any:
+    """All ranks have the variables of rank 0, as with `debug_launcher` of Accelerate, which creates the group."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    model = nn.Linear(2, 2)
+    meet(joined(timeout_s=20.0), model, "")
+    found = joined()
+    return [found.rank, found.world_size, found.local_rank, found.local_world_size]
 
 
 def failing_model() -> nn.Module:

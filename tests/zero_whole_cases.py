@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -398,8 +399,36 @@ def external(rank: int, world: int, stage: int, place: str) -> Any:
         late = str(error)
     register_external_parameter(engine.module, engine.module.head.weight)
     state = sums(dict(whole_weights(engine.optimizer)))
+    saved = error_of(lambda: torch.save(engine.module.state_dict(), io.BytesIO()))
     engine.destroy()
-    return {"state": state, "late": late}
+    return {"state": state, "late": late, "saved": saved}
+
+
+def again(rank: int, world: int, stage: int, place: str) -> Any:
+    """The weights of a model that a second engine trains after the first one is destroyed. With weights on the hosts:
+    the errors of this, and of other uses of the model.
+    """
+    engine = engine_of("plain", stage, place, world)
+    train(engine, range(1), rank, world)
+    engine.destroy()
+    model = engine.module
+
+    def second() -> Any:
+        return twinflow.initialize(model=model, config=config(stage, place, world))[0]
+
+    if place == "host":
+        calls: Any = (
+            lambda: TwinOptimizer(model.double()),
+            second,
+            model.state_dict,
+            lambda: model(tokens_of(0, 0, 1)),
+        )
+        return [error_of(call) for call in calls]
+    other = second()
+    train(other, range(1, 3), rank, world)
+    state = sums(dict(whole_weights(other.optimizer)))
+    other.destroy()
+    return state
 
 
 def loading(rank: int, world: int, kind: str, stage: int, place: str) -> Any:
@@ -491,6 +520,7 @@ def moving(rank: int, world: int, with_optimizer: bool) -> Any:
         "dtypes": sorted(set(dtypes)),
         "is_equal": rank > 0 or bool(torch.allclose(logits, whole(tokens_of(0, 0, 1)))),
         "shape": shape,
+        "copied": error_of(lambda: copy.deepcopy(module)),
     }
 
 

@@ -120,6 +120,7 @@ def test_an_encoder_decoder_model_generates_with_divided_weights(quick: dict[str
         ("given", "A TwinOptimizer without zero cannot be used with 2 processes"),
         ("stage", "zero is 4, but must be one of 0, 1, 2, 3"),
         ("auto", "auto_find_batch_size cannot be used with several processes"),
+        ("even", "even_batches=False cannot be used with several processes"),
         ("nodes", "save_on_each_node cannot be used with ZeRO stage 3"),
         ("rates", "The ranks differ in config"),
         ("wrapped", "has wrapped it in DistributedDataParallel"),

@@ -21,6 +21,7 @@ from zero_trap_cases import (
     failing,
     hang_beside,
     in_between,
+    inherited_variables,
     load_elsewhere,
     look_between,
     mistakes,
@@ -179,6 +180,10 @@ def test_what_may_be_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 def test_a_world_of_one_may_be_partitioned() -> None:
     assert run_ranks(1, alone_with_stage_3) == [[0, 1, True]]
+
+
+def test_a_group_of_the_script_may_have_the_variables_of_one_rank() -> None:
+    assert run_ranks(2, inherited_variables) == [[0, 2, 0, 2], [1, 2, 1, 2]]
 
 
 def test_one_full_disk_fails_the_checkpoint_on_all_ranks_and_nothing_else(tmp_path: Path) -> None:

@@ -200,6 +200,8 @@ def test_a_layer_may_use_the_registered_weight_of_another(world: int, place: str
     first, *others = run_ranks(world, cases.external, 3, place)
     assert_near(first["state"], truth["state"])
     assert all("Call it before initialize()" in found["late"] for found in (first, *others))
+    if place == "host":  # a file of weights without values would be found too late
+        assert all("Save whole weights: call engine.save_16bit_model()" in found["saved"] for found in (first, *others))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,16 @@ def test_load_state_dict_refuses_what_ranks_do_differently(place: str) -> None:
     assert second[3] == ""
 
 
+def test_a_second_engine_trains_a_model_that_is_partitioned() -> None:
+    truth: Any = run_ranks(1, cases.again, 0, "device")[0]
+    assert_near(run_ranks(2, cases.again, 3, "device")[0], truth)
+
+
+def test_a_model_whose_weights_were_on_the_hosts_is_not_used_without_them() -> None:
+    for errors in run_ranks(2, cases.again, 3, "host"):
+        assert all("Save the whole model before close()" in error for error in errors), errors
+
+
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_partitioned_module_is_moved_as_by_torch(with_optimizer: bool) -> None:
     for found in run_ranks(2, cases.moving, with_optimizer):
@@ -242,6 +254,7 @@ def test_a_partitioned_module_is_moved_as_by_torch(with_optimizer: bool) -> None
         assert found["is_equal"]
         assert found["dtypes"] == ["torch.float64"]
         assert found["shape"] == [cases.SYMBOLS, cases.WIDTH]
+        assert "Copy the model before the optimizer is built" in found["copied"]
 
 
 def test_an_operation_on_the_rows_goes_into_the_masters() -> None:

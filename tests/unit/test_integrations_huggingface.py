@@ -237,6 +237,29 @@ def test_a_mixin_makes_it_of_other_trainers(huggingface: Any, tmp_path: Path) ->
     assert_close(train(MyTwin, tmp_path, **short), train(transformers.Trainer, tmp_path, **short))
 
 
+def test_a_subclass_may_build_its_own_optimizer(huggingface: Any, tmp_path: Path) -> None:
+    def trainer(base: Any) -> Any:
+        class Mine(base):  # type: ignore[misc]
+            def create_optimizer(self, *args: Any) -> Any:  # it does not call super()
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=0.9)
+                return self.optimizer
+
+        return Mine
+
+    short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}
+    found = train(trainer(huggingface.TwinTrainer), tmp_path, **short)
+    assert isinstance(found.trainer.twin, TwinOptimizer)
+    assert_close(found, train(trainer(transformers.Trainer), tmp_path, **short))
+
+
+def test_a_run_of_trainer_goes_on(huggingface: Any, tmp_path: Path) -> None:
+    short = {"max_steps": 4, "save_steps": 2, "eval_strategy": "no"}
+    wanted = train(transformers.Trainer, tmp_path, **short)
+    found = train(huggingface.TwinTrainer, tmp_path / "twin", resume=tmp_path / "checkpoint-2", **short)
+    assert [entry["step"] for entry in found.logs] == [1, 2, 3, 4]  # the first two are those of the checkpoint
+    assert_close(found, wanted)
+
+
 @pytest.mark.matrix
 def test_a_twin_optimizer_that_is_given_must_mean_the_same(huggingface: Any, tmp_path: Path) -> None:
     short = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no"}

@@ -56,7 +56,7 @@ def twin_optimizer(
     options |= scaling(accelerator)
     zero = make_zero(options, accelerator.num_processes)
     if accelerator.num_processes > 1:
-        _keep_even(accelerator)
+        keep_even(accelerator)
     named = {name: value for name, value in options.items() if name not in ("zero", "param_groups")}
     replaced = start_ranks(model, zero, {**named, "zero": zero})
     options["zero"] = zero
@@ -187,7 +187,7 @@ def keep_plain(accelerator: Any, model: nn.Module) -> None:
     plain.add(model)
 
 
-def _keep_even(accelerator: Any) -> None:
+def keep_even(accelerator: Any) -> None:
     """Raises ValueError if ranks may have different numbers of batches: a rank would wait for a rank that has ended."""
 
     def join_uneven_inputs(*_: Any, **__: Any) -> Any:

@@ -20,6 +20,7 @@ from twinflow.checkpoint.together import agree
 from twinflow.dist.group import alone
 from twinflow.engine.ranks import Ranks, deal
 from twinflow.engine.restore import FileSource
+from twinflow.integrations.torch_state import load_torch_state
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.state_dict import Entry, StateDict
 
@@ -69,11 +70,15 @@ class StreamedState:
         return {"kind": KIND, "folder": self._tag}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer.
+        """Load the state from the folder if `state_dict` is a reference, else from a state dict of a TwinOptimizer, or
+        of the torch optimizer that the loop would use without it.
 
         Load the weights of the model first. Raises ValueError before any change if the state does not fit. All ranks
         must call this method.
         """
+        if "kind" not in state_dict and {"state", "param_groups"} <= set(state_dict):
+            load_torch_state(self._optimizer, state_dict)
+            return
         if state_dict.get("kind") != KIND:
             self._optimizer.load_state_dict(state_dict)
             return

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
-from twinflow.integrations.accelerate import check_accelerator, connect, keep_plain, scaling
+from twinflow.integrations.accelerate import check_accelerator, connect, keep_even, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.ranks import (
@@ -69,6 +69,8 @@ class TwinMixin:
         self._gathered: dict[str, Tensor] | None = None  # the whole weights while a file is written
         _check_arguments(self)
         check_accelerator(trainer.accelerator)
+        if trainer.accelerator.num_processes > 1:
+            keep_even(trainer.accelerator)
         make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +97,16 @@ class TwinMixin:
             raise conflict("Hugging Face and Lightning", "save_on_each_node", option="TrainingArguments")
         trainer.optimizer = connect(accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer._wrap_model`, which the Trainer calls after `create_optimizer`. A subclass may have its own
+        `create_optimizer` that does not call this class: its optimizer is replaced here.
+        """
+        trainer: Any = self
+        given = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if training and given is not None and given is not self.twin:
+            TwinMixin.create_optimizer(self)
+        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """False: TwinOptimizer computes the norm. The Trainer would read gradients that were moved to the host."""

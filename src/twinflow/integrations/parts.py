@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from twinflow.dist.sharded import is_dtensor
+from twinflow.offload.param_offload import is_lost
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import gather_all, parts_of
@@ -38,16 +38,11 @@ def gathered_weights(twin: TwinOptimizer) -> dict[nn.Parameter, Tensor]:
 
 def has_no_values(module: nn.Module) -> bool:
     """Whether the weights of a module were on the hosts of several ranks when its optimizer was closed."""
-    return any(_is_empty(param) for param in module.parameters())
+    return any(is_lost(param) for param in module.parameters())
 
 
 def allocate(module: nn.Module) -> None:
     """Give memory to parameters without values, so that weights can be loaded."""
     for param in module.parameters():
-        if _is_empty(param):
+        if is_lost(param):
             param.data = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-
-
-def _is_empty(param: Tensor) -> bool:
-    """Whether a parameter is a scalar that is expanded to its shape (offload/param_offload.py)."""
-    return not is_dtensor(param) and param.numel() > 1 and not any(param.stride())

@@ -254,15 +254,23 @@ def _find_machine(store: Any, found: RankEnvironment, timeout_s: float) -> RankE
     """The same rank with its local rank and the number of local ranks. All ranks call this function."""
     if found.world_size == 1:
         return found
-    from twinflow.launch.machines import find_local, publish
+    from twinflow.launch.machines import find_local
 
-    # Also a rank with local variables publishes them, because another rank may have none.
-    local = (None if value == UNKNOWN else value for value in (found.local_rank, found.local_world_size))
-    publish(store, found.rank, found.world_size, *local)
+    _publish(store, found)
     if found.knows_machine:
         return found
     local_rank, local_size = find_local(store, found.rank, found.world_size, timeout_s)
     return replace(found, local_rank=local_rank, local_world_size=local_size)
+
+
+def _publish(store: Any, found: RankEnvironment, is_described: bool = True) -> None:
+    """Tells the other ranks the machine of this one. Also a rank with local variables publishes them, because another
+    rank may have none.
+    """
+    from twinflow.launch.machines import publish
+
+    local_rank, local_size = (None if one == UNKNOWN else one for one in (found.local_rank, found.local_world_size))
+    publish(store, found.rank, found.world_size, local_rank, local_size, is_described)
 
 
 def shared_card(store: Any, rank: RankEnvironment, card: str, timeout: timedelta) -> str | None:
@@ -354,7 +362,8 @@ def joined(env: Mapping[str, str] = os.environ, timeout_s: float | None = None) 
 
     If the variables do not say which ranks are on one machine, the ranks exchange the names of their machines. All
     ranks must then call this function with `timeout_s`. Without `timeout_s`, the result of an earlier exchange is used.
-    If there was none, all ranks count as local.
+    If there was none, all ranks count as local. A rank whose variables describe it does not wait for the others, which
+    may say later that theirs do not: call this function again when all ranks have called it.
     """
     from torch import distributed
 
@@ -362,17 +371,22 @@ def joined(env: Mapping[str, str] = os.environ, timeout_s: float | None = None) 
         return ALONE
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     found = rank_environment(env)
-    if found is None or (found.rank, found.world_size) != (rank, world_size):
+    is_described = found is not None and (found.rank, found.world_size) == (rank, world_size)
+    if found is None or not is_described:
         # The script created the group without a launcher, or inside one rank of a launcher.
         found = RankEnvironment(rank, UNKNOWN, world_size, UNKNOWN, LOCAL_ADDRESS, DEFAULT_PORT)
-    if found.knows_machine:
-        return found
     if world_size == 1:
-        return replace(found, local_rank=0, local_world_size=1)
-    from twinflow.launch.machines import found_local
+        return found if found.knows_machine else replace(found, local_rank=0, local_world_size=1)
+    from twinflow.launch.machines import are_described, find_local, found_local
     from twinflow.launch.store import group_store
 
+    store = group_store()
     if timeout_s is not None:
-        return _find_machine(group_store(), found, timeout_s)
-    local_rank, local_size = found_local(group_store(), rank, world_size) or (rank, world_size)
+        _publish(store, found, is_described)
+    if found.knows_machine and are_described(store, world_size):
+        return found
+    if timeout_s is not None:
+        local_rank, local_size = find_local(store, rank, world_size, timeout_s)
+    else:
+        local_rank, local_size = found_local(store, rank, world_size) or (rank, world_size)
     return replace(found, local_rank=local_rank, local_world_size=local_size)

@@ -42,13 +42,24 @@ def this_machine() -> str:
     return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
-def publish(store: Store, rank: int, world_size: int, local_rank: int | None, local_size: int | None) -> None:
-    """Tells the other ranks on which machine this rank is. Each rank calls this function."""
+def publish(
+    store: Store,
+    rank: int,
+    world_size: int,
+    local_rank: int | None,
+    local_size: int | None,
+    is_described: bool = True,
+) -> None:
+    """Tells the other ranks on which machine this rank is. Each rank calls this function. `is_described`: whether the
+    variables of this rank describe the process group.
+    """
     keys = _keys(store, world_size)
     own = f"process {os.getpid()} on {socket.gethostname()}"
     first = keys.compare_set(f"process/{rank}", "", own).decode()
     if first != own:
         keys.set("twice", f"RANK is {rank} in two processes: {first}, and {own}. Give each process its own RANK.")
+    if not is_described:
+        keys.set("undescribed", "")
     keys.set(f"machine/{rank}", json.dumps([this_machine(), local_rank, local_size]))
 
 
@@ -70,13 +81,23 @@ def find_local(store: Store, rank: int, world_size: int, timeout_s: float) -> tu
     try:
         if keys.check(["twice"]):
             raise ValueError(keys.get("twice").decode())
-        return local_ranks([LocalRank(*json.loads(keys.get(name))) for name in names])[rank]
+        said = [LocalRank(*json.loads(keys.get(name))) for name in names]
+        if not are_described(store, world_size):
+            said = [LocalRank(one.machine) for one in said]
+        return local_ranks(said)[rank]
     except ValueError:
         keys.add("read", 1)
         end_s = time.monotonic() + READ_S
         while rank == 0 and keys.add("read", 0) < world_size and time.monotonic() < end_s:
             time.sleep(0.02)
         raise
+
+
+def are_described(store: Store, world_size: int) -> bool:
+    """Whether the variables of all ranks that have called `publish` describe the process group. If a script has created
+    the group itself, all processes may have inherited the variables of one rank, for which they are right by chance.
+    """
+    return not _keys(store, world_size).check(["undescribed"])
 
 
 def found_local(store: Store, rank: int, world_size: int) -> tuple[int, int] | None:

@@ -19,13 +19,15 @@ this rank's part and gathers the other parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.device import Device
 from twinflow.errors import invalid_value, wrong_state
@@ -98,6 +100,7 @@ class ParamOffload:
         self._executor = executor
         self._blocks: dict[int, BlockWeights] = {}
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
+        self._owners: list[weakref.ref[nn.Module]] = []  # modules with these parameters
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._order: list[int] = []  # order of the blocks in a forward
         self._trail: list[int] = []  # blocks that have run forward and whose backward has not begun
@@ -344,7 +347,7 @@ class ParamOffload:
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        """Puts views of the weights on the host into a state dict, or meta tensors if ranks share the weights."""
+        """Puts views of the weights on the host into a state dict, or `NoValues` if ranks share the weights."""
         for name, param in module._parameters.items():
             if param is None or param not in self._places or param in self._shown:
                 continue
@@ -353,13 +356,14 @@ class ParamOffload:
                 continue
             buffer, view = self._places[param]
             is_whole = buffer.host().numel() == buffer.flat.numel()
-            state[prefix + name] = host_view(buffer, view) if is_whole else torch.empty_like(view, device="meta")
+            state[prefix + name] = host_view(buffer, view) if is_whole else NoValues.like(view)
 
     # Calls by hooks on the model.
 
     def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
         """Registers the hooks. They run after the runtime's own hooks, which are registered later with `prepend`."""
         owners = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
+        self._owners = [weakref.ref(module) for module in owners]
         handles: list[RemovableHandle] = []
         for module in owners:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
@@ -532,14 +536,74 @@ class ParamOffload:
         self._device.stream("fetch").synchronize()
 
     def close(self) -> None:
-        """Gives the parameters their values as tensors on the host. Weights that ranks share stay without values."""
+        """Gives the parameters their values as tensors on the host. Weights that ranks share stay without values, and
+        their modules raise an error.
+        """
         self.settle()
         for weights in self._blocks.values():
             for buffer in weights.buffers:
-                if buffer.host().numel() == buffer.flat.numel():
-                    for param, view in buffer.views:
+                for param, view in buffer.views:
+                    if buffer.host().numel() == buffer.flat.numel():
                         with plain():
                             param.data = host_view(buffer, view).clone()
+                    else:
+                        _LOST[param] = None
+        for module in [module for reference in self._owners if (module := reference()) is not None]:
+            if module not in _REFUSING and any(param in _LOST for param in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(_refuse)
+                module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+                _REFUSING.add(module)
+
+
+# Parameters that were on the hosts of several ranks when their optimizer was closed, and modules that refuse their use.
+_LOST: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+_REFUSING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_lost(param: Tensor) -> bool:
+    """Whether a parameter has had no values since its optimizer was closed. It may have been converted since then."""
+    if param not in _LOST:
+        return False
+    if param.is_floating_point():
+        has_values = not bool(param.detach()[(0,) * param.dim()].isnan())
+    else:
+        has_values = any(param.stride())  # otherwise it is an expanded scalar
+    if has_values:
+        del _LOST[param]  # the forward asks once
+    return not has_values
+
+
+def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RuntimeError if a parameter has no values."""
+    for name, param in named:
+        if is_lost(param):
+            raise wrong_state(
+                f"{name} cannot be used",
+                "it has no values: with offload_param and several ranks each rank has a part of the weights, until the "
+                "optimizer is closed",
+                "Save the whole model before close() or destroy(), for example with save_pretrained(), and load it.",
+            )
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    check_values((name, param) for name, param in module._parameters.items() if param is not None)
+
+
+class NoValues(Tensor):
+    """A weight in a state dict of which this rank has only a part: a meta tensor that cannot be saved."""
+
+    @classmethod
+    def like(cls, weight: Tensor) -> Tensor:
+        return torch.empty_like(weight, device="meta").as_subclass(cls)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise wrong_state(
+            "This state dict cannot be saved",
+            "with offload_param and several ranks, it has the shapes and no values of weights, because each rank has "
+            "only a part of them",
+            "Save whole weights: call engine.save_16bit_model(), engine.module_state_dict(), "
+            "accelerator.get_state_dict() or model.save_pretrained() on all ranks.",
+        )
 
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
+from twinflow.offload.param_offload import check_values
 from twinflow.offload.placement import place_by_ratio, stream
 from twinflow.offload.plan import RESIDENT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
@@ -151,6 +152,8 @@ class TwinOptimizer(Outcomes):
         checks.check_kinds(loss_scale, tuning, zero)
         if host_threads is not None:
             host_threads = check_threads(host_threads, "host_threads")
+        if isinstance(model, nn.Module):
+            check_values(model.named_parameters())
         made = build.materialised(model, offload_params)
         self.model = made if isinstance(made, nn.Module) else None
         groups = checks.groups_of(made, param_groups)

@@ -16,10 +16,10 @@ forward waits for its weights before it starts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from twinflow.zero.building import Rows, take_rows
 from twinflow.zero.shared import Zero
 
 Replaced = dict[Tensor, Tensor]  # from a parameter before `partition` to the one after it
+# Models that are partitioned, and over which ranks.
+_PARTITIONED: MutableMapping[nn.Module, tuple[Sequence[int] | None, Zero]] = weakref.WeakKeyDictionary()
 
 
 def partition(model: nn.Module, zero: Zero) -> Replaced:
@@ -52,10 +54,12 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard  # slow: dist/sharded.py
 
+    ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
+    if _PARTITIONED.get(model) == (ranks, zero) and all(is_dtensor(param) for param in model.parameters()):
+        return {param: param for param in model.parameters()}  # for an optimizer that was closed
     _check(model)
     before = dict(model.named_parameters(remove_duplicate=False))
     device = next(iter(before.values())).device
-    ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
     group = new_group(backend_for(device), ranks)
     rows = take_rows(before.values())
     with torch.no_grad():
@@ -71,6 +75,9 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
         if not any(owner.get(param) == ROOT or is_external(param) for param in block.module.parameters()):
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
+    for module in model.modules():
+        if is_fsdp(module):
+            vars(module)["__deepcopy__"] = _refuse_copy  # that of fully_shard() does not say what to do
     now = dict(model.named_parameters(remove_duplicate=False))
     _put_rows(model, {now[name]: rows[param] for name, param in before.items() if param in rows})
     if backend_for(device) == "gloo":
@@ -81,7 +88,16 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
     generate: object = getattr(model, "generate", None)
     if callable(generate):
         vars(model)["generate"] = _GatheredCall(model, generate)
+    _PARTITIONED[model] = ranks, zero
     return replaced
+
+
+def _refuse_copy(_memo: dict[int, object]) -> NoReturn:
+    raise wrong_state(
+        "A deep copy of the model cannot be made",
+        "each rank has only some rows of its weights (ZeRO stage 3)",
+        "Copy the model before the optimizer is built, and copy new values inside GatheredParameters().",
+    )
 
 
 def _stand_in(model: nn.Module, rows: Rows) -> None:

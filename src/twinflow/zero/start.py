@@ -61,7 +61,8 @@ def meet(ranks: RankEnvironment, module: nn.Module, config: str, grid: Grid | No
         store = PrefixStore(f"twinflow/replicas/{along[0]}", group_store())
         if len(along) > 1:
             check_same(store, along.index(grid.rank), len(along), own)
-    share_machine(ranks, next((p.device for p in module.parameters()), torch.device("cpu")))
+    # All ranks have met: it is known now whether their variables describe them.
+    share_machine(joined(), next((p.device for p in module.parameters()), torch.device("cpu")))
 
 
 def share_machine(ranks: RankEnvironment, device: torch.device) -> None:
