@@ -95,10 +95,11 @@ def initialize(
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
-        takes_parts = _takes_parts(parsed, found, model, optimizer)
+        takes_parts = ranks.world_size == 1 or _takes_parts(parsed, found, model, optimizer)
         if isinstance(model, nn.Module) and not takes_parts and make_whole(model.parameters()):
             LOGGER.info(
-                "zero.Init has built the model in parts. They are gathered, because this config needs all weights"
+                "zero.Init or from_pretrained has divided the model over ranks. Its parts are gathered, because this "
+                "config needs all weights"
             )
         model, found = spread(model, parsed, found, optimizer, own_device())
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)

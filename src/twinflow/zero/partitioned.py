@@ -72,7 +72,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     now = dict(model.named_parameters(remove_duplicate=False))
-    _put_rows(model, {now[name]: rows[param] for name, param in before.items() if param in rows})
+    _put_rows(model, {now[name]: param for name, param in before.items() if param in rows}, rows)
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
@@ -97,14 +97,16 @@ def _stand_in(model: nn.Module, rows: Rows) -> None:
 
 
 @torch.no_grad()
-def _put_rows(model: nn.Module, rows: Mapping[Tensor, Tensor]) -> None:
-    """Gives this rank's rows to parameters of `fully_shard` that are on the meta device."""
+def _put_rows(model: nn.Module, before: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
+    """Gives this rank's rows to parameters of `fully_shard` that are on the meta device. `before`: the parameter that
+    each of them replaces, for which `rows` has the rows.
+    """
     for module in model.modules():
-        for group in param_groups(module) if rows else ():
+        for group in param_groups(module) if before else ():
             for one in group.fsdp_params:
                 old = one.sharded_param
-                if old in rows:
-                    new = nn.Parameter(one.to_sharded_dtensor(rows[old]), old.requires_grad)
+                if old in before:
+                    new = nn.Parameter(one.to_sharded_dtensor(rows[before[old]]), old.requires_grad)
                     one._setattr_on_modules(new)
                     one.reset_sharded_param()
 
