@@ -41,6 +41,7 @@ from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
+from twinflow.offload.quantised import move_quantised, without_quantised
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import to_host
@@ -231,7 +232,11 @@ def place(model: Model, config: Config) -> nn.Module:
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
         return build_model(model, device, dtype, each=to_host if is_for_host else None)
     move(model, None if is_for_host else device, dtype)
-    return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
+    with without_quantised(model):
+        model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
+    if not is_for_host:
+        move_quantised(model, device)
+    return model
 
 
 def checkpoint_activations(

@@ -32,6 +32,7 @@ from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, is_external, owners
 from twinflow.offload.plan import ROOT
+from twinflow.offload.quantised import is_quantised
 from twinflow.offload.weight_guard import owner_of
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
@@ -123,6 +124,8 @@ def _check(model: nn.Module) -> None:
             )
         if not param.dim():
             raise conflict("ZeRO stages 2 and 3", "no dimensions", name=name)
+        if is_quantised(param):
+            raise conflict("ZeRO stages 2 and 3", "quantised", name=name)
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:
