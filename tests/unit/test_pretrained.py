@@ -93,6 +93,50 @@ def test_the_trainer_reads_the_model_when_it_builds_its_optimizer(folder: Path, 
     assert found[0] == found[1]
 
 
+def test_adapters_over_a_model_that_was_not_read_train_with_the_same_bits(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    cls, found = transformers.AutoModelForCausalLM, []
+    for plain in (True, False):
+        given = {"attn_implementation": "eager", "torch_dtype": torch.bfloat16}
+        model = cls.from_pretrained(folder, **given) if plain else twinflow.from_pretrained(cls, folder, **given)
+        assert model.config._attn_implementation == "eager"
+        torch.manual_seed(1)
+        options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+        adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**options))
+        assert plain or cases.num_closed(adapted) == len(list(cls.from_config(model.config).parameters()))
+        optimizer = twinflow.TwinOptimizer(adapted, "adamw", lr=1e-2, offload_params=True)
+        for _ in range(3):
+            tokens = torch.arange(12).view(2, 6)
+            optimizer.backward(adapted(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.digest(adapted.state_dict()))
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+def test_a_quantised_model_is_loaded_by_transformers(folder: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    given = {"quantization_config": transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())}
+    cls = transformers.AutoModelForCausalLM
+    theirs, ours = cls.from_pretrained(folder, **given), twinflow.from_pretrained(cls, folder, **given)
+    assert type(ours.model.layers[0].mlp.up_proj.weight) is type(theirs.model.layers[0].mlp.up_proj.weight)
+    assert type(ours.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+    tokens = torch.arange(6)[None]
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_weights_for_the_host_are_not_moved_to_the_device_by_the_trainer(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    model = twinflow.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = TwinTrainer(model, arguments, twin={"offload_params": True})
+    trainer._move_model_to_device(model, torch.device("meta"))
+    assert not any(p.is_meta for p in model.parameters())
+
+
 # Errors.
 
 

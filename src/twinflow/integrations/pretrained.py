@@ -66,14 +66,17 @@ def from_pretrained(
     _check(cls, kwargs)
     _join_ranks()
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
+    dtype = kwargs.pop("torch_dtype", dtype)  # the older name in transformers
+    allows_other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
+    has_generation_config = kwargs.get("generation_config") is not None
     config = kwargs.pop("config", None)
     if not isinstance(config, transformers.PreTrainedConfig):
         config, kwargs = _read_config(model if config is None else config, hub, kwargs)
     quantization = getattr(config, "quantization_config", None) or kwargs.get("quantization_config")
     if quantization is not None:
         given = {**hub, **kwargs, "config": config, "dtype": dtype, "output_loading_info": True}
-        made, info = cls.from_pretrained(model, **given)
-        _check_names(info, {}, model, strict)
+        made, info = cls.from_pretrained(model, ignore_mismatched_sizes=allows_other_shapes, **given)
+        _check_names(info, {}, model, strict, allows_other_shapes)
         return made
     tensors = _find_tensors(model, kwargs.pop("variant", None), hub)
     files = {name: leaf.path for name, leaf in tensors.items()}
@@ -87,11 +90,11 @@ def from_pretrained(
         ignore_mismatched_sizes=True,  # reported below, with the names of the files
         **kwargs,
     )
-    _check_names(info, files, model, strict)
+    _check_names(info, files, model, strict, allows_other_shapes)
     _check_dtypes(made)
     take_unread(made)
     made.config._name_or_path = made.name_or_path = str(model)
-    if made.can_generate():
+    if made.can_generate() and not has_generation_config:
         _read_generation_config(made, model, hub)
     return made
 
@@ -226,9 +229,11 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, _FileTensor]]:
 # Checks of the loaded model.
 
 
-def _check_names(info: Mapping[str, Any], files: Mapping[str, Path], model: object, strict: bool) -> None:
+def _check_names(
+    info: Mapping[str, Any], files: Mapping[str, Path], model: object, strict: bool, allows_other_shapes: bool
+) -> None:
     """Raises ValueError for tensors of a wrong shape and, if `strict`, for those that are missing or unknown."""
-    for name, found, expected in sorted(info.get("mismatched_keys", ())):
+    for name, found, expected in () if allows_other_shapes else sorted(info.get("mismatched_keys", ())):
         raise ValueError(
             f"The tensor {name!r} in {_where(name, files, model)} has the shape {tuple(found)}, but the model of this "
             f"config has {tuple(expected)}. Use the config that belongs to the files."
