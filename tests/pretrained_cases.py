@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.offload.quantised import inner_tensors
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.zero import Zero
@@ -135,7 +136,42 @@ def train(rank: int, world: int, folder: str, way: str, plain: bool, num_steps: 
         step()
         losses.append(loss.item())
     last = digest(dict(whole_weights(optimizer)))
+    engine.destroy() if "stage" in options else optimizer.close()
     return {"closed": closed, "first": first, "losses": losses, "last": last, "still closed": num_closed(model)}
+
+
+def train_both(rank: int, world: int, folder: str, way: str) -> Any:
+    """`train` with the model of transformers, and with ours."""
+    return [train(rank, world, folder, way, plain) for plain in (True, False)]
+
+
+def train_adapters(rank: int, world: int, stage: int) -> Any:
+    """Checksums of a quantised model and of its adapters, before and after training, and the losses."""
+    import peft
+    import torchao.quantization as torchao
+    from integrations_support import llama, rows
+
+    model: Any = llama()
+    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig())
+    if rank:  # the first rank's values count
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.scale.zero_()
+    torch.manual_seed(1 + rank)
+    options: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    zero = None if world == 1 else Zero(stage=stage, parks=stage == 3)
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-2, max_grad_norm=1.0, zero=zero, offload_params=stage == 3)
+    losses = []
+    for row in rows(8).view(4, 2, -1):
+        loss = model(input_ids=row, labels=row).loss
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = dict(whole_weights(optimizer))
+    inner = {f"{name}:{key}": one for name, value in found.items() for key, one in inner_tensors(value)}
+    optimizer.close()
+    return {"losses": losses, "weights": digest(inner)}
 
 
 def peak_mb(rank: int, world: int, folder: str, way: str, plain: bool) -> Any:

@@ -23,11 +23,23 @@ def test_ranks_train_as_with_a_model_that_transformers_has_loaded(
     name: str, way: str, world: int, tmp_path: Path
 ) -> None:
     cases.save(name, tmp_path)
-    theirs, ours = (run_ranks(world, cases.train, str(tmp_path), way, plain) for plain in (True, False))
-    for found, wanted in zip(ours, theirs, strict=True):
+    for wanted, found in run_ranks(world, cases.train_both, str(tmp_path), way):
         assert (found.pop("closed") > 0, wanted.pop("closed")) == (True, 0)
         assert found == wanted
         assert found["still closed"] == 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_train_adapters_over_a_quantised_model(stage: int) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("torchao")
+    (alone,) = run_ranks(1, cases.train_adapters, stage)
+    for found in run_ranks(2, cases.train_adapters, stage):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        base = {name: value for name, value in alone["weights"].items() if not name.endswith(":")}
+        assert len(base) == 42
+        assert {name: found["weights"][name] for name in base} == base
 
 
 @pytest.mark.matrix
