@@ -9,16 +9,19 @@ import pytest
 from dist_support import run_ranks
 from twin_support import matrix_but
 
-pytest.importorskip("transformers")
+
+@pytest.mark.parametrize("way", matrix_but(["engine, stage 3"], [way for way in cases.WAYS if "engine" in way]))
+def test_unread_parameters_train_as_those_in_memory(way: str) -> None:
+    for wanted, found in run_ranks(2, cases.train_unread, way):
+        assert found.pop("read") == pytest.approx(0.5, abs=0.01), "a rank reads its rows, once"
+        assert found == wanted
 
 
 @pytest.mark.parametrize(
     ("name", "way", "world"),
-    matrix_but(
-        [("llama tied", "engine, stage 3", 2)],
-        [("llama tied", way, 2) for way in cases.WAYS] + [("mixtral", "engine, weights on the host", 3)],
-    ),
+    [("llama tied", way, 2) for way in cases.WAYS] + [("mixtral", "engine, weights on the host", 3)],
 )
+@pytest.mark.matrix
 def test_ranks_train_as_with_a_model_that_transformers_has_loaded(
     name: str, way: str, world: int, tmp_path: Path
 ) -> None:
@@ -35,11 +38,12 @@ def test_ranks_train_adapters_over_a_quantised_model(stage: int) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("torchao")
     (alone,) = run_ranks(1, cases.train_adapters, stage)
-    for found in run_ranks(2, cases.train_adapters, stage):
+    base = {name: value for name, value in alone["weights"].items() if not name.endswith(":")}
+    assert len(base) == 42
+    ranks = run_ranks(2, cases.train_adapters, stage)
+    for found in ranks:
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        base = {name: value for name, value in alone["weights"].items() if not name.endswith(":")}
-        assert len(base) == 42
-        assert {name: found["weights"][name] for name in base} == base
+    assert {name: ranks[0]["weights"][name] for name in base} == base
 
 
 @pytest.mark.matrix

@@ -62,6 +62,13 @@ def test_training_has_the_bits_of_a_model_that_transformers_has_loaded(way: str,
     assert ours["still closed"] == 0
 
 
+@pytest.mark.parametrize("way", [way for way in cases.WAYS if "engine" in way])
+def test_one_process_reads_each_parameter_once(way: str) -> None:
+    wanted, found = cases.train_unread(0, 1, way)
+    assert found.pop("read") == 1.0
+    assert found == wanted
+
+
 def test_a_model_is_used_before_training(folder: Path) -> None:
     cls = transformers.AutoModelForCausalLM
     theirs, ours = cls.from_pretrained(folder), twinflow.from_pretrained(cls, folder)

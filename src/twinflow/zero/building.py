@@ -439,6 +439,9 @@ class Rows(Mapping[Tensor, Tensor]):
         """The rows. Those of a file are read for each call."""
         return _values(self._rows[param])
 
+    def __contains__(self, param: object) -> bool:  # without reading the rows
+        return param in self._rows
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._rows)
 
