@@ -75,6 +75,8 @@ def test_a_model_is_used_before_training(folder: Path) -> None:
     tokens = torch.arange(6)[None]
     assert torch.equal(ours.generate(tokens, max_new_tokens=3), theirs.generate(tokens, max_new_tokens=3))
     some = twinflow.from_pretrained(transformers.LlamaForCausalLM, folder)
+    some.cpu().to("cpu:0").train().requires_grad_(True)
+    assert cases.num_closed(some) == len(list(some.parameters()))
     with torch.no_grad():
         some.model.norm.weight.mul_(2)  # stays
     assert torch.equal(some.model.norm.weight, 2 * theirs.model.norm.weight)
