@@ -210,6 +210,13 @@ def test_a_broken_file_is_named(tmp_path: Path, folder: Path) -> None:
         twinflow.from_pretrained(cls, tmp_path)
 
 
+def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    cls = cases.save("llama", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has an adapter .* which from_pretrained does not load"):
+        twinflow.from_pretrained(cls, tmp_path)
+
+
 def test_other_classes_and_configs_need_strict_false(folder: Path) -> None:
     classes = transformers.AutoModelForSequenceClassification
     with pytest.raises(ValueError, match=r"has no tensor 'score.weight', which the model of this config needs"):
