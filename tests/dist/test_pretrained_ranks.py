@@ -25,6 +25,7 @@ def test_unread_parameters_train_as_those_in_memory(way: str) -> None:
 def test_ranks_train_as_with_a_model_that_transformers_has_loaded(
     name: str, way: str, world: int, tmp_path: Path
 ) -> None:
+    pytest.importorskip("transformers")
     cases.save(name, tmp_path)
     for wanted, found in run_ranks(world, cases.train_both, str(tmp_path), way):
         assert (found.pop("closed") > 0, wanted.pop("closed")) == (True, 0)
@@ -49,6 +50,7 @@ def test_ranks_train_adapters_over_a_quantised_model(stage: int) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("world", [1, 2])
 def test_there_is_no_second_copy_in_host_memory(world: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 4000}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 8}
     cases.save("llama", tmp_path, **shape)
