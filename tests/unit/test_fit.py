@@ -83,14 +83,17 @@ def test_what_is_given_is_kept() -> None:
 
 
 def test_each_help_is_enough() -> None:
-    setting, wish = setting_of("rtx4090", 32), Wish(LLAMA_8B, 65536, sequences=2)
+    setting, wish = setting_of("rtx4090", 32), Wish(LLAMA_8B, 2048, sequences=2)
     fit = choose_fit(wish, setting)
     assert not fit.fits
-    text = "; ".join(fit.helps)
-    host = int(re.findall(r"at least (\d+) GB of host", choose_fit(replace(wish, tokens=2048), setting).helps[-2])[0])
-    assert choose_fit(replace(wish, tokens=2048), setting_of("rtx4090", host)).fits
-    assert not choose_fit(replace(wish, tokens=2048), setting_of("rtx4090", host - 1)).fits
-    assert "GPU memory" in text or "host memory" in text or "tokens" in text
+    method, host, gpu = fit.helps
+    assert choose_fit(replace(wish, method=method.removeprefix("method ")), setting).fits
+    (ram_gb,) = map(int, re.findall(r"at least (\d+) GB of host", host))
+    assert choose_fit(wish, setting_of("rtx4090", ram_gb)).fits
+    assert not choose_fit(wish, setting_of("rtx4090", ram_gb - 1)).fits
+    (gpu_gb,) = map(int, re.findall(r"at least (\d+) GB of GPU", gpu))
+    assert choose_fit(wish, setting_of("rtx4090", 32, gpu_gb)).fits
+    assert not choose_fit(wish, setting_of("rtx4090", 32, gpu_gb - 1)).fits
 
 
 def test_without_a_gpu_the_host_has_everything() -> None:
