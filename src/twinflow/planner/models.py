@@ -14,10 +14,12 @@ from twinflow.planner.formats import Activations, gpt_activations, hf_activation
 # fitted on an H200. HF_TRAFFIC fits two Llama shapes of transformers, which would give 372 and 240 separately.
 # GPT_TRAFFIC fits the GPT of `twinflow train`.
 HF_TRAFFIC: Final = 300.0
+CLASSIC_TRAFFIC: Final = 225.0  # as in steps of GPT-2 350M; forward and backward alone of OPT-13B would give 94
 GPT_TRAFFIC: Final = 52.0
-# Time to launch the kernels of a block's forward, which is the shortest time of a block. Two Llama shapes with 26
-# blocks took 57 and 70 ms.
-HF_LAUNCH_S: Final = 2.2e-3
+# Time to launch the kernels of a block's forward, which is the shortest time of a block. It depends on the CPU: Qwen2.5
+# 0.5B gives 1.4 to 2.2 ms in five runs, and OPT-13B 1.0 to 1.6 ms.
+HF_LAUNCH_S: Final = 1.6e-3
+CLASSIC_LAUNCH_S: Final = 1.3e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
 # Widths of GPT-2 shapes in papers on offload, and the numbers of parameters from which the next width is used.
 _WIDTHS: Final = (768, 1024, 1600, 2048, 2304, 3072, 4096, 8192, 9216, 12288)
@@ -47,6 +49,8 @@ class ModelCost:
     inner: int = 0  # width of the MLP
     tensor_units: int = 0  # all other sizes: a multiple of each possible number of tensor ranks
     joins_last: bool = False  # a pipeline has the last block on the stage of the head (parallel/own_forward.py)
+    # Elements of LoRA adapters of rank 1 on all linear layers of a block: the sum of their input and output widths.
+    adapter_unit: int = 0
 
     @property
     def numel(self) -> int:
@@ -107,6 +111,7 @@ def gpt_cost(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         inner=4 * h,
+        adapter_unit=16 * h,
     )
 
 
@@ -126,16 +131,18 @@ def from_counts(
     num_heads: int = 0,
     num_kv_heads: int = 0,
     tensor_units: int = 0,
+    adapter_unit: int = 0,
 ) -> ModelCost:
     """Costs of any model from the number of elements of each of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
     follows from the largest block. `num_wide`: number of activations of this width that a block keeps. `num_heads`,
-    `num_kv_heads`, `tensor_units`: 0 if they are not known.
+    `num_kv_heads`, `tensor_units`: 0 if they are not known. `adapter_unit`: by default as if all products were square.
     """
     known_inner = inner or 0
     if inner is None:
         inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
+    largest = products or max(blocks, default=0)
     return ModelCost(
         name=name,
         blocks=tuple(blocks),
@@ -154,6 +161,7 @@ def from_counts(
         num_kv_heads=num_kv_heads or num_heads,
         inner=known_inner,
         tensor_units=tensor_units,
+        adapter_unit=adapter_unit or 2 * largest // max(1, hidden),
     )
 
 
@@ -165,6 +173,11 @@ def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> Mo
     num_layers = max(1, round((numel - (vocab_size + context) * hidden) / layer))
     heads = hidden // (64 if hidden <= 1600 else 128)
     return gpt_cost(f"GPT-2 shape, {num_layers} x {hidden}", vocab_size, context, num_layers, hidden, heads)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether `from_hf` knows the type of this model."""
+    return config.get("model_type") in _FAMILIES
 
 
 def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
@@ -181,7 +194,7 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
-    """Llama, Mistral and Qwen2: rotary positions, gated MLP, RMS norms."""
+    """Llama, Mistral, Qwen2 and Qwen3: rotary positions, gated MLP, RMS norms."""
     h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or h // heads
@@ -190,6 +203,8 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
     biases = 2 * h  # the two norms
     if config["model_type"] == "qwen2":
         biases += wide + 2 * narrow
+    elif config["model_type"] == "qwen3":
+        biases += 2 * width  # the norms of queries and keys
     elif config.get("attention_bias"):
         biases += wide + 2 * narrow + h
     if config.get("mlp_bias"):
@@ -209,6 +224,7 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
         num_wide=3,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        adapter_unit=2 * (h + wide) + 2 * (h + narrow) + 3 * (h + inner),
     )
 
 
@@ -228,7 +244,8 @@ def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
     h, positions = config["n_embd"], config["n_positions"]
     embedding = (config["vocab_size"] + positions) * h
     inner, layers, heads = config.get("n_inner") or 4 * h, config["n_layer"], config["n_head"]
-    return _classic(name, config, h, heads, inner, layers, embedding, 2 * h, positions)
+    # Its GELU consists of several operations, each of which keeps its input. Measured with the 350M shape.
+    return _classic(name, config, h, heads, inner, layers, embedding, 2 * h, positions, num_wide=3)
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
@@ -259,18 +276,22 @@ def _classic(
     embedding: int,
     head: int,
     context: int,
+    num_wide: int = 2,
 ) -> ModelCost:
     """A model whose blocks have equally many query, key and value heads, a plain MLP, biases and two layer norms."""
     products = 4 * h * h + 2 * h * inner
     blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
     sizes: dict[str, int] = {"products": products, "inner": inner, "num_heads": heads}
-    return from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
+    sizes |= {"adapter_unit": 8 * h + 2 * (h + inner), "num_wide": num_wide}
+    found = from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
+    return replace(found, traffic_bytes=CLASSIC_TRAFFIC * h, launch_s=CLASSIC_LAUNCH_S)
 
 
 _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = {
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _llama,
+    "qwen3": _llama,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
