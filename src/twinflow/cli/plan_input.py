@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 
 from twinflow.cli import check_whole, option
-from twinflow.cli.settings import BATCH_KEYS, option_name, parse_bytes
+from twinflow.cli.settings import BATCH_KEYS, MAX_BATCH, MAX_SIZES, option_name, parse_bytes
 from twinflow.config import load_config, resolve_batch
 from twinflow.errors import invalid_value
+from twinflow.files import read_json
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
@@ -27,10 +27,12 @@ from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory, Run
 from twinflow.planner.formats import STATES
 from twinflow.planner.machines import GPUS, Gpu, Host, Machine, gpu_named, link_rate, rates_of, recognise
-from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
+from twinflow.planner.models import MAX_NUMEL, ModelCost, from_counts, from_hf, gpt2_like
 from twinflow.planner.scaling import Cluster, default_network
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
+MAX_GPUS, MAX_CORES, MAX_MICRO_BATCHES = 2**17, 2**16, 2**12  # so that a plan is made in seconds
+MAX_TOKENS: Final = 1e18
 _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -108,7 +110,7 @@ def choose_model(options: PlanOptions) -> tuple[ModelCost, int]:
             raise invalid_value("--preset", preset, PRESETS)
         return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
     if options.params is not None:
-        return gpt2_like(parse_count("--params", options.params)), 4
+        return gpt2_like(parse_count("--params", options.params, MAX_NUMEL)), 4
     assert options.model is not None
     return _named_model(options.model), 4
 
@@ -120,12 +122,15 @@ def _named_model(model: str) -> ModelCost:
         path = path / "config.json"
     if path.is_file():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except ValueError as error:
-            raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}.") from None
+            raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}") from None
         if not isinstance(config, dict):
             raise invalid_value("--model", str(path), "a file with a JSON object, like the config.json of transformers")
-        return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
+        try:
+            return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if ":" not in model:
         expected = "an existing config.json, a folder with a config.json, or a Python function as module:function"
         raise invalid_value("--model", model, expected)
@@ -190,12 +195,15 @@ def _width(model: nn.Module) -> int:
     return max(set(sizes), key=sizes.count)
 
 
-def parse_count(name: str, text: str) -> float:
+def parse_count(name: str, text: str, most: float = MAX_TOKENS) -> float:
     """Parse a number such as 13b, 350m or 1.3B."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise invalid_value(name, text, "a number above 0 such as 13b, 350m or 1.3b")
-    return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
+    value = float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
+    if value > most:
+        raise invalid_value(name, text, f"at most {most:g}")
+    return value
 
 
 def parse_rate(name: str, text: str | None) -> int | None:
@@ -205,7 +213,7 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
     """The host that the options describe. The other arguments are defaults for options that are not given."""
-    check_whole("--cores", options.cores)
+    check_whole("--cores", options.cores, most=MAX_CORES)
     ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
     return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)
 
@@ -227,7 +235,7 @@ def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) ->
 
 def choose_place(options: PlanOptions) -> Place:
     """The machine that the options name, or this machine."""
-    check_whole("--gpus", options.gpus)
+    check_whole("--gpus", options.gpus, most=MAX_GPUS)
     if options.gpu is None:
         return _this_machine(choose_host(options, 0, 0, 0.0), options.gpus)
     return _sheet(gpu_named(options.gpu), choose_host(options), options.gpus, "from a data sheet, not measured")
@@ -279,9 +287,9 @@ def make_run(
     if states not in STATES:
         raise invalid_value("--states", states, STATES)
     tokens = options.seq_length if options.seq_length is not None else model.context
-    check_whole("--batch-size", micro)
-    check_whole("--seq-length", tokens)
-    check_whole("--accumulation", parts)
+    check_whole("--batch-size", micro, most=MAX_BATCH)
+    check_whole("--seq-length", tokens, most=MAX_SIZES["context"])
+    check_whole("--accumulation", parts, most=MAX_MICRO_BATCHES)
     clip = options.grad_clip if options.grad_clip is not None else config.get("gradient_clipping", 1.0)
     if not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
