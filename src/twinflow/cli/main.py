@@ -148,6 +148,9 @@ def main() -> None:
     output = guard_output()
     try:
         app()
+    except OSError as error:  # a file of a command that cannot be written, for example on a full disk
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
     except SystemExit as ending:
         if output is None:
             raise

@@ -188,6 +188,8 @@ def _check(
         source = _source(found, engine.optimizer, saved)
         source.check()
         engine.optimizer.check_state(head, source)
+        for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
+            _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
         _check_errors(found)
         if engine.optimizer.is_compressed:
             errors = meta.get("errors", [])
@@ -197,7 +199,7 @@ def _check(
     if what.everything_else:
         check_random_states(own_random)
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        _check_scheduler(found, engine.lr_scheduler.state_dict(), others["scheduler"])
+        _check_kinds(found, "the scheduler's state", engine.lr_scheduler.state_dict(), others["scheduler"])
     return names, source, head, others, own_random
 
 
@@ -206,24 +208,25 @@ def _zeros(found: Checkpoint, file: str) -> Callable[[str], Tensor]:
     return lambda name: torch.zeros((), dtype=found.dtype(file, name)).expand(found.shape(file, name))
 
 
-def _check_scheduler(found: Checkpoint, own: Mapping[str, object], saved: object) -> None:
-    """Raises ValueError if a value has another kind than in the scheduler. Schedulers of torch accept any value, and
-    fail only in the next step.
+def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved: object) -> None:
+    """Raises ValueError if a saved value has another kind than `own`. Schedulers and optimizers of torch accept any
+    value, and fail only in the next step.
     """
     if not isinstance(saved, Mapping):
-        raise damaged(f"{found.path / META}: the scheduler's state is not a dict")
+        raise damaged(f"{found.path / META}: {where} is not a dict")
     for key, value in own.items():
         kind, there = _kind_of(value), _kind_of(saved.get(key, value))
-        if kind and there and kind != there:
-            raise damaged(f"{found.path / META}: {key} in the scheduler's state is a {there}, but must be a {kind}")
+        is_number = {kind, there} == {"number", "tensor"}  # such as a learning rate
+        if kind and there and kind != there and not is_number:
+            raise damaged(f"{found.path / META}: {key} in {where} is a {there}, but must be a {kind}")
 
 
 def _kind_of(value: object) -> str:
-    """The kind of a plain value, for comparisons. Empty for None and for other values."""
+    """The kind of a value, for comparisons. Empty for None and for other values."""
     number, sequence = (int, float), (list, tuple)
     kinds: dict[str, type | tuple[type, ...]] = {"boolean": bool, "number": number, "text": str, "list": sequence}
-    if isinstance(value, Mapping):
-        return "dict"
+    if isinstance(value, (Mapping, Tensor)):
+        return "dict" if isinstance(value, Mapping) else "tensor"
     return next((kind for kind, types in kinds.items() if isinstance(value, types)), "")
 
 
@@ -329,9 +332,20 @@ class FileSource:
         return {key: self._found.dtype("optimizer", path) for key, path in tensor_names(self._entries[name]).items()}
 
     def check(self) -> None:
-        """Raises ValueError if an entry refers to tensors that are not in the file. No tensor is read."""
-        for entry in self._entries.values():
-            put_together(entry, _zeros(self._found, "optimizer"))
+        """Raises ValueError if an entry refers to tensors that are not in the file, or if a value in the state of a
+        user's optimizer is of another kind than for other parameters. No tensor is read.
+        """
+        kinds: dict[tuple[str, str], str] = {}
+        for name, entry in self._entries.items():
+            values: StateDict = put_together(entry, _zeros(self._found, "optimizer"))
+            for part in ("state", "group"):
+                for key, value in dict_of(values, part).items():
+                    kind = _kind_of(value)
+                    if part == "state" and value is None:  # such as momentum that does not exist yet
+                        continue
+                    if kinds.setdefault((part, key), kind) != kind:
+                        what = f"{key} in the {part} of {name} is a {kind}, but a {kinds[part, key]} for others"
+                        raise damaged(f"{self._found.path / META}: {what}")
 
     def step(self, name: str) -> int:
         return int_of(self._entries[name], "step")
