@@ -128,7 +128,8 @@ def _is_number(name: str, value: Any) -> bool:
         return type(value) is int and 0 <= value < 2**63
     if name == "skipped":
         return isinstance(value, bool)
-    return value is None or (type(value) in (int, float) and math.isfinite(value) and abs(value) < 2**63)
+    is_whole = type(value) is int and abs(value) < 2**63
+    return value is None or is_whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def read_metrics(path: Path) -> list[Record]:
