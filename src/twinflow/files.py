@@ -293,8 +293,11 @@ class LineFile:
                 while done < len(waiting):
                     done += os.write(self._fd, waiting[done:])
         except OSError:
-            if done:
+            try:
                 os.ftruncate(self._fd, self._size)  # half of a line would damage the next one
+            except OSError:  # then the next flush writes the other half
+                self._size += done
+                del self._waiting[:done]
             raise
         self._size += done
         self._waiting.clear()

@@ -57,7 +57,8 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
         try:
             text = read_text(Path(name))
         except (OSError, ValueError) as error:
-            message = f"{name}: The config file cannot be read: {error} Give a readable text file in UTF-8."
+            reason = str(error).rstrip(".")
+            message = f"{name}: The config file cannot be read: {reason}. Give a readable text file in UTF-8."
             raise ValueError(message) from error
         return name, parse(text, f"{name}: ")
     return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
