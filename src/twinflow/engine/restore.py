@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -144,7 +144,7 @@ class _Meta(BaseModel):
     optimizer: dict[str, object] = {}
     optimizer_state: dict[str, dict[str, object]] = {}
     ranks: list[dict[str, object]] | None = None
-    errors: list[dict[str, object]] = []
+    errors: list[object] = []
 
 
 def _check_meta(found: Checkpoint) -> None:
@@ -164,13 +164,20 @@ def _check_all(
     The checksums of `meta` are right here. A value that the checks do not expect was written by something else.
     """
     found.verify(share=(ranks.rank, ranks.world))
-    try:
+    with checking(found):
         return _check(engine, found, what, ranks)
+
+
+@contextmanager
+def checking(found: Checkpoint) -> Iterator[None]:
+    """Adds the path of a checkpoint to errors of checks of its values."""
+    try:
+        yield
     except ValueError as error:
         if str(found.path) in str(error):
             raise
         raise ValueError(f"{found.path}: {error}") from error
-    except (KeyError, IndexError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         text = f"{found.path / META} has values that no engine has written ({type(error).__name__}: {error})"
         raise damaged(text) from error
 

@@ -398,12 +398,19 @@ def check_random_states(states: Mapping[str, object]) -> None:
     """Raises an exception if `set_random_states` could not set these states. No generator changes."""
     random.Random().setstate(value_of(states, "python", tuple))
     np.random.RandomState().set_state(_numpy_state(states))
-    torch.Generator().set_state(tensor_of(states, "torch"))
+    _check_generator("cpu", tensor_of(states, "torch"))
     for device, value in enumerate(value_of(states, "cuda", list) if "cuda" in states else ()):
         if not isinstance(value, Tensor) or value.dtype != torch.uint8:
             raise TypeError("The random state of a GPU is not a tensor of bytes.")
         if device < torch.cuda.device_count():
-            torch.Generator(f"cuda:{device}").set_state(value)
+            _check_generator(f"cuda:{device}", value)
+
+
+def _check_generator(device: str, value: Tensor) -> None:
+    try:
+        torch.Generator(device).set_state(value)
+    except RuntimeError as error:
+        raise ValueError(f"The random state of torch on {device} cannot be set: {error}.") from error
 
 
 def _numpy_state(states: Mapping[str, object]) -> dict[str, object]:
