@@ -14,8 +14,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
-ADDED = ("CHANGELOG.md", "CONTRIBUTING.md")
-LINK = re.compile(r"(\]\()((?:\.\./)?(?:docs|benchmarks|examples|CHANGELOG|CONTRIBUTING|README)[^)\s]*)(\))")
+ADDED = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+LINK = re.compile(r"(\]\()((?:\.\./)?(?:docs|benchmarks|examples|CHANGELOG|CONTRIBUTING|SECURITY|README)[^)\s]*)(\))")
 LOADED = re.compile(r"<(?:script|img|iframe|source|audio|video)\b[^>]*\bsrc=[\"']?((?:https?:)?//[^\"' >]+)", re.I)
 STYLED = re.compile(
     r"<link\b(?=[^>]*rel=[\"']?(?:stylesheet|preconnect|icon|preload))[^>]*href=[\"']?(https?:[^\"' >]+)"

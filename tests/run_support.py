@@ -7,6 +7,7 @@ SIGKILL is real, and it has been reaped when `wait` returns, as a shell would ha
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,12 +24,23 @@ class TrainProcess:
     """`twinflow train` with these options, started. `log` takes what it prints.
 
     `die_at`: a folder and a number; the process kills itself as it is about to do the n-th thing to that folder.
+    `file_bytes`: no file may grow beyond this, as on a full disk. `stdout`: a file other than the log.
     """
 
-    def __init__(self, options: Sequence[Any], log: Path, die_at: tuple[Path, int] | None = None) -> None:
+    def __init__(
+        self,
+        options: Sequence[Any],
+        log: Path,
+        die_at: tuple[Path, int] | None = None,
+        *,
+        command: str = "train",
+        file_bytes: int | None = None,
+        stdout: str | None = None,
+    ) -> None:
         self.log = log
-        args = ["train", *(str(option) for option in options)]
-        self._process = fork_context().Process(target=_run, args=(args, str(log), die_at), daemon=True)
+        args = [command, *(str(option) for option in options)]
+        given = (args, str(log), die_at, file_bytes, stdout)
+        self._process = fork_context().Process(target=_run, args=given, daemon=True)
         self._process.start()
 
     def is_alive(self) -> bool:
@@ -54,10 +66,14 @@ class TrainProcess:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def _run(args: list[str], log: str, die_at: tuple[Path, int] | None) -> None:
+def _run(
+    args: list[str], log: str, die_at: tuple[Path, int] | None, file_bytes: int | None, stdout: str | None
+) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
+    os.dup2(file if stdout is None else os.open(stdout, os.O_WRONLY), 1)
     os.dup2(file, 2)
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 

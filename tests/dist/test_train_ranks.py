@@ -205,7 +205,7 @@ def test_a_disk_that_is_full_on_one_rank_costs_checkpoints_but_not_the_run(
     out = tmp_path / "run"
     options = (*RUN, *batch(2), "--data", text, "--out", out)
     ranks = TrainRanks(options, tmp_path / "logs", fault="full disk")
-    assert ranks.wait() == [0, 0], ranks.texts()
+    assert ranks.wait() == [1, 1], ranks.texts()  # the last weights are in no checkpoint
     assert f"warning: The checkpoint after {STEPS} steps could not be saved: " in ranks.texts()[0]
     assert "No space left" in (out / "report.html").read_text()
     assert saved_steps(out) == HALF

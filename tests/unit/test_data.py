@@ -509,7 +509,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    monkeypatch.setattr("os.open", refuse)  # root may read everything
     for source in (tmp_path, tmp_path / "a.txt"):
         with pytest.raises(ValueError, match=r"cannot read .*a\.txt \(Permission denied\)"):
             load_data(str(source))

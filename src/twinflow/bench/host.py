@@ -20,6 +20,7 @@ from twinflow.errors import invalid_value
 from twinflow.native.threads import check_threads
 
 LARGEST_NUMEL: Final = 1 << 27
+MAX_REPEATS: Final = 10_000
 SMALLEST_NUMEL: Final = 1024
 QUICK_NUMEL, QUICK_REPEATS, REPEATS = 1 << 24, 3, 7
 
@@ -104,8 +105,9 @@ def choose_settings(
     """
     if threads is not None:
         check_threads(threads, "--threads")
-    if repeats is not None and repeats < 1:
-        raise invalid_value("--repeats", repeats, "a whole number >= 1")
+    if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
+        expected = "a whole number >= 1" if repeats < 1 else f"at most {MAX_REPEATS}"
+        raise invalid_value("--repeats", repeats, expected)
     if numel is None:
         numel = fitting_numel(available_bytes, QUICK_NUMEL if quick else LARGEST_NUMEL)
     most = available_bytes // jobs.PEAK_BYTES

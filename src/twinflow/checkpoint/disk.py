@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from twinflow.errors import invalid_value
+from twinflow.files import naming, read_bytes
 
 LATEST: Final = "latest"
 RESTORE: Final = "Restore this file from a copy, or give the tag of another checkpoint."
@@ -54,26 +55,17 @@ class DurableFile:
 
     def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
-        with _naming(self.path):
+        with naming(self.path):
             while len(rest):
                 rest = rest[os.write(self._fd, rest) :]
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                with _naming(self.path):
+                with naming(self.path):
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError. Errors of writes and syncs do not contain it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -110,7 +102,7 @@ def sync_folder(folder: Path) -> None:
     """Syncs `folder` to the disk, so that new and renamed files in it survive a crash."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with _naming(folder):
+        with naming(folder):
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -128,14 +120,12 @@ def remove(path: Path) -> None:
 def read_latest(root: Path) -> str | None:
     """The tag in the file `latest`. None if there is no such file."""
     path = root / LATEST
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, but must be a file with the tag of a checkpoint. Rename the folder.")
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path, 16 * MAX_NAME_BYTES)
     except FileNotFoundError:
         return None
-    except IsADirectoryError as error:
-        raise ValueError(
-            f"{path} is a folder, but must be a file with the tag of a checkpoint. Rename the folder."
-        ) from error
     try:
         return check_tag(raw.decode("utf-8").strip())
     except ValueError as error:

@@ -24,6 +24,7 @@ from twinflow.checkpoint.save import Part, plan_parts
 from twinflow.checkpoint.sides import abandoned, kept_alive, side_path, swap_in
 from twinflow.checkpoint.tensors import write_tensors
 from twinflow.errors import invalid_value, unusable_path
+from twinflow.files import read_bytes
 from twinflow.rules.formats import rounds_to
 from twinflow.state_dict import Entry
 
@@ -189,7 +190,7 @@ def _read_config(path: Path | None) -> bytes | None:
         return None
     if not path.is_file():
         raise invalid_value("config", str(path), "an existing file")
-    raw = path.read_bytes()
+    raw = read_bytes(path)
     with suppress(ValueError):
         if isinstance(parse_json(raw, path), dict):
             return raw

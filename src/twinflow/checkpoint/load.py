@@ -23,6 +23,7 @@ from torch import Tensor
 from twinflow.checkpoint.disk import LATEST, RESTORE, check_tag, counting, damaged, read_latest
 from twinflow.checkpoint.manifest import (
     MANIFEST,
+    MAX_JSON_BYTES,
     META,
     PICKLED,
     PartRecord,
@@ -46,6 +47,7 @@ from twinflow.checkpoint.tensors import (
     verify_tensor,
 )
 from twinflow.errors import invalid_value
+from twinflow.files import read_bytes
 from twinflow.parallel.shard import TensorShard
 from twinflow.state_dict import Entry
 
@@ -297,7 +299,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensors]]:
     """The `meta` and the tensors of a checkpoint, after all checks that do not read tensors."""
     manifest = read_complete(folder)
     stored = {file: _open_parts(folder, file, parts) for file, parts in manifest.files.items()}
-    raw_meta = (folder / META).read_bytes()
+    raw_meta = read_bytes(folder / META, MAX_JSON_BYTES)
     if zlib.crc32(raw_meta) != manifest.meta_crc32:
         raise damaged(f"{folder / META} does not match its checksum: it was changed or damaged")
     meta = decode_meta(raw_meta, folder / META)

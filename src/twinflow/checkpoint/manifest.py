@@ -20,11 +20,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from twinflow.checkpoint.disk import MAX_NAME_BYTES, check_name, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.sides import parse_side
+from twinflow.files import open_regular, read_bytes
 from twinflow.state_dict import PartOf
 from twinflow.version import __version__
 
 MANIFEST: Final = "manifest.json"
 META: Final = "meta.json"
+MAX_JSON_BYTES: Final = 2**28  # of the manifest, and of `meta`
+LOOK_BYTES: Final = 2**16  # the format is named at the start of a manifest
 FORMAT: Final = "twinflow checkpoint"
 FORMAT_VERSION: Final = 2
 PICKLED: Final = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
@@ -117,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / META).is_file():
             raise damaged(f"{folder} is an incomplete twinflow checkpoint: its {MANIFEST} is missing")
         raise ValueError(f"{folder} is not a twinflow checkpoint: it has no {MANIFEST}. It is {describe(folder)}")
-    body = parse_json(path.read_bytes(), path)
+    body = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(f"{path} was not written by twinflow, or is damaged: its key 'format' must be {FORMAT!r}")
     version = body.get("format_version")
@@ -183,7 +186,8 @@ def may_replace(folder: Path) -> bool:
     """
     path = folder / MANIFEST
     if path.is_file():
-        return FORMAT.encode() in path.read_bytes()
+        with open_regular(path) as file:
+            return FORMAT.encode() in file.read(LOOK_BYTES)
     return not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from twinflow import files
 from twinflow.checkpoint.disk import damaged
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
@@ -69,25 +70,37 @@ def _strip(value: Any, path: str, leaves: list[Entry]) -> Any:
 
 
 def put_together(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that `take_apart` converted. `tensor` returns a tensor by its name."""
+    """The value that `take_apart` converted. `tensor` returns a tensor by its name. ValueError if `take_apart` cannot
+    have made `value`.
+    """
     if isinstance(value, list):
         return [put_together(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        return tensor(value[_TENSOR])
-    if _TUPLE in value:
-        return tuple(put_together(item, tensor) for item in value[_TUPLE])
-    if _FLOAT in value:
-        return float(value[_FLOAT])
-    if _ITEMS in value:
-        return {key: put_together(item, tensor) for key, item in value[_ITEMS]}
-    return {key: put_together(item, tensor) for key, item in value.items()}
+    mark = next((mark for mark in _MARKS if mark in value), None)
+    if mark is None:
+        return {key: put_together(item, tensor) for key, item in value.items()}
+    inner = value[mark]
+    if len(value) == 1:
+        if mark == _TENSOR and isinstance(inner, str):
+            return tensor(inner)
+        if mark == _TUPLE and isinstance(inner, list):
+            return tuple(put_together(item, tensor) for item in inner)
+        if mark == _FLOAT and inner in SPECIAL_FLOATS:
+            return float(inner)
+        if mark == _ITEMS and isinstance(inner, list) and all(map(_is_item, inner)):
+            return {key: put_together(item, tensor) for key, item in inner}
+    raise damaged(f"A value with the mark {mark!r} is not one that twinflow wrote")
+
+
+def _is_item(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], (str, int, float))
 
 
 def tensor_names(value: Any) -> dict[str, str]:
     """The names of the tensors among the direct values of a dict that `take_apart` converted, by key."""
-    return {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}
+    marked = {key: item[_TENSOR] for key, item in value.items() if isinstance(item, dict) and _TENSOR in item}
+    return {key: name for key, name in marked.items() if isinstance(name, str)}
 
 
 def encode_meta(meta: Mapping[str, JSON]) -> bytes:
@@ -139,8 +152,8 @@ def _restore_float(value: dict[str, Any]) -> Any:
 def parse_json(raw: bytes, path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """The value in `raw`, which was read from `path`. ValueError with the path if it is not standard JSON."""
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_hook=object_hook)
-    except (ValueError, RecursionError) as error:
+        return files.parse_json(raw, parse_constant=_refuse_constant, object_hook=object_hook)
+    except ValueError as error:
         text = f"{path} does not contain valid JSON: {error}. The file is damaged, or twinflow did not write it"
         raise damaged(text) from error
 

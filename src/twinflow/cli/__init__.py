@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import field
-from typing import Any
+from typing import Any, Final
 
 import typer
 
 from twinflow.errors import invalid_value
+
+MAX_COUNT: Final = 2**53  # larger counts of steps or sequences are not exact as floats
 
 
 @contextmanager
@@ -29,7 +31,8 @@ def option(default: Any, help: str, names: str = "") -> Any:
     return field(default=default, metadata={"option": typer.Option(*names.split(), help=help)})
 
 
-def check_whole(name: str, value: int | None, least: int = 1) -> None:
-    """Raise a ValueError if the option `name` is given and its value is below `least`."""
-    if value is not None and value < least:
-        raise invalid_value(name, value, f"a whole number >= {least}")
+def check_whole(name: str, value: int | None, least: int = 1, most: int = MAX_COUNT) -> None:
+    """Raise a ValueError if the option `name` is given and its value is below `least` or above `most`."""
+    if value is not None and not least <= value <= most:
+        limit = f"a whole number >= {least}" if value < least else f"at most {most}"
+        raise invalid_value(name, value, limit)

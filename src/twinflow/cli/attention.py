@@ -16,10 +16,12 @@ from rich.text import Text
 from twinflow.attention.draw import Cost, Shades, cost_of, png_bytes, shades, text_lines
 from twinflow.attention.layout import Layout
 from twinflow.attention.patterns import SparsityConfig, pattern_from_config
-from twinflow.cli import told_errors
+from twinflow.cli import check_whole, told_errors
 from twinflow.errors import incompatible
 
 attention_app = typer.Typer(no_args_is_help=True, help="Show patterns of sparse attention.")
+MAX_SEQ = 2**20
+MAX_BLOCKS = 2**28  # blocks of all heads: one byte for each
 PIPE_WIDTH = 100  # width of the output into a pipe
 MAX_CELLS = 64  # cells in a row of the drawing in a terminal
 MAX_DRAWN = 4  # maximum number of patterns that are drawn, if heads have different patterns
@@ -60,6 +62,7 @@ def show(
     """Draw a pattern and compare its cost with dense attention."""
     counts = {"--window": window, "--global": num_global, "--random": random}
     with told_errors(exit_code=2):
+        check_size(seq, block, heads, head_dim, counts)
         config = pattern_from_config(section(pattern.value, block, heads, counts, causal), heads)
         layout = config.layout(seq)
         cost = cost_of(layout, head_dim)
@@ -72,6 +75,17 @@ def show(
     print_layout(console if console.is_terminal else Console(width=PIPE_WIDTH), config, layout, seq, cost)
     if png is not None:
         typer.echo(f"image: {png}")
+
+
+def check_size(seq: int, block: int, heads: int, head_dim: int, counts: dict[str, int | None]) -> None:
+    """Raise a ValueError if the pattern has too many blocks to draw."""
+    check_whole("--block", block, most=MAX_SEQ)
+    check_whole("--seq", seq, most=MAX_SEQ)
+    check_whole("--head-dim", head_dim, most=MAX_SEQ)
+    num_blocks = -(-seq // block)
+    check_whole("--heads", heads, most=max(1, MAX_BLOCKS // num_blocks**2))
+    for name, count in counts.items():
+        check_whole(name, None if count is None else max(count, 0), least=0, most=MAX_SEQ)
 
 
 def section(pattern: str, block: int, heads: int, counts: dict[str, int | None], causal: bool) -> dict[str, Any]:

@@ -14,13 +14,17 @@ import typer
 
 from twinflow.cli import check_whole, told_errors
 from twinflow.errors import incompatible, invalid_value
+from twinflow.files import read_text
 from twinflow.launch.commands import (
+    HOST_NAMES,
     LOOPBACK,
+    MAX_SLOTS,
     Host,
     Meeting,
     NodeCommand,
     Program,
     choose_hosts,
+    is_host,
     master_address,
     node_commands,
     parse_hostfile,
@@ -86,7 +90,7 @@ def launch(
             # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
             pool = {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
         elif hostfile.is_file():
-            pool = parse_hostfile(hostfile.read_text(), str(hostfile))
+            pool = parse_hostfile(read_text(hostfile), str(hostfile))
         else:
             remedy = "Correct the path, or leave --hostfile out to run on this machine only."
             raise invalid_value("--hostfile", str(hostfile), "an existing file", remedy)
@@ -114,8 +118,8 @@ def launch(
 
 def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | None, hostfile: Path | None) -> None:
     """Raise a ValueError for counts below 1 and for counts that conflict."""
-    check_whole("--num_gpus", num_gpus)
-    check_whole("--num_procs", num_procs)
+    check_whole("--num_gpus", num_gpus, most=MAX_SLOTS)
+    check_whole("--num_procs", num_procs, most=MAX_SLOTS)
     check_whole("--num_nodes", num_nodes)
     if num_procs is not None and num_gpus is not None:
         reason = "both set the number of processes on a machine"
@@ -127,7 +131,9 @@ def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | N
 
 def make_meeting(hosts: list[Host], address: str | None, port: int | None, max_restarts: int) -> Meeting:
     """Rendezvous of the nodes. Without `port`, a run on this machine uses a free one, so that runs do not collide."""
-    check_whole("--max_restarts", max_restarts, least=0)
+    check_whole("--max_restarts", max_restarts, least=0, most=2**31 - 1)
+    if address is not None and not is_host(address):
+        raise invalid_value("--master_addr", address, f"the name or the address of a machine: {HOST_NAMES}")
     if port is not None and not 1 <= port <= 65535:
         raise invalid_value("--master_port", port, "a port from 1 to 65535")
     here = len(hosts) == 1 and hosts[0].name in LOOPBACK

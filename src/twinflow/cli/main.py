@@ -3,6 +3,7 @@ takes seconds."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from twinflow.cli.output import guard_output
 from twinflow.version import __version__
 
 
@@ -138,8 +140,24 @@ def twinflow(
 
 
 def main() -> None:
-    """Entry point of the installed `twinflow` script."""
-    app()
+    """Entry point of the installed `twinflow` script.
+
+    If standard output cannot be written, training ends as usual, because its results are in files. Other commands end
+    with exit code 1.
+    """
+    output = guard_output()
+    try:
+        app()
+    except OSError as error:  # a file of a command that cannot be written, for example on a full disk
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
+    except SystemExit as ending:
+        if output is None:
+            raise
+        output.flush()
+        if output.has_failed and not ending.code and sys.argv[1:2] != ["train"]:
+            raise SystemExit(1) from None
+        raise
 
 
 if __name__ == "__main__":

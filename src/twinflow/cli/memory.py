@@ -2,7 +2,8 @@
 
 Two limits are compared with the available memory. The lower limit is the exact size of weights, optimizer state and
 gradients that wait for their update. A run whose lower limit exceeds the memory is refused. The upper limit also
-includes estimates: activations, the process and a reserve. The upper limit decides which format `--states auto`
+includes estimates: activations, the process and a reserve. Only activations of many times the memory count for the
+lower limit too. The upper limit decides which format `--states auto`
 selects, what an error message proposes, and whether a run gets a warning that memory is tight.
 """
 
@@ -30,6 +31,7 @@ _GPU_SHARE: Final = 0.98  # usable share of the GPU memory; the rest is left for
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
 _NO_LIMIT: Final = 1 << 60
 _SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
+_ESTIMATE_FACTOR: Final = 8  # no estimate of activations is wrong by this factor
 _RATIOS: Final = [i / 50 for i in range(51)]  # ratios that are tried
 _MAX_REMEDIES: Final = 3
 
@@ -178,6 +180,8 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     if states == "auto":
         skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]
         why = "; ".join(skipped) if skipped else "this format fits"
+    if not all(most):
+        why = f"{why}, but memory is tight"
     return MemoryPlan(
         states=chosen.run.states,
         used=bytes_at(chosen, available),
@@ -248,6 +252,11 @@ def _sure(case: Case, available: Available) -> Bytes:
         # Buffers of gradients that are copied to the host shrink if memory is short.
         free = max(0, available.gpu_bytes - gpu["weights"] - gpu.get("state", 0))
         gpu["gradients"] -= min(gpu["gradients"], FLAT_BYTES, free // 8)
+    limit = available.host_bytes or _NO_LIMIT if available.gpu_bytes is None else available.gpu_bytes
+    parts = host if available.gpu_bytes is None else gpu
+    least = (used.host if available.gpu_bytes is None else used.gpu)["activations"] // _ESTIMATE_FACTOR
+    if least > limit:
+        parts["activations"] = least
     return Bytes(gpu, host)
 
 

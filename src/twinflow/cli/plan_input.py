@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
@@ -22,10 +21,11 @@ from torch import nn
 
 from twinflow.cli import check_whole, option
 from twinflow.cli.memory import rule_of
-from twinflow.cli.settings import BATCH_KEYS, option_name, parse_bytes
+from twinflow.cli.settings import BATCH_KEYS, MAX_BATCH, MAX_SIZES, option_name, parse_bytes
 from twinflow.config import Config, load_config, resolve_batch
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import incompatible, invalid_value
+from twinflow.files import read_json
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
@@ -46,11 +46,13 @@ from twinflow.planner.machines import (
     rates_of,
     recognise,
 )
-from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like, is_known
+from twinflow.planner.models import MAX_NUMEL, ModelCost, from_counts, from_hf, gpt2_like, is_known
 from twinflow.planner.scaling import Cluster, default_network
 from twinflow.rules import RULES
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
+MAX_GPUS, MAX_CORES, MAX_MICRO_BATCHES = 2**17, 2**16, 2**12  # so that a plan is made in seconds
+MAX_TOKENS: Final = 1e18
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 _NO_LIMIT: Final = 1 << 60
 _NO_RATES: Final = Rates(0.0, 0.0, 0.0, {}, {}, 0.0, 0.0)  # of a machine without a GPU
@@ -153,7 +155,7 @@ def choose_model(options: PlanOptions) -> tuple[ModelCost, int]:
             raise invalid_value("--preset", preset, PRESETS)
         return cost_of(PRESETS[preset], preset), PRESET_BATCH.get(preset, 4)
     if options.params is not None:
-        return gpt2_like(parse_count("--params", options.params)), 4
+        return gpt2_like(parse_count("--params", options.params, MAX_NUMEL)), 4
     assert options.model is not None
     return _named_model(options.model), 4
 
@@ -202,13 +204,16 @@ def model_of_file(path: Path, name: str) -> ModelCost:
     """The costs of the model that a config.json describes. Models that are not known here are built without memory, if
     transformers is installed."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except ValueError as error:
-        raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}.") from None
+        raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}") from None
     if not isinstance(config, dict):
         raise invalid_value("--model", str(path), "a file with a JSON object, like the config.json of transformers")
     if is_known(config):
-        return from_hf(config, name)
+        try:
+            return from_hf(config, name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -283,12 +288,15 @@ def _width(model: nn.Module) -> int:
     return max(set(sizes), key=sizes.count)
 
 
-def parse_count(name: str, text: str) -> float:
+def parse_count(name: str, text: str, most: float = MAX_TOKENS) -> float:
     """Parse a number such as 13b, 350m or 1.3B."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise invalid_value(name, text, "a number above 0 such as 13b, 350m or 1.3b")
-    return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
+    value = float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
+    if value > most:
+        raise invalid_value(name, text, f"at most {most:g}")
+    return value
 
 
 def sequence_length(options: PlanOptions) -> int | None:
@@ -300,6 +308,7 @@ def sequence_length(options: PlanOptions) -> int | None:
     tokens = float(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2]] if found else 0.0
     if tokens < 1 or tokens != int(tokens):
         raise invalid_value("--seq-length", text, "a whole number >= 1 such as 4096, 32k or 1m")
+    check_whole("--seq-length", int(tokens), most=MAX_SIZES["context"])
     return int(tokens)
 
 
@@ -310,7 +319,7 @@ def parse_rate(name: str, text: str | None) -> int | None:
 
 def choose_host(options: PlanOptions, ram_bytes: int = RAM, cores: int = CORES, dram_rate: float = DRAM_RATE) -> Host:
     """The host that the options describe. The other arguments are defaults for options that are not given."""
-    check_whole("--cores", options.cores)
+    check_whole("--cores", options.cores, most=MAX_CORES)
     ram, rate = parse_bytes("--ram", options.ram), parse_rate("--dram", options.dram)
     return Host(ram or ram_bytes, options.cores or cores, rate or dram_rate)
 
@@ -332,7 +341,7 @@ def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) ->
 
 def choose_place(options: PlanOptions) -> Place:
     """The machine that the options name, or this machine."""
-    check_whole("--gpus", options.gpus)
+    check_whole("--gpus", options.gpus, most=MAX_GPUS)
     memory = parse_bytes("--gpu-memory", options.gpu_memory)
     if options.gpu_tflops is not None:
         if options.gpu is not None:
@@ -453,8 +462,9 @@ def make_wish(
     offload = zero.offload_optimizer
     formats, num_moments = rule_of(checked)
     sequences, micro_batch, accumulation = _batch(options, config, default_batch, place.num_gpus)
-    for name, value in (("--batch-size", micro_batch), ("--accumulation", accumulation), ("--sequences", sequences)):
-        check_whole(name, value)
+    check_whole("--batch-size", micro_batch, most=MAX_BATCH)
+    check_whole("--accumulation", accumulation, most=MAX_MICRO_BATCHES)
+    check_whole("--sequences", sequences, most=MAX_BATCH)
     check_whole("--rank", options.rank)
     if options.method not in METHODS:
         raise invalid_value("--method", options.method, METHODS)

@@ -15,6 +15,7 @@ from rich.text import Text
 from twinflow.cli import check_whole
 from twinflow.cli.plan_input import (
     CORES,
+    MAX_GPUS,
     RAM,
     PlanOptions,
     choose_cluster,
@@ -25,12 +26,14 @@ from twinflow.cli.plan_input import (
 )
 from twinflow.cli.plan_scaling import cluster_text
 from twinflow.cli.plan_text import count, gb, make_console, make_table, seconds
+from twinflow.cli.settings import MAX_BATCH
 from twinflow.errors import incompatible
 from twinflow.parallel.costs import Estimate
 from twinflow.parallel.search import MICRO_BATCHES, Found, LayoutAsk, reasons, search
 from twinflow.parallel.shapes import Shape, shape_like, shape_of
 from twinflow.planner.machines import gpu_named
 
+MAX_LAYOUT_NUMEL: Final = 1e14
 SHOWN: Final = 5  # default of --layouts
 LEAST_BATCH: Final = 512  # default number of sequences in a step, without --total-batch
 SEQUENCE: Final = 2048
@@ -52,7 +55,10 @@ _UNUSED: Final = (
 
 def wants_layouts(options: PlanOptions) -> bool:
     """Whether to search layouts: there are more GPUs than in one machine, or a flag that only applies to layouts."""
-    check_whole("--per-node", options.per_node)
+    check_whole("--per-node", options.per_node, most=MAX_GPUS)
+    check_whole("--gpus", options.gpus, most=MAX_GPUS)
+    check_whole("--layouts", options.layouts)
+    check_whole("--total-batch", options.total_batch, most=MAX_BATCH)
     return bool(options.given("tokens", "layouts", "total_batch")) or options.gpus > _per_node(options)
 
 
@@ -71,7 +77,7 @@ def show_layouts(options: PlanOptions) -> int:
     cluster = choose_cluster(options, host, per_node, "Layouts are planned from data sheets, so name the GPU.")
     shape = choose_shape(options)
     tokens = parse_count("--tokens", options.tokens) if options.tokens is not None else None
-    check_whole("--batch-size", options.batch_size)
+    check_whole("--batch-size", options.batch_size, most=MAX_BATCH)
     checkpointing = options.checkpoint_activations
     default_batch = -(-LEAST_BATCH // max(1, options.gpus)) * options.gpus
     ask = LayoutAsk(
@@ -94,7 +100,7 @@ def choose_shape(options: PlanOptions) -> Shape:
     """The model that the options name. With --params, a shape that is typical for published models of this size."""
     tokens = sequence_length(options)
     if options.params is not None and options.preset is None and options.model is None:
-        return shape_like(parse_count("--params", options.params), tokens or SEQUENCE)
+        return shape_like(parse_count("--params", options.params, MAX_LAYOUT_NUMEL), tokens or SEQUENCE)
     cost, _ = choose_model(options)
     return shape_of(cost, tokens or cost.context)
 

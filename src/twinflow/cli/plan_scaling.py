@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from twinflow.cli import check_whole
-from twinflow.cli.plan_input import PlanOptions, choose_cluster, choose_host
+from twinflow.cli.plan_input import MAX_GPUS, PlanOptions, choose_cluster, choose_host
 from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
+from twinflow.cli.settings import MAX_BATCH
 from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
 from twinflow.planner.fit import Wish
@@ -63,7 +64,8 @@ def show_scaling(options: PlanOptions, run: Run) -> int:
         reason = "--scaling prints one table for all numbers of GPUs"
         remedy = f"Leave {' and '.join(unused)} out. To save the table, use --json."
         raise incompatible(f"--scaling {options.scaling}", " and ".join(unused), reason, remedy)
-    check_whole("--total-batch", options.total_batch)
+    check_whole("--scaling", options.scaling, most=MAX_GPUS)
+    check_whole("--total-batch", options.total_batch, most=MAX_BATCH)
     total_batch = options.total_batch or TOTAL_BATCH
     rows = scaling(run, cluster, doubling(options.scaling), Ask(total_batch))
     if options.as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import time
@@ -29,6 +30,7 @@ from twinflow.cli.settings import (
     axes_of,
     check_combination,
     check_same_run,
+    check_saved,
     check_settings,
     check_vocabulary,
     describe_layout,
@@ -39,7 +41,7 @@ from twinflow.cli.training import VALID_BATCHES, Loop, Talk, is_bad, sample_text
 from twinflow.data.tokens import TokenData, load_data
 from twinflow.engine import Engine
 from twinflow.errors import invalid_value, unusable_path
-from twinflow.files import write_whole
+from twinflow.files import is_full, read_json, write_whole
 from twinflow.models.gpt import GPT
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
@@ -126,6 +128,8 @@ class Outcome:
     steps: list[StepRecord] = field(default_factory=list)
     valids: list[ValidRecord] = field(default_factory=list)
     wall_s: float = 0.0
+    saved: int | None = None  # steps after which the newest checkpoint was saved
+    saving: int | None = None  # steps after which a thread is saving a checkpoint
     notes: list[str] = field(default_factory=list)
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
@@ -167,7 +171,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
                 settings.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise unusable_path("--out", settings.out, "a folder that can be created", error) from None
-            write_whole(settings.out / SETTINGS, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
+            _write_settings(settings, chosen, console)
             if settings.trace is not None:
                 settings.trace.parent.mkdir(parents=True, exist_ok=True)
     if settings.resume:
@@ -181,22 +185,36 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid)
 
 
+def _write_settings(settings: TrainSettings, chosen: dict[str, Any], console: Console) -> None:
+    """Write the settings for --resume. A full disk does not end the run, because it may have space again later."""
+    path = settings.out / SETTINGS
+    try:
+        write_whole(path, json.dumps(as_json(settings) | chosen, default=str, indent=2) + "\n")
+    except OSError as error:
+        if not is_full(error):
+            raise unusable_path("--out", settings.out, "a folder in which files can be created", error) from None
+        text = f"warning: {path} could not be written: {error.strerror}. --resume will not compare the settings."
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _saved(settings: TrainSettings) -> dict[str, Any]:
     """The settings of the run to resume. Empty for a new run."""
-    if (settings.out / METRICS).exists() and not settings.resume:
+    if os.path.lexists(settings.out / METRICS) and not settings.resume:
         remedy = "Choose another folder, remove this folder, or continue the earlier run with --resume."
         raise invalid_value("--out", str(settings.out), "a folder without an earlier run", remedy)
     path = settings.out / SETTINGS
-    if not settings.resume or not path.exists():
+    if not settings.resume or not os.path.lexists(path):
         return {}
-    remedy = "Restore the file from a copy, or start a new run in another --out."
     try:
-        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
+        check_saved(found, str(path))
+        read_metrics(settings.out / METRICS)
+    except FileNotFoundError:  # a run that ended before its first record
+        pass
     except ValueError as error:
-        raise ValueError(f"{path} is damaged and contains no valid JSON ({error}). {remedy}") from None
-    if not isinstance(saved, dict):
-        raise invalid_value(str(path), saved, "the JSON object that `twinflow train` wrote", remedy)
-    return saved
+        remedy = "Restore the file from a copy, or start a new run in another --out."
+        raise ValueError(f"{error} {remedy}") from None
+    return found
 
 
 def _load(settings: TrainSettings, ranks: Ranks, console: Console) -> TokenData:
@@ -261,7 +279,7 @@ def _cap_gpu(settings: TrainSettings) -> int | None:
 
 def run_training(run: Run, console: Console) -> Outcome:
     """Train. The outcome is finished, interrupted by the user, or stopped by a loss or gradient that is not finite."""
-    outcome, start = Outcome(), time.perf_counter()
+    outcome, start = Outcome(saved=run.first_step or None), time.perf_counter()
     try:
         with watched(run.engine):
             _train(run, outcome, console)
@@ -281,8 +299,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     plain_every = max(1, settings.steps // 20)
     path = settings.out / METRICS
     with (
-        MetricsWriter(path, resume_after=run.first_step or -1) if ranks.is_first else nullcontext() as metrics,
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
+        _metrics(run, path, outcome, progress) if ranks.is_first else nullcontext() as metrics,
         _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
     ):
         earlier = read_metrics(path) if ranks.is_first else []  # records of the run that is resumed
@@ -309,6 +327,16 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         except FloatingPointError as error:  # the loss scale of fp16 has reached its minimum, on all ranks
             outcome.status = "stopped"
             outcome.notes.append(str(error))
+
+
+def _metrics(run: Run, path: Path, outcome: Outcome, progress: TrainProgress) -> MetricsWriter:
+    return MetricsWriter(path, run.first_step or -1, partial(_warn, outcome, progress))
+
+
+def _warn(outcome: Outcome, progress: TrainProgress, text: str) -> None:
+    """Print a warning, and put it on the report page."""
+    outcome.notes.append(text)
+    progress.note(f"warning: {text}")
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
@@ -343,8 +371,7 @@ def _write_trace(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     try:
         optimizer.export_trace(path)
     except (ValueError, OSError) as error:
-        outcome.notes.append(f"The timeline could not be written: {error}")
-        progress.note(f"warning: {outcome.notes[-1]}")
+        _warn(outcome, progress, f"The timeline could not be written: {error}")
         return
     progress.note(f"Timeline of some steps: {path}")
 
@@ -359,6 +386,7 @@ def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
         outcome.status = "stopped"
     elif run.engine.global_steps > run.first_step:
         _save(run, outcome, progress)
+        _settle_save(run, outcome, progress)
         if outcome.status == "finished":
             with suppress(torch.OutOfMemoryError):  # the checkpoint is saved, and only the sample is missing
                 outcome.sample = sample_text(run.engine, run.data, run.settings.context)
@@ -368,18 +396,38 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
     """Save a checkpoint. A full disk loses this checkpoint, but does not end the run."""
     if not run.settings.save:
         return
-    start = time.perf_counter()
+    _settle_save(run, outcome, progress)
+    start, step = time.perf_counter(), run.engine.global_steps
     try:
         run.engine.save_checkpoint(run.checkpoints)
     except OSError as error:
-        steps = run.engine.global_steps
-        reason = str(error).rstrip(".")
-        text = f"The checkpoint after {steps} steps could not be saved: {reason}. The previous checkpoint is kept."
-        progress.note(f"warning: {text}")
-        outcome.notes.append(text)
+        _warn_unsaved(outcome, progress, step, error)
         return
+    outcome.saving = step
+    if run.engine.background is None:
+        _settle_save(run, outcome, progress)
     seconds = time.perf_counter() - start
-    progress.note(f"Checkpoint after {run.engine.global_steps} steps: {run.checkpoints} ({duration(seconds)})")
+    progress.note(f"Checkpoint after {step} steps: {run.checkpoints} ({duration(seconds)})")
+
+
+def _settle_save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
+    """Wait for the checkpoint that a thread is saving, if there is one."""
+    step, outcome.saving = outcome.saving, None
+    if step is None:
+        return
+    try:
+        run.engine.wait_for_checkpoint()
+        outcome.saved = step
+    except OSError as error:
+        _warn_unsaved(outcome, progress, step, error)
+
+
+def _warn_unsaved(outcome: Outcome, progress: TrainProgress, step: int, error: OSError) -> None:
+    kept = "There is no earlier checkpoint."
+    if outcome.saved is not None:
+        kept = f"The previous checkpoint, after {outcome.saved} steps, is kept."
+    reason = str(error).rstrip(".")
+    _warn(outcome, progress, f"The checkpoint after {step} steps could not be saved: {reason}. {kept}")
 
 
 @contextmanager
@@ -422,10 +470,30 @@ def describe(outcome: Outcome, run: Run) -> str:
         )
     if outcome.status == "interrupted":
         again = f" To continue, run the same command with --resume --out {settings.out}."
-        go_on = again if run.checkpoints.exists() else ""
+        go_on = again if outcome.saved is not None else ""
         lost = " ".join(["", *outcome.notes]) if outcome.notes else ""
         return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
     here = f", {done - run.first_step} of them after the resume," if run.first_step else ""
     share = outcome.steps[-1].host_share if outcome.steps else math.nan
     chosen = f". --ratio auto has chosen {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""
-    return f"Finished {done} steps{here} in {duration(outcome.wall_s)}{chosen}."
+    return f"Finished {done} steps{here} in {duration(outcome.wall_s)}{chosen}.{_lost(outcome, run)}"
+
+
+def is_lost(outcome: Outcome, run: Run) -> bool:
+    """Whether the run has finished, but its result is in no checkpoint, although checkpoints were to be saved."""
+    done = run.engine.global_steps
+    made = done > run.first_step
+    return outcome.status == "finished" and run.settings.save and made and outcome.saved != done
+
+
+def _lost(outcome: Outcome, run: Run) -> str:
+    if not is_lost(outcome, run):
+        return ""
+    if outcome.saved is None:
+        text = "No checkpoint could be saved, so the trained weights are lost. Free space on the disk, and train again."
+        return f" {text}"
+    again = f"run the same command with --resume --out {run.settings.out}"
+    return (
+        " The checkpoint after the last step could not be saved. The newest one is after "
+        f"{outcome.saved} steps. Free space on the disk, and {again}."
+    )

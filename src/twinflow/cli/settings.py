@@ -20,14 +20,16 @@ from typing import Any, Final
 import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
-from twinflow.cli import check_whole, option
+from twinflow.cli import MAX_COUNT, check_whole, option
 from twinflow.config import Axes, load_config, resolve_axes, resolve_batch
+from twinflow.config.fields import Shown
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
+from twinflow.planner.formats import STATES
 from twinflow.rules import RULES
 
 SECTIONS: Final = ("pipeline", "tensor_parallel")
@@ -43,6 +45,10 @@ GPT2: Final = "gpt2-1.5b"  # the preset whose vocabulary and context are used if
 KEPT: Final = ("rule", "lr", "weight_decay", "data", "json_key", "tokenizer", "seed", "precision")
 SEQUENCES: Final = "The number of sequences in a step (--batch-size x --accumulation x replicas)"
 SHAPE_OPTIONS: Final = {"hidden": "--hidden-size", "num_heads": "--num-attention-heads", "context": "--seq-length"}
+# Largest sizes of a model. Larger ones do not fit anywhere, and their memory would take minutes to compute.
+MAX_SIZES: Final = {"num_layers": 10_000, "hidden": 2**20, "num_heads": 2**20, "context": 2**27, "vocab_size": 2**31}
+MAX_SEED: Final = 2**32 - 1  # of NumPy's generator
+MAX_BATCH: Final = 2**31
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
 _DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
 # Options that become settings without change.
@@ -252,7 +258,7 @@ def _batch(
     keys = BATCH_KEYS
     named = {key: file_config[key] for key in keys if file_config.get(key) not in (None, "auto")}
     for name, value, key in (("--batch-size", batch_size, keys[1]), ("--accumulation", accumulation, keys[2])):
-        check_whole(name, value)
+        check_whole(name, value, most=MAX_BATCH)
         if value is not None and named.setdefault(key, value) != value:
             remedy = f"The config file sets {key!r} to {named[key]}. Leave {name} out."
             raise invalid_value(name, value, [named[key]], remedy)
@@ -381,10 +387,13 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
     if settings.out.exists() and not settings.out.is_dir():
         raise invalid_value("--out", str(settings.out), "a folder", "This is a file. Choose another --out.")
-    for name in ("steps", "batch_size", "accumulation", "keep_last"):
+    for name in ("steps", "keep_last"):
         check_whole(option_name(name), getattr(settings, name))
-    for name in ("warmup", "seed", "valid_every", "save_every"):
+    for name in ("batch_size", "accumulation"):
+        check_whole(option_name(name), getattr(settings, name), most=MAX_BATCH)
+    for name in ("warmup", "valid_every", "save_every"):
         check_whole(option_name(name), getattr(settings, name), least=0)
+    check_whole("--seed", settings.seed, least=0, most=MAX_SEED)
     if settings.warmup > settings.steps:
         remedy = "Use a shorter --warmup, or more --steps."
         raise invalid_value("--warmup", settings.warmup, f"at most {settings.steps}, the value of --steps", remedy)
@@ -417,9 +426,10 @@ def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
     if context is not None and most is not None and context > most:
         raise invalid_value("--seq-length", context, f"at most {most}, the value of --max-position-embeddings")
     context = most if context is None else context
-    check_whole("--seq-length (--context)", context)
+    check_whole("--seq-length (--context)", context, most=MAX_SIZES["context"])
+    check_whole("--vocab-size", options.vocab_size, most=MAX_SIZES["vocab_size"])
     for name, value in given.items():
-        check_whole(SHAPE_OPTIONS.get(name, "--num-layers"), value)
+        check_whole(SHAPE_OPTIONS.get(name, "--num-layers"), value, most=MAX_SIZES[name])
     hidden, heads = (given.get(name, getattr(PRESETS[preset], name)) for name in ("hidden", "num_heads"))
     if hidden % heads:
         nearest = next(number for number in range(heads, 0, -1) if hidden % number == 0)
@@ -546,6 +556,29 @@ def as_json(settings: TrainSettings) -> dict[str, Any]:
         name: str(value) if isinstance(value, Path) else dict(value) if isinstance(value, Mapping) else value
         for name, value in asdict(settings).items()
     }
+
+
+def check_saved(saved: object, path: str) -> None:
+    """Raise a ValueError if `saved`, from the file at `path`, is not what a run has written there."""
+    if not isinstance(saved, dict):
+        raise invalid_value(f"The content of {path}", Shown(saved), "the JSON object that `twinflow train` wrote")
+    counts = {"batch_size": True, "accumulation": True, "world": False, "num_valid": False}
+    for name, is_needed in counts.items():
+        value = saved.get(name)
+        if (is_needed or name in saved) and (type(value) is not int or not 1 <= value <= MAX_COUNT):
+            raise invalid_value(f"{name} in {path}", Shown(value), f"a whole number from 1 to {MAX_COUNT}")
+    for name in ("model", "file_config"):
+        if not isinstance(saved.get(name, {}), dict):
+            raise invalid_value(f"{name} in {path}", Shown(saved[name]), "an object")
+    states = saved.get("chosen_states", "fp32")
+    if not isinstance(states, str) or states not in STATES:
+        raise invalid_value(f"chosen_states in {path}", Shown(states), STATES)
+    if not isinstance(saved.get("fingerprint", ""), str):
+        raise invalid_value(f"fingerprint in {path}", Shown(saved["fingerprint"]), "text")
+    try:
+        axes_of(saved.get("file_config", {}))
+    except ValueError as error:
+        raise ValueError(f"file_config in {path}: {error}") from None
 
 
 def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ import typer
 from rich.console import Console
 
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
-from twinflow.cli.run import REPORT, Outcome, Run, prepare, run_training
+from twinflow.cli.run import REPORT, Outcome, Run, is_lost, prepare, run_training
 from twinflow.cli.settings import TrainOptions, as_json, make_settings, option_name
 from twinflow.models.gpt import count_params, flops_per_token
 from twinflow.monitor.metrics import share_ahead, tokens_per_second
@@ -29,7 +30,7 @@ from twinflow.native import isa
 from twinflow.version import __version__
 
 LAST_STEPS: Final = 10  # the final loss is a mean over this many steps, because the loss of one batch is noisy
-EXIT_CODES: Final = {"finished": 0, "stopped": 1, "interrupted": 130}
+EXIT_CODES: Final = {"finished": 0, "interrupted": 130}
 
 
 def train(options: TrainOptions) -> None:
@@ -48,16 +49,31 @@ def train(options: TrainOptions) -> None:
         run = prepare(settings, ranks, console)
         print_header(run, console)
         outcome = run_training(run, console)
-    except USER_ERRORS as error:  # such an error may also occur during training, for example a full disk
+    except (*USER_ERRORS, RuntimeError) as raised:  # such an error may also occur during training
+        error = out_of_memory(raised)
+        if not isinstance(error, USER_ERRORS):
+            raise
         if (text := ranks.message(error)) is not None:
             typer.echo(text, err=True)
         else:
             ranks.after_first()
         raise typer.Exit(1) from None
+    lost = ranks.first(is_lost(outcome, run))  # with replicas of the model, only the first rank saves
     if ranks.is_first:
         show(run, outcome, console)
-    ranks.leave(outcome.status == "stopped")
-    raise typer.Exit(EXIT_CODES[outcome.status])
+    is_failure = outcome.status == "stopped" or lost
+    ranks.leave(is_failure)
+    raise typer.Exit(1 if is_failure else EXIT_CODES[outcome.status])
+
+
+def out_of_memory(error: Exception) -> Exception:
+    """A MemoryError for torch's errors of a failed allocation, which are RuntimeErrors. Other errors are unchanged."""
+    text = str(error)
+    is_host = re.search(r"DefaultCPUAllocator|Cannot allocate memory", text) is not None
+    if not is_host and not isinstance(error, torch.OutOfMemoryError):
+        return error
+    remedy = "Use a smaller --batch-size, --checkpoint-activations, or a smaller model."
+    return MemoryError(f"The run needs more memory than is available: {text.splitlines()[0].rstrip('.')}. {remedy}")
 
 
 def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
@@ -167,7 +183,9 @@ def show(run: Run, outcome: Outcome, console: Console) -> None:
         before, after = map(printable, outcome.sample)
         text = f"Text of the validation data:\n{before}\nThe model goes on with:\n{after}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    if outcome.status == "finished":
+    if is_lost(outcome, run):
+        typer.echo(f"error: {outcome.message}", err=True)
+    elif outcome.status == "finished":
         console.print(f"Next: {next_command(run)}", highlight=False, markup=False, soft_wrap=True)
     if outcome.status == "stopped" and run.ranks.world > 1:
         typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause

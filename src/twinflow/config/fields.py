@@ -23,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 
 from twinflow.errors import invalid_value
+from twinflow.files import parse_json
 
 HONOURED: Final = "honoured"
 UNUSED: Final = "no effect"
@@ -316,7 +317,7 @@ def _as_written(info: FieldInfo, value: object) -> str:
     if not isinstance(value, str):
         return ""
     try:
-        inner = json.loads(value.lower())
+        inner = parse_json(value.lower())
         if not isinstance(inner, (bool, int, float)):
             return ""
         kind: Any = info.annotation

@@ -39,6 +39,7 @@ from twinflow.config.params import CLIPPING, FORMATS, arguments, optimizer_kind,
 from twinflow.config.schema import RENAMES, ZERO, Config, Optimizer, Rename, Scheduler, keys
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
+from twinflow.files import SMALL_BYTES, check_nesting, parse_json, read_text
 from twinflow.rules import RULES
 
 _SOURCES = "a dict, the path of a JSON or HJSON file, or urlsafe-base64 of JSON"
@@ -54,9 +55,10 @@ def read_source(source: object) -> tuple[str, Mapping[Any, Any]]:
     if os.path.exists(source):
         name = str(os.fspath(source))
         try:
-            text = Path(name).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"{name}: The config file cannot be read: {error}. Give a readable text file in UTF-8."
+            text = read_text(Path(name))
+        except (OSError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            message = f"{name}: The config file cannot be read: {reason}. Give a readable text file in UTF-8."
             raise ValueError(message) from error
         return name, parse(text, f"{name}: ")
     return "", parse(_decoded(source), f"config {Shown(source)!r} is not a file and was read as base64: ")
@@ -67,7 +69,7 @@ def _decoded(source: str | os.PathLike[str]) -> str:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         remedy = "The text looks like JSON. Pass json.loads(text)."
     try:
-        if not isinstance(source, str):
+        if not isinstance(source, str) or len(source) > 2 * SMALL_BYTES:
             raise ValueError
         return base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
@@ -82,6 +84,7 @@ def parse(text: str, where: str) -> Mapping[Any, Any]:
         raise ValueError(f"{where}The config is empty. Write {{}} for a config without keys.")
     try:
         found = _parse_either(text)
+        check_nesting(found)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}{error or type(error).__name__}") from error
     if not isinstance(found, Mapping):
@@ -91,12 +94,14 @@ def parse(text: str, where: str) -> Mapping[Any, Any]:
 
 def _parse_either(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return parse_json(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         as_json = error
     try:
         return hjson.loads(text, object_pairs_hook=_once)
-    except hjson.HjsonDecodeError as error:
+    except Exception as error:  # The library raises IndexError, for example for a comment without an end.
+        if isinstance(error, ValueError) and not isinstance(error, hjson.HjsonDecodeError):
+            raise  # a duplicate key
         # Most texts are meant as JSON, so the message has the errors of both parsers.
         message = (
             f"The text is not valid JSON or HJSON. As JSON: {as_json}. As HJSON: {error}. Correct it at this place."

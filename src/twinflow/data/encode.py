@@ -20,11 +20,13 @@ import numpy.typing as npt
 
 from twinflow.data.files import TOKEN_SUFFIXES, missing_path, reading
 from twinflow.errors import invalid_value
-from twinflow.files import write_whole
+from twinflow.files import number_lines, open_regular, parse_json, read_bytes, read_json, write_whole
 
 JSONL_SUFFIXES: Final = (".jsonl", ".ndjson")
 LOOK_BYTES: Final = 2**20  # a file with a zero byte in its first LOOK_BYTES counts as binary
 PIECE_BYTES: Final = 2**20
+MAX_LINE_BYTES: Final = 2**28  # of a JSONL file, which is one document
+MAX_TOKENIZER_BYTES: Final = 2**28
 MAX_STDLIB_BYTES: Final = 16 * 2**20
 # Tests are repetitive and have unusual encodings. Installed packages differ between machines.
 STDLIB_SKIPPED: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -111,7 +113,7 @@ def _known(files: list[Path], looked_for: str, max_bytes: int | None = None) -> 
 
 
 def _is_binary(path: Path) -> bool:
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         return b"\0" in file.read(LOOK_BYTES)
 
 
@@ -123,7 +125,7 @@ def is_jsonl(path: Path) -> bool:
 def pieces(text: TextSource, json_key: str) -> Iterator[Piece]:
     """The pieces of all documents in order. A text file is one document, and each line of a JSONL file is one."""
     for path in text.files:
-        with reading(path), path.open("rb") as file:
+        with reading(path), open_regular(path) as file:
             yield from _json_lines(file, path, json_key) if is_jsonl(path) else _plain(file)
 
 
@@ -151,11 +153,11 @@ def _read_piece(file: BinaryIO) -> bytes:
 
 
 def _json_lines(file: BinaryIO, path: Path, json_key: str) -> Iterator[Piece]:
-    for number, line in enumerate(file, 1):
+    for number, line in number_lines(file, path, MAX_LINE_BYTES):
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
+            content = parse_json(line)
         except ValueError as error:  # also raised for invalid UTF-8
             raise ValueError(f"{path}, line {number} is not JSON ({error}). Correct or remove the line.") from error
         if not isinstance(content, dict) or not isinstance(content.get(json_key), str):
@@ -228,7 +230,7 @@ class HubTokenizer:
                 "Install it with: pip install tokenizers"
             ) from error
         with reading(path):
-            content = path.read_bytes()
+            content = read_bytes(path, MAX_TOKENIZER_BYTES)
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises Exception itself
@@ -244,7 +246,7 @@ class HubTokenizer:
     def _find_end(self, folder: Path) -> int | None:
         settings: Any = {}
         with suppress(OSError, ValueError):  # on an error END_TOKENS are tried
-            settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+            settings = read_json(folder / "tokenizer_config.json", MAX_TOKENIZER_BYTES)
         named = settings.get("eos_token") if isinstance(settings, dict) else None
         named = named.get("content") if isinstance(named, dict) else named
         ids = (self._tokenizer.token_to_id(token) for token in ([named] if isinstance(named, str) else END_TOKENS))
@@ -344,7 +346,7 @@ def cached_tokens(
 
 def _is_whole(file: Path, side: Path, tokenizer: Tokenizer) -> bool:
     try:
-        num_tokens = json.loads(side.read_bytes())["num_tokens"]
+        num_tokens = read_json(side)["num_tokens"]
         return bool(file.stat().st_size == num_tokens * tokenizer.dtype.itemsize)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from twinflow.errors import invalid_value
+from twinflow.files import open_regular, parse_json, read_bytes
 
 TOKEN_SUFFIXES: Final = (".bin", ".npy")
 SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -22,6 +23,7 @@ SIDE_DTYPES: Final = ("uint8", "uint16", "uint32", "int32", "int64")
 INDEX_HEADER: Final = struct.Struct("<9sQBQQ")
 INDEX_MAGIC: Final = b"MMIDIDX\0\0"
 INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+MAX_VOCAB: Final = 2**31
 NPY_MAGIC: Final = b"\x93NUMPY"
 WHOLE_HASH_BYTES: Final = 2**26  # the fingerprint of a larger file is computed from samples
 NUM_SAMPLES: Final = 256
@@ -38,24 +40,30 @@ def open_tokens(path: Path) -> tuple[Array, int | None]:
     return tokens, side.get("vocab_size")
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file of any kind. If it is not a regular file, reading it is an error."""
+    return path.exists() and not path.is_dir()
+
+
 def read_side_file(path: Path) -> dict[str, Any]:
     """The description of a file in `NAME.json` or `NAME.bin.json`: {"dtype": "uint16", "vocab_size": 50257}."""
-    side = next((p for p in (path.with_suffix(".json"), path.with_name(path.name + ".json")) if p.is_file()), None)
+    side = next((p for p in (path.with_suffix(".json"), path.with_name(path.name + ".json")) if is_there(p)), None)
     if side is None:
         return {}
     with reading(side):
-        raw = side.read_bytes()
+        raw = read_bytes(side)
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
     except ValueError as error:
         raise ValueError(f"{side} describes {path.name}, but is not JSON ({error}). Correct or remove it.") from error
     if not isinstance(content, dict):
         raise invalid_value(str(side), content, 'an object like {"dtype": "uint16", "vocab_size": 50257}')
-    if content.get("dtype", "uint16") not in SIDE_DTYPES:
-        raise invalid_value(f"dtype in {side}", content["dtype"], SIDE_DTYPES)
+    dtype = content.get("dtype", "uint16")
+    if not isinstance(dtype, str) or dtype not in SIDE_DTYPES:
+        raise invalid_value(f"dtype in {side}", dtype, SIDE_DTYPES)
     vocab_size = content.get("vocab_size")
-    if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
-        raise invalid_value(f"vocab_size in {side}", vocab_size, "a whole number >= 1")
+    if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= MAX_VOCAB):
+        raise invalid_value(f"vocab_size in {side}", vocab_size, f"a whole number >= 1 and <= {MAX_VOCAB}")
     return content
 
 
@@ -64,7 +72,8 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
     are read as one stream.
     """
     dtype = np.dtype(_index_dtype(path.with_suffix(".idx")) or dtype_name).newbyteorder("<")
-    num_bytes = path.stat().st_size
+    with reading(path), open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
     if num_bytes % dtype.itemsize:
         raise invalid_value(
             f"The size of {path}",
@@ -77,9 +86,9 @@ def _open_bin(path: Path, dtype_name: str) -> Array:
 
 
 def _index_dtype(index: Path) -> str | None:
-    if not index.is_file():
+    if not is_there(index):
         return None
-    with reading(index), index.open("rb") as file:
+    with reading(index), open_regular(index) as file:
         header = file.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size or not header.startswith(INDEX_MAGIC):
         return None
@@ -92,13 +101,13 @@ def _index_dtype(index: Path) -> str | None:
 
 
 def _open_npy(path: Path) -> Array:
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         magic = file.read(len(NPY_MAGIC))
     if magic != NPY_MAGIC:
         raise ValueError(f"{path} has a name with .npy, but is not a .npy file. Save it with numpy.save.")
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except Exception as error:  # numpy evaluates the header as a Python literal, and raises many kinds of errors
         raise ValueError(f"{path} is a .npy file that cannot be mapped ({error}). Save it with numpy.save.") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
@@ -127,7 +136,7 @@ def hash_text(files: Iterable[Path], *how: str) -> str:
     """Fingerprint of all bytes of the files, in their order, and of `how`, which describes the encoding."""
     state = hashlib.blake2b("\0".join(how).encode(), digest_size=FINGERPRINT_BYTES)
     for path in files:
-        with reading(path), path.open("rb") as file:
+        with reading(path), open_regular(path) as file:
             state.update(f"\0{path.suffix} {path.stat().st_size}\0".encode())
             while block := file.read(2**20):
                 state.update(block)

@@ -109,6 +109,7 @@ class ResumableLoader:
 
         Raises ValueError if only the batch size has changed, or if the position is not a whole number of batches now.
         """
+        _check_position(state)
         if state["batch_size"] != self.batch_size and state.get("world", 1) == self._world:
             raise ValueError(
                 f"The position in the data was saved with the batch size {state['batch_size']}, but the batch size is "
@@ -122,3 +123,14 @@ class ResumableLoader:
                 f"of ranks so that their product divides {num_seen}."
             )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], num_seen // each
+
+
+def _check_position(state: Mapping[str, object]) -> None:
+    """Raises ValueError if `state` is not one that `state_dict` has returned."""
+    names = {"batch_size": 1, "position": 0, "seed": -(1 << 63), "epoch": 0, "world": 1}
+    if not isinstance(state, Mapping):
+        raise ValueError(f"The state of a loader is of type {type(state).__name__}, but must be a dict.")
+    for name, least in names.items():
+        value = state.get(name, 1 if name == "world" else None)
+        if type(value) is not int or not least <= value < 1 << 63:
+            raise invalid_value(f"{name} in the state of a loader", value, f"a whole number >= {least}")

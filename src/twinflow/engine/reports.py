@@ -159,6 +159,9 @@ class Profiler:
             options = self._options
             shape = (options.module_depth, options.top_modules, options.detailed)
             if options.output_file:
-                opened.report.write(Path(options.output_file), *shape)
+                try:
+                    opened.report.write(Path(options.output_file), *shape)
+                except OSError as error:  # for example a full disk, which must not end the run
+                    LOGGER.warning(f"The profile could not be written: {error}. The run continues.")
             else:
                 LOGGER.info(opened.report.text(*shape))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from twinflow.checkpoint import Checkpoint, open_checkpoint
+from twinflow.checkpoint.disk import damaged
+from twinflow.checkpoint.manifest import META
 from twinflow.checkpoint.plain import put_together, tensor_names
 from twinflow.checkpoint.shards import local_shape
 from twinflow.checkpoint.together import agree
@@ -21,6 +25,7 @@ from twinflow.engine.ranks import Ranks, ranks_of
 from twinflow.engine.state import (
     COUNTERS,
     PARTS,
+    check_random_states,
     names_of,
     offloaded_in,
     param_offload_of,
@@ -39,6 +44,9 @@ from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.rules.formats import BLOCK
 from twinflow.state_dict import StateDict, dict_of, int_of, list_of, tensor_of
 from twinflow.zero.whole import first_of
+
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True)
@@ -69,8 +77,8 @@ def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[s
         raise invalid_value(f"The checkpoint that rank {other} finds in {root}", tags[other], expected, remedy)
     if found is None:
         return None, {}
-    checked, _ = agree(ranks, lambda: (_check(engine, found, what, ranks), None))
-    names, source, head, others = checked
+    checked, _ = agree(ranks, lambda: (_check_all(engine, found, what, ranks), None))
+    names, source, head, others, own_random = checked
     meta = found.meta
     scheduler = engine.lr_scheduler
     loader: object = engine.training_dataloader
@@ -85,7 +93,10 @@ def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[s
                     "the scheduler that was saved, or pass load_lr_scheduler_states=False."
                 ) from error
         if what.everything_else and others["loader"] is not None and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(others["loader"])
+            try:
+                loader.load_state_dict(others["loader"])
+            except Exception as error:
+                raise ValueError(f"{found.path}: the saved position in the data cannot be used: {error}") from error
         undo.pop_all()
     engine.zero_grad()  # drops gradients of a step that was not completed
     _load_weights(engine, found, names, what, dict_of(others, "extra") if others["extra"] else {})
@@ -98,7 +109,7 @@ def load(engine: EngineBase, root: Path, tag: str | None, what: What) -> tuple[s
     if what.everything_else:
         for name in COUNTERS:
             setattr(engine, name, meta[name])
-        set_random_states(_own_random(found, dict_of(others, "random"), ranks))
+        set_random_states(own_random)
     return str(found.path), dict_of(others, "client_state")
 
 
@@ -113,14 +124,69 @@ def _open(root: Path, tag: str | None) -> tuple[Checkpoint | None, str | None]:
             f"{found.path} is not a checkpoint of an engine: meta.json has no {', '.join(missing)}. "
             "Load a checkpoint that engine.save_checkpoint() has written."
         )
+    _check_meta(found)
     return found, found.path.name
+
+
+class _Meta(BaseModel):
+    """The types of the values in `meta` that an engine has saved."""
+
+    model_config = ConfigDict(strict=True)
+
+    global_steps: Count
+    micro_steps: Count
+    global_samples: Count
+    aliases: dict[str, str]
+    excluded: list[str]
+    random: dict[str, object]
+    client_state: dict[str, object]
+    extra: dict[str, object]
+    scheduler: object
+    loader: object
+    optimizer: dict[str, object] = {}
+    optimizer_state: dict[str, dict[str, object]] = {}
+    ranks: list[dict[str, object]] | None = None
+    errors: list[object] = []
+
+
+def _check_meta(found: Checkpoint) -> None:
+    try:
+        _Meta.model_validate(found.meta)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(f"{found.path / META} was not written by an engine ({where}: {first['msg']})") from error
+
+
+def _check_all(
+    engine: EngineBase, found: Checkpoint, what: What, ranks: Ranks
+) -> tuple[dict[str, str], FileSource | None, StateDict | None, StateDict, StateDict]:
+    """Checks everything before the engine changes: names, shapes and dtypes of weights, the optimizer, the rest.
+
+    The checksums of `meta` are right here. A value that the checks do not expect was written by something else.
+    """
+    found.verify(share=(ranks.rank, ranks.world))
+    with checking(found):
+        return _check(engine, found, what, ranks)
+
+
+@contextmanager
+def checking(found: Checkpoint) -> Iterator[None]:
+    """Adds the path of a checkpoint to errors of checks of its values."""
+    try:
+        yield
+    except ValueError as error:
+        if str(found.path) in str(error):
+            raise
+        raise ValueError(f"{found.path}: {error}") from error
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        text = f"{found.path / META} has values that no engine has written ({type(error).__name__}: {error})"
+        raise damaged(text) from error
 
 
 def _check(
     engine: EngineBase, found: Checkpoint, what: What, ranks: Ranks
-) -> tuple[dict[str, str], FileSource | None, StateDict | None, StateDict]:
-    """Checks everything before the engine changes: names and shapes of weights, the optimizer's state, the rest."""
-    found.verify(share=(ranks.rank, ranks.world))
+) -> tuple[dict[str, str], FileSource | None, StateDict | None, StateDict, StateDict]:
     meta, rest = found.meta, _reader(found, "rest")
     saved = _SavedNames(meta["aliases"], ranks)
     names = _check_model(engine.module, found, what, saved)
@@ -129,9 +195,48 @@ def _check(
         head = put_together(meta["optimizer"], rest)
         head = {**head, "param_groups": _own_groups(engine.optimizer, head["param_groups"], saved)}
         source = _source(found, engine.optimizer, saved)
+        source.check()
         engine.optimizer.check_state(head, source)
+        for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
+            _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
         _check_errors(found)
-    return names, source, head, {key: put_together(meta[key], rest) for key in PARTS}
+        if engine.optimizer.is_compressed:
+            errors = meta.get("errors", [])
+            engine.optimizer.check_exchange_errors(errors, lambda named: put_together(named, _zeros(found, "rest")))
+    others = {key: put_together(meta[key], rest) for key in PARTS}
+    own_random = _own_random(found, dict_of(others, "random"), ranks)
+    if what.everything_else:
+        check_random_states(own_random)
+    if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
+        _check_kinds(found, "the scheduler's state", engine.lr_scheduler.state_dict(), others["scheduler"])
+    return names, source, head, others, own_random
+
+
+def _zeros(found: Checkpoint, file: str) -> Callable[[str], Tensor]:
+    """A function that returns zeros of the shape and dtype of a saved tensor, without reading it."""
+    return lambda name: torch.zeros((), dtype=found.dtype(file, name)).expand(found.shape(file, name))
+
+
+def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved: object) -> None:
+    """Raises ValueError if a saved value has another kind than `own`. Schedulers and optimizers of torch accept any
+    value, and fail only in the next step.
+    """
+    if not isinstance(saved, Mapping):
+        raise damaged(f"{found.path / META}: {where} is not a dict")
+    for key, value in own.items():
+        kind, there = _kind_of(value), _kind_of(saved.get(key, value))
+        is_number = {kind, there} == {"number", "tensor"}  # such as a learning rate
+        if kind and there and kind != there and not is_number:
+            raise damaged(f"{found.path / META}: {key} in {where} is a {there}, but must be a {kind}")
+
+
+def _kind_of(value: object) -> str:
+    """The kind of a value, for comparisons. Empty for None and for other values."""
+    number, sequence = (int, float), (list, tuple)
+    kinds: dict[str, type | tuple[type, ...]] = {"boolean": bool, "number": number, "text": str, "list": sequence}
+    if isinstance(value, (Mapping, Tensor)):
+        return "dict" if isinstance(value, Mapping) else "tensor"
+    return next((kind for kind, types in kinds.items() if isinstance(value, types)), "")
 
 
 def _check_errors(found: Checkpoint) -> None:
@@ -232,6 +337,25 @@ class FileSource:
         tensors, shard = tensor_names(self._entries[name]), self._shards.get(name)
         return {key: local_shape(shard, self._found.shape("optimizer", path)) for key, path in tensors.items()}
 
+    def dtypes(self, name: str) -> dict[str, torch.dtype]:
+        return {key: self._found.dtype("optimizer", path) for key, path in tensor_names(self._entries[name]).items()}
+
+    def check(self) -> None:
+        """Raises ValueError if an entry refers to tensors that are not in the file, or if a value in the state of a
+        user's optimizer is of another kind than for other parameters. No tensor is read.
+        """
+        kinds: dict[tuple[str, str], str] = {}
+        for name, entry in self._entries.items():
+            values: StateDict = put_together(entry, _zeros(self._found, "optimizer"))
+            for part in ("state", "group"):
+                for key, value in dict_of(values, part).items():
+                    kind = _kind_of(value)
+                    if part == "state" and value is None:  # such as momentum that does not exist yet
+                        continue
+                    if kinds.setdefault((part, key), kind) != kind:
+                        what = f"{key} in the {part} of {name} is a {kind}, but a {kinds[part, key]} for others"
+                        raise damaged(f"{self._found.path / META}: {what}")
+
     def step(self, name: str) -> int:
         return int_of(self._entries[name], "step")
 
@@ -277,6 +401,11 @@ def _check_model(module: nn.Module, found: Checkpoint, what: What, saved: _Saved
         if shape != wanted:
             remedy = "Build the model that was saved."
             raise invalid_value(f"{found.path}: the shape of {name}", shape, f"{wanted}, as in the model", remedy)
+        dtype, expected = found.dtype("model", path), own[name].dtype
+        # A run may go on in another precision: the masters keep theirs.
+        if dtype != expected and not (dtype in PRECISIONS and expected in PRECISIONS):
+            remedy = "Build the model that was saved."
+            raise invalid_value(f"{found.path}: the dtype of {name}", dtype, f"{expected}, as in the model", remedy)
     return names
 
 

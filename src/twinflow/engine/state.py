@@ -414,13 +414,37 @@ def random_states() -> StateDict:
     return states
 
 
+def check_random_states(states: Mapping[str, object]) -> None:
+    """Raises an exception if `set_random_states` could not set these states. No generator changes."""
+    random.Random().setstate(value_of(states, "python", tuple))
+    np.random.RandomState().set_state(_numpy_state(states))
+    _check_generator("cpu", tensor_of(states, "torch"))
+    for device, value in enumerate(value_of(states, "cuda", list) if "cuda" in states else ()):
+        if not isinstance(value, Tensor) or value.dtype != torch.uint8:
+            raise TypeError("The random state of a GPU is not a tensor of bytes.")
+        if device < torch.cuda.device_count():
+            _check_generator(f"cuda:{device}", value)
+
+
+def _check_generator(device: str, value: Tensor) -> None:
+    try:
+        torch.Generator(device).set_state(value)
+    except RuntimeError as error:
+        raise ValueError(f"The random state of torch on {device} cannot be set: {error}.") from error
+
+
+def _numpy_state(states: Mapping[str, object]) -> dict[str, object]:
+    kind, keys, position, has_gauss, gauss = list_of(states, "numpy")
+    if not isinstance(keys, torch.Tensor):
+        raise TypeError("The keys of NumPy's random state are not a tensor.")
+    twister = {"key": keys.numpy().astype(np.uint32), "pos": position}
+    return {"bit_generator": kind, "state": twister, "has_gauss": has_gauss, "gauss": gauss}
+
+
 def set_random_states(states: Mapping[str, object]) -> None:
     """Sets states of `random_states`. A GPU that `states` does not contain keeps its state."""
     random.setstate(value_of(states, "python", tuple))
-    kind, keys, position, has_gauss, gauss = list_of(states, "numpy")
-    assert isinstance(keys, torch.Tensor)
-    twister = {"key": keys.numpy().astype(np.uint32), "pos": position}
-    np.random.set_state({"bit_generator": kind, "state": twister, "has_gauss": has_gauss, "gauss": gauss})  # noqa: NPY002
+    np.random.set_state(_numpy_state(states))  # noqa: NPY002
     torch.set_rng_state(tensor_of(states, "torch"))
     for device, value in enumerate(value_of(states, "cuda", list) if "cuda" in states else ()):
         if device < torch.cuda.device_count():

@@ -19,7 +19,7 @@ from twinflow.checkpoint.plain import JSON, put_together, take_apart
 from twinflow.checkpoint.together import agree
 from twinflow.dist.group import alone
 from twinflow.engine.ranks import Ranks, deal
-from twinflow.engine.restore import FileSource
+from twinflow.engine.restore import FileSource, checking
 from twinflow.integrations.torch_state import load_torch_state
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.state_dict import Entry, StateDict
@@ -91,7 +91,9 @@ class StreamedState:
             text = f"{self._folder / self._tag} does not contain the state of a TwinOptimizer"
             raise ValueError(f"{text}. Resume from a checkpoint that was saved with a TwinOptimizer.")
         found.verify(share=(self._ranks.rank, self._ranks.world))
-        head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
-        source = FileSource(found, found.meta["optimizer_state"], {})
-        self._optimizer.check_state(head, source)
+        with checking(found):
+            head: StateDict = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
+            source = FileSource(found, found.meta["optimizer_state"], {})
+            source.check()
+            self._optimizer.check_state(head, source)
         return head, source

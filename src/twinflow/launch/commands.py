@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from twinflow.errors import incompatible, invalid_value
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1"})
+MAX_SLOTS = 4096  # no machine has so many GPUs or starts so many ranks
+MAX_SHOWN = 200  # characters of a wrong line in an error
+HOST_NAMES = "letters, digits, dots, underscores and hyphens, not a hyphen at the start"
 # Variables that the launcher passes to other hosts, because ssh does not forward them. Tokens and keys are not passed,
 # because all users of a machine can read command lines.
 FORWARDED = frozenset({"PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"})
@@ -27,6 +30,13 @@ class Host:
     num_slots: int
 
 
+def is_host(name: str) -> bool:
+    """Whether `name` has only characters of host names and of IPv4 and IPv6 addresses. ssh would treat a name that
+    starts with a hyphen as an option.
+    """
+    return len(name) <= 255 and re.fullmatch(r"[0-9A-Za-z_.:][0-9A-Za-z_.:%-]*", name) is not None
+
+
 def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
     """The number of slots of each host, in the order of the file. A line reads `worker-1 slots=4  # comment`."""
     found: dict[str, int] = {}
@@ -35,12 +45,13 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         if not words:
             continue
         where = f"{name}, line {number}"
-        match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", words)
-        # ssh would treat a host name that starts with - as an option. The characters : and @ separate hosts in
-        # --include.
-        if match is None or int(match[2]) < 1 or not re.fullmatch(r"[^-:@,][^:@,]*", match[1]):
-            expected = "HOST slots=N, with N >= 1 and a HOST that has no : @ or , and does not begin with -"
-            raise invalid_value(where, words, expected, "An example is: worker-1 slots=4")
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,9})", words)
+        # The character : separates hosts and slots in --include.
+        is_known = match is not None and ":" not in match[1] and is_host(match[1])
+        if match is None or not is_known or not 1 <= int(match[2]) <= MAX_SLOTS:
+            expected = f"HOST slots=N, with N from 1 to {MAX_SLOTS}, and a HOST of {HOST_NAMES}"
+            shown = words if len(words) <= MAX_SHOWN else f"{words[:MAX_SHOWN]}..."
+            raise invalid_value(where, shown, expected, "An example is: worker-1 slots=4")
         if match[1] in found:
             remedy = f"The host {match[1]} is listed twice. Add up its slots in one line."
             raise invalid_value(where, words, "the only line of its host", remedy)
@@ -66,7 +77,7 @@ def parse_filter(option: str, text: str, pool: Mapping[str, int]) -> dict[str, t
 def _parse_slots(option: str, host: str, numbers: str, num_slots: int) -> tuple[int, ...]:
     slots = set()
     for word in numbers.split(","):
-        if not re.fullmatch(r"[0-9]+", word) or int(word) >= num_slots:
+        if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) >= num_slots:
             raise invalid_value(f"A slot of {host} in {option}", word, f"a number from 0 to {num_slots - 1}")
         slots.add(int(word))
     return tuple(sorted(slots))

@@ -10,14 +10,15 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from twinflow.files import keep_lines
+from twinflow.files import LineFile, keep_lines, parse_json, read_lines
 from twinflow.native.cgroup import parse_meminfo, read_text
 
 
@@ -66,23 +67,27 @@ class ValidRecord:
 
 
 Record = StepRecord | ValidRecord
-_KINDS: Mapping[str, Callable[..., Record]] = {"step": StepRecord, "valid": ValidRecord}
+_KINDS: Mapping[str, type[StepRecord] | type[ValidRecord]] = {"step": StepRecord, "valid": ValidRecord}
+_REMEDY = "Remove the line, restore the file from a copy, or start a new run in another folder."
 
 
 class MetricsWriter:
-    """Appends records to a file. Each record is flushed, so that no record is lost when the run crashes.
+    """Appends records to a file. Each record is flushed, so that no record is lost when the run crashes. If the disk is
+    full, `warn` gets a message, and the records are written when there is space again.
 
     `resume_after`: the last step of the checkpoint from which the run resumes. Records of later steps are removed,
     because these steps will run again. An incomplete last line is removed too. The old file stays until the new one is
     complete.
     """
 
-    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+    def __init__(
+        self, path: Path, resume_after: int | None = None, warn: Callable[[str], object] = warnings.warn
+    ) -> None:
         keep_lines(path, None if resume_after is None else lambda line: from_json(line).step <= resume_after)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(path, warn)
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record) + "\n")
+        self._file.add(to_json(record) + "\n")
         self._file.flush()
 
     def __enter__(self) -> MetricsWriter:
@@ -100,16 +105,43 @@ def to_json(record: Record) -> str:
 
 
 def from_json(line: str) -> Record:
-    """Parse a line that `to_json` wrote. null becomes NaN."""
-    fields: dict[str, Any] = json.loads(line)
-    kind = _KINDS[fields.pop("kind")]
-    return kind(**{name: math.nan if value is None else value for name, value in fields.items()})
+    """Parse a line that `to_json` wrote. null becomes NaN. ValueError if `to_json` cannot have written it."""
+    try:
+        values = parse_json(line)
+        name = values.pop("kind", None) if isinstance(values, dict) else None
+        if not isinstance(name, str) or name not in _KINDS:
+            raise ValueError(f"The key 'kind' must be one of {', '.join(_KINDS)}")
+        kind: Callable[..., Record] = _KINDS[name]
+        own = {field.name: field for field in fields(_KINDS[name])}
+        missing = [name for name, field in own.items() if field.default is MISSING and name not in values]
+        wrong = [name for name, value in values.items() if name not in own or not _is_number(name, value)]
+        if missing or wrong:
+            raise ValueError(f"{(missing + wrong)[0]!r} is missing, unknown, or not a number")
+    except ValueError as error:
+        raise ValueError(f"This is not a record of metrics ({error}). {_REMEDY}") from error
+    return kind(**{name: math.nan if value is None else value for name, value in values.items()})
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """Whether a field of a record can have this value."""
+    if name == "step":
+        return type(value) is int and 0 <= value < 2**63
+    if name == "skipped":
+        return isinstance(value, bool)
+    is_whole = type(value) is int and abs(value) < 2**63
+    return value is None or is_whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a run. An incomplete last line is skipped."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [from_json(line) for line in lines[:-1]]
+    """All records of a run. An incomplete last line is skipped. ValueError with the number of a damaged line."""
+    return [_record(path, number, line) for number, line in read_lines(path) if line.endswith(b"\n")]
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        return from_json(line.decode("utf-8", "replace"))
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
 
 
 def tokens_per_second(records: list[StepRecord]) -> float:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import re
-from collections.abc import Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from twinflow.errors import invalid_value
-from twinflow.files import keep_lines
+from twinflow.files import LineFile, keep_lines
 
 Event = tuple[str, float, int]
 
 
 class ScalarWriter(Protocol):
+    target: str  # the folder or service, for warnings
+
     def write(self, events: Sequence[Event]) -> None:
         """Record events. They may be buffered until `flush`."""
 
@@ -32,7 +35,8 @@ class ScalarWriter(Protocol):
 
 
 class CsvWriter:
-    """Writes one CSV file per tag, with a header, in `output_path/job_name`. Existing files are extended.
+    """Writes one CSV file per tag, with a header, in `output_path/job_name`. Existing files are extended. If the
+    disk is full, a warning names the file, and its rows are written when there is space again.
 
     `resume_after`: the number of samples at which the run resumes. Later rows are removed, because these samples will
     be seen again.
@@ -41,14 +45,15 @@ class CsvWriter:
     def __init__(self, output_path: str | Path, job_name: str, resume_after: int | None = None) -> None:
         self.folder = Path(output_path) / job_name
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.target = str(self.folder)
         self._resume_after = resume_after
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, LineFile] = {}
 
     def write(self, events: Sequence[Event]) -> None:
         """Append one row per event to the file of its tag."""
         for tag, value, samples in events:
             file = self._files.get(tag) or self._open(tag)
-            csv.writer(file, lineterminator="\n").writerow([samples, value])
+            file.add(_row(samples, value))
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -59,14 +64,20 @@ class CsvWriter:
             file.close()
         self._files.clear()
 
-    def _open(self, tag: str) -> TextIO:
+    def _open(self, tag: str) -> LineFile:
         path = self.folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', tag)}.csv"
         last = self._resume_after
         keep_lines(path, None if last is None else lambda line: not is_later(line, last))
-        file = self._files[tag] = path.open("a", encoding="utf-8", newline="")
-        if file.tell() == 0:
-            csv.writer(file, lineterminator="\n").writerow(["step", tag.rsplit("/", 1)[-1]])
+        file = self._files[tag] = LineFile(path)
+        if file.is_new:
+            file.add(_row("step", tag.rsplit("/", 1)[-1]))
         return file
+
+
+def _row(*values: object) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue()
 
 
 def is_later(row: str, samples: int) -> bool:
@@ -84,7 +95,8 @@ class TensorBoardWriter:
         except ImportError as error:
             raise not_installed("tensorboard") from error
         purge_step = None if resume_after is None else resume_after + 1
-        self._writer: Any = tensorboard.SummaryWriter(str(Path(output_path) / job_name), purge_step=purge_step)
+        self.target = str(Path(output_path) / job_name)
+        self._writer: Any = tensorboard.SummaryWriter(self.target, purge_step=purge_step)
 
     def write(self, events: Sequence[Event]) -> None:
         """Queue the events. TensorBoard's thread writes them."""
@@ -100,6 +112,8 @@ class TensorBoardWriter:
 
 class WandbWriter:
     """Logs to a new run of Weights & Biases."""
+
+    target = "Weights & Biases"
 
     def __init__(self, project: str | None = None, group: str | None = None, team: str | None = None) -> None:
         try:
@@ -128,30 +142,42 @@ class WandbWriter:
 
 
 class Fanout:
-    """Passes events to several writers. Without writers it does nothing."""
+    """Passes events to several writers. Without writers it does nothing.
+
+    A writer that raises an OSError, for example because the disk is full, gets no more events. A warning names it.
+    """
 
     def __init__(self, writers: Sequence[ScalarWriter] = ()) -> None:
         self.writers = tuple(writers)
 
     def write(self, events: Sequence[Event]) -> None:
-        for writer in self.writers:
-            writer.write(events)
+        self._each(lambda writer: writer.write(events))
 
     def flush(self) -> None:
-        for writer in self.writers:
-            writer.flush()
+        self._each(lambda writer: writer.flush())
 
     def close(self) -> None:
-        """Close every writer, even if one of them raises."""
-        with ExitStack() as stack:
-            for writer in self.writers:
-                stack.callback(writer.close)
+        self._each(lambda writer: writer.close())
+
+    def _each(self, act: Callable[[ScalarWriter], None]) -> None:
+        self.writers = tuple(writer for writer in self.writers if _is_done(writer, act))
 
     def __enter__(self) -> Fanout:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_done(writer: ScalarWriter, act: Callable[[ScalarWriter], None]) -> bool:
+    """Calls `act`. False, with a warning, if it fails."""
+    try:
+        act(writer)
+    except OSError as error:
+        text = f"{writer.target} could not be written: {error}. Training continues without these metrics."
+        warnings.warn(text, stacklevel=4)
+        return False
+    return True
 
 
 def not_installed(package: str) -> ValueError:

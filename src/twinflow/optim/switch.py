@@ -228,6 +228,16 @@ class Switch:
         for piece, error in self._errors_by_slice(team.exchanges):
             error.copy_(wholes[piece.param][piece.start : piece.start + piece.numel])
 
+    def check_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
+        """Raises ValueError if `restore_errors` could not load these errors."""
+        if self._team.exchanges is None or not saved or not saved[0]:
+            return
+        params = self._optimizer.runtime.params
+        wholes = own_errors(saved, params, self._canonical, Replica(self._team.rank, self._team.world), read)
+        for param in params:
+            if wholes[param.index].numel() != param.tensor.numel():
+                raise ValueError(f"The compression errors of {param.name} do not have the shape of the parameter.")
+
     def _errors_by_slice(self, exchanges: Exchanges) -> Iterator[tuple[Slice, Tensor]]:
         """Views of this rank's errors, one for each slice of a parameter."""
         for bucket in self._optimizer.runtime.buckets:

@@ -612,6 +612,11 @@ class TwinOptimizer(Outcomes):
         """This rank's rounding errors of compressed communication, for its part of a checkpoint."""
         return self._switch.errors() if self._switch is not None else {}
 
+    def check_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
+        """Raises an exception if `load_exchange_errors` could not load them. `read`: tensors of the saved shapes."""
+        if self._switch is not None:
+            self._switch.check_errors(saved, read)
+
     def load_exchange_errors(self, saved: Sequence[SavedErrors], read: Read) -> None:
         """Loads `exchange_errors` of all ranks. Call it after `load_state_dict`. `read` returns saved tensors."""
         if self._switch is not None:

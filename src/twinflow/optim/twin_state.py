@@ -31,6 +31,7 @@ from twinflow.zero.compression import VarianceWatch
 KIND = "twinflow.TwinOptimizer"
 VERSION = 1
 _COUNTS = ("num_steps", "num_skipped", "num_jobs")
+_MAX_STEP = 2**53  # larger numbers of updates are not exact as floats
 _UNCHANGED = "Pass a state that state_dict() has returned, without changes."
 
 
@@ -43,6 +44,10 @@ class Source(Protocol):
 
     def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the tensors in one entry, without reading them."""
+        ...
+
+    def dtypes(self, name: str) -> Mapping[str, torch.dtype]:
+        """The dtypes of the tensors in one entry, without reading them."""
         ...
 
     def step(self, name: str) -> int:
@@ -65,6 +70,9 @@ class _DictSource:
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         return {key: tuple(value.shape) for key, value in self._state[name].items() if isinstance(value, Tensor)}
+
+    def dtypes(self, name: str) -> dict[str, torch.dtype]:
+        return {key: value.dtype for key, value in self._state[name].items() if isinstance(value, Tensor)}
 
     def step(self, name: str) -> int:
         entry = self._state[name]
@@ -312,7 +320,7 @@ def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
         remedy = "Build the optimizer with the rule of the saved state."
         raise invalid_value("state_dict: rule", saved["rule"], [rule_name], remedy)
     for key in _COUNTS:
-        if not (_is_whole(saved[key]) and number_of(saved[key]) >= 0):
+        if not (_is_whole(saved[key]) and 0 <= number_of(saved[key]) <= _MAX_STEP):
             raise invalid_value(f"state_dict: {key}", saved[key], "a whole number >= 0", _UNCHANGED)
     if not is_flag(saved["has_unsent"]):
         raise invalid_value("state_dict: has_unsent", saved["has_unsent"], [True, False], _UNCHANGED)
@@ -323,7 +331,10 @@ def _check_head(saved: Mapping[str, object], rule_name: str) -> None:
 
 def _is_whole(value: object) -> bool:
     """Whether `value` is a whole number. 3.0 is one, because torch counts steps in floats."""
-    return number_of(value).is_integer()
+    try:
+        return number_of(value).is_integer()
+    except OverflowError:  # an integer that is too large for a float
+        return False
 
 
 def _check_watch(saved: object) -> None:
@@ -409,9 +420,9 @@ def _check_entries(
             raise invalid_value("state_dict: a key of state", name, expected, remedy)
         try:
             step = source.step(name)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             step = -1
-        if step < 0:
+        if not 0 <= step <= _MAX_STEP:
             raise ValueError(
                 f"state_dict: step of {name} is missing or invalid, but must be a whole number >= 0. Pass a state that "
                 "state_dict() has returned."
@@ -425,6 +436,11 @@ def _check_entries(
                 raise ValueError(
                     f"state_dict: {key} of {name} is missing, but must be a tensor of the parameter's shape. Pass a "
                     "state that state_dict() has returned."
+                )
+        for key, dtype in source.dtypes(name).items():
+            if rule is not None and key != "step" and not dtype.is_floating_point:
+                raise invalid_value(
+                    f"state_dict: the dtype of {key} of {name}", dtype, "a floating-point dtype", _UNCHANGED
                 )
         is_part = param.is_sharded or shard_of(param.tensor) is not None  # its scales may be those of the whole
         for key, shape in shapes.items():

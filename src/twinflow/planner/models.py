@@ -23,6 +23,15 @@ CLASSIC_LAUNCH_S: Final = 1.3e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
 # Widths of GPT-2 shapes in papers on offload, and the numbers of parameters from which the next width is used.
 _WIDTHS: Final = (768, 1024, 1600, 2048, 2304, 3072, 4096, 8192, 9216, 12288)
+MAX_LAYERS: Final = 1000  # limits of what can be planned: no model has more, and a plan is simulated block by block
+MAX_SIZE: Final = 2**31
+MAX_NUMEL: Final = 1e12
+_LAYERS: Final = frozenset({"num_hidden_layers", "n_layer"})
+_SIZES: Final = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "type_vocab_size", "ffn_dim", "word_embed_proj_dim"),
+    *("n_embd", "n_inner", "n_head", "n_positions"),
+)
 _NEXT_WIDTH: Final = (0.3e9, 0.7e9, 2e9, 3.5e9, 5e9, 9e9, 16e9, 65e9, 100e9)
 
 
@@ -183,14 +192,21 @@ def is_known(config: Mapping[str, Any]) -> bool:
 def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
     """Costs of a transformers model with its language-model head, from its config.json."""
     kind = config.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         remedy = "For other models, name a function that builds the model: --model module:function."
         raise invalid_value("model_type", kind, _FAMILIES, remedy)
+    for key in (*_SIZES, *_LAYERS):
+        most = MAX_LAYERS if key in _LAYERS else MAX_SIZE
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise invalid_value(f"{key} in config.json", value, f"a whole number from 1 to {most}")
     try:
         return replace(_FAMILIES[str(kind)](config, name or str(kind)), joins_last=True)
     except KeyError as error:
         key = error.args[0]
         raise ValueError(f"config.json has no key {key!r}, which a {kind} model needs. Add this key.") from None
+    except TypeError:
+        raise ValueError(f"config.json has null for a size that a {kind} model needs. Give a number.") from None
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:

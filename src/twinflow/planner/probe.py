@@ -62,7 +62,7 @@ from torch.nn.functional import linear
 from twinflow import native
 from twinflow.device import Device, Event, device_for
 from twinflow.errors import invalid_value
-from twinflow.files import write_whole
+from twinflow.files import read_json, write_whole
 from twinflow.native.cgroup import free_host_bytes, read_text
 from twinflow.native.threads import default_threads
 from twinflow.planner.formats import STATES
@@ -147,9 +147,8 @@ def default_folder(environ: Mapping[str, str]) -> Path:
 
 def read_rates(path: Path, facts: Facts) -> Rates | None:
     """The rates in a file. None if the file is missing, of another machine, or invalid."""
-    # ValueError: not JSON or not UTF-8. RecursionError: JSON nested too deeply.
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        saved = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        saved = read_json(path)
         if saved["machine"] == facts:
             rates = Rates(**saved["rates"])
             return rates if is_sane(rates) else None
