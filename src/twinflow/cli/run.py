@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.build import initialize
+from twinflow.checkpoint import open_checkpoint
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
 from twinflow.cli.ranks import ONE_SIGNAL_S, Ranks, SharedError, watched
 from twinflow.cli.settings import (
@@ -50,6 +51,8 @@ from twinflow.offload.materialize import build as build_model
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
+# Entries of the file of settings: how often the run was resumed, and how many steps were done again because of that.
+REPEATS: Final = ("num_resumes", "num_repeated_steps")
 
 
 def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
@@ -127,6 +130,8 @@ class Outcome:
     valids: list[ValidRecord] = field(default_factory=list)
     wall_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+    num_resumes: int = 0
+    num_repeated_steps: int = 0
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
 
@@ -163,6 +168,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         if ranks.is_first:
             chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
+            chosen |= {name: saved.get(name, 0) for name in REPEATS}
             try:
                 settings.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -280,6 +286,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     settings, ranks = run.settings, run.ranks
     plain_every = max(1, settings.steps // 20)
     path = settings.out / METRICS
+    if settings.resume and ranks.is_first:
+        outcome.num_resumes, outcome.num_repeated_steps = _count_repeats(run, path)
     with (
         MetricsWriter(path, resume_after=run.first_step or -1) if ranks.is_first else nullcontext() as metrics,
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
@@ -309,6 +317,20 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         except FloatingPointError as error:  # the loss scale of fp16 has reached its minimum, on all ranks
             outcome.status = "stopped"
             outcome.notes.append(str(error))
+
+
+def _count_repeats(run: Run, metrics: Path) -> tuple[int, int]:
+    """Add this resume, and the steps after the loaded checkpoint that an earlier process has recorded, to the file of
+    settings. Return both sums."""
+    if not metrics.exists():
+        return 0, 0  # the first start of a run with --resume
+    path = run.settings.out / SETTINGS
+    values = json.loads(path.read_text(encoding="utf-8"))
+    again = {record.step for record in read_metrics(metrics) if isinstance(record, StepRecord)}
+    values[REPEATS[0]] += 1
+    values[REPEATS[1]] += sum(step > run.first_step for step in again)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
+    return values[REPEATS[0]], values[REPEATS[1]]
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
@@ -378,8 +400,22 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
         progress.note(f"warning: {text}")
         outcome.notes.append(text)
         return
+    if run.settings.verify_saves:
+        _verify(run)
     seconds = time.perf_counter() - start
     progress.note(f"Checkpoint after {run.engine.global_steps} steps: {run.checkpoints} ({duration(seconds)})")
+
+
+def _verify(run: Run) -> None:
+    """Read the last checkpoint and compare all checksums. Each rank reads a part. Raises ValueError on all ranks if a
+    file is damaged.
+    """
+    engine, ranks = run.engine, run.ranks
+    engine.wait_for_checkpoint()
+    with watched(engine, "verifying the checkpoint"), ranks.together():
+        saved = open_checkpoint(run.checkpoints, f"global_step{engine.global_steps}")
+        assert saved is not None
+        saved.verify(share=(ranks.rank, ranks.world))
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from typing import Any, cast
 from torch._C._distributed_c10d import Store
 
 from twinflow.errors import invalid_value
+from twinflow.launch.environment import is_elastic
 from twinflow.launch.store import attempt, own_keys, wait_for
 from twinflow.launch.worker import LOST_PEER, Failure, write_all
 
@@ -163,6 +164,7 @@ class Watch:
         self._on_failure = on_failure
         self._store = store  # Kept, because a clone does not keep the server of rank 0 alive.
         self._attempt = attempt()
+        self._is_elastic = is_elastic()
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
@@ -175,6 +177,7 @@ class Watch:
         self._gone: dict[int, Pulse] = {}  # last pulses of ranks that have ended in order
         self._draft: Cause | None = None  # the cause that this rank publishes next
         self._has_lost_peer = self._is_alone = self._has_said = self._compares_steps = False
+        self._is_finder = False  # this rank has found the cause, which is another rank that cannot report by itself
         self._lock = threading.Lock()
         self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
         self._hook()
@@ -247,7 +250,9 @@ class Watch:
         if not self._released.is_set() and LOST_PEER.search(own.error):
             self._has_lost_peer = True
             self._wake.set()
-            self._known.wait(self._timing.suspect_after_s + 6 * self._timing.poll_s)
+            # In an elastic run the launcher sees which rank has ended. The others make room for a new group at once.
+            wait_s = 0.0 if self._is_elastic else self._timing.suspect_after_s + 6 * self._timing.poll_s
+            self._known.wait(wait_s)
         self._draft = own
         self._wake.set()
         if self._released.is_set() or not self._known.wait(PUBLISH_S):
@@ -291,7 +296,9 @@ class Watch:
         if self._draft is not None:
             keys.compare_set("cause", "", json.dumps(asdict(self._draft)))
         if keys.check(["cause"]):
-            self._learn(Cause(**json.loads(keys.get("cause"))))
+            cause = Cause(**json.loads(keys.get("cause")))
+            self._is_finder = cause == self._draft
+            self._learn(cause)
             return
         host = self._read(0)
         if host is not None and host.state in (CLOSED, LEFT):
@@ -364,7 +371,8 @@ class Watch:
         if self._next_age_s < limit_s:
             return None
         text = f"no heartbeat for {self._next_age_s:.0f} s: the process was killed or stopped, or its machine is down"
-        return self._cause("death", text, pulse)
+        # The failure is as old as the last heartbeat.
+        return replace(self._cause("death", text, pulse), time_s=time.time() - self._next_age_s)
 
     def _look_for_hang(self) -> Cause | None:
         me = self._pulse()
@@ -400,6 +408,7 @@ class Watch:
         self._is_alone = 0 in self._gone
         if not self._is_alone:
             text = _one_line(f"the store of rank 0 or of its launcher does not respond ({why})")
+            self._is_finder = True
             self._learn(replace(self._cause("death", text), rank=0))
 
     def _end(self) -> None:
@@ -426,8 +435,8 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self) -> None:
-        """Prints the cause once. After a hang, also prints the stacks of all threads. Only the failed rank prints the
-        line for the launcher.
+        """Prints the cause once. After a hang, also prints the stacks of all threads. The failed rank prints the line
+        for the launcher. If it cannot, because it is dead, stopped or has left, the rank that found this does so.
         """
         with self._lock:
             if self._has_said:
@@ -436,7 +445,8 @@ class Watch:
             cause = self.cause
             assert cause is not None
             text = self._stacks() if cause.kind == "hang" else ""
-            text += cause.failure().line() if cause.rank == self.rank else ""
+            is_teller = cause.rank == self.rank or (self._is_finder and cause.kind == "death")
+            text += cause.failure().line() if is_teller else ""
             write_all(STDERR, f"{text}twinflow: rank {self.rank} ends: {cause}\n".encode())
 
     def _stacks(self) -> str:
