@@ -48,6 +48,7 @@ TICK_S = 0.2
 WAITING_S = 5.0  # time after which ranks that wait for each other in different calls are in a deadlock
 PUBLISH_S = 5.0  # time for the poller to publish the failure of this rank
 PAUSE_TIMES = 6.0  # limit of a pause, as a multiple of the limit of a step
+ENDED_EARLY = "the process ended before the others, without engine.destroy()"
 STDERR = 2
 
 
@@ -247,12 +248,13 @@ class Watch:
         if os.getpid() != self._pid or self._closed.is_set():  # A forked child has the hooks, but not the threads.
             return
         own = self._cause("error", _one_line(f"{type(error).__name__}: {error}"))
-        if not self._released.is_set() and LOST_PEER.search(own.error):
+        if LOST_PEER.search(own.error):
             self._has_lost_peer = True
             self._wake.set()
             # In an elastic run the launcher sees which rank has ended. The others make room for a new group at once.
-            wait_s = 0.0 if self._is_elastic else self._timing.suspect_after_s + 6 * self._timing.poll_s
-            self._known.wait(wait_s)
+            is_last = self._is_elastic or self._released.is_set()
+            self._known.wait(0.0 if is_last else self._timing.suspect_after_s + 6 * self._timing.poll_s)
+            own = self._blame_left() or own
         self._draft = own
         self._wake.set()
         if self._released.is_set() or not self._known.wait(PUBLISH_S):
@@ -333,7 +335,7 @@ class Watch:
             if pulse is None:
                 return None  # The rank has not started yet.
             if pulse.state == LEFT and is_suspect:
-                return self._cause("death", "the process ended before the others, without engine.destroy()", pulse)
+                return self._cause("death", ENDED_EARLY, pulse)
             if pulse.state not in (CLOSED, LEFT):
                 return self._age(pulse, is_suspect)
         return None
@@ -400,7 +402,7 @@ class Watch:
             if self._clock.now_s - self._contact_s > self._timing.dead_after_s and not self._released.is_set():
                 self._lose_store("no answer")
             if self._is_alone and self._pulse().is_over:
-                self._learn(cast(Cause, self._hang(self._pulse())))
+                self._learn(self._blame_left() or cast(Cause, self._hang(self._pulse())))
 
     def _lose_store(self, why: str) -> None:
         if self._known.is_set() or self._closed.is_set():
@@ -410,6 +412,14 @@ class Watch:
             text = _one_line(f"the store of rank 0 or of its launcher does not respond ({why})")
             self._is_finder = True
             self._learn(replace(self._cause("death", text), rank=0))
+
+    def _blame_left(self) -> Cause | None:
+        """The cause if rank 0 has ended without `close` and with it the store, so that no rank can look for others."""
+        pulse = self._gone.get(0)
+        if not self._is_alone or pulse is None or pulse.state != LEFT:
+            return None
+        self._is_finder = True
+        return self._cause("death", ENDED_EARLY, pulse)
 
     def _end(self) -> None:
         """Ends the process after a grace period in which the main thread may end by itself."""
