@@ -178,6 +178,7 @@ class Watch:
         self._gone: dict[int, Pulse] = {}  # last pulses of ranks that have ended in order
         self._draft: Cause | None = None  # the cause that this rank publishes next
         self._has_lost_peer = self._is_alone = self._has_said = self._compares_steps = False
+        self._suspect: Pulse | None = None  # another rank that seems to hang
         self._is_finder = False  # this rank has found the cause, which is another rank that cannot report by itself
         self._lock = threading.Lock()
         self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
@@ -382,7 +383,17 @@ class Watch:
             return None
         self._hang_look_s = self._clock.now_s + me.limit_s / 20  # The check below reads the pulses of all ranks.
         found = (self._read(rank) for rank in range(self.world_size) if rank != self.rank)
-        return self._hang(hung_rank(me, [pulse for pulse in found if pulse is not None]))
+        hung = hung_rank(me, [pulse for pulse in found if pulse is not None])
+        if hung is None or hung.rank == self.rank or hung.state == LEFT:
+            return self._hang(hung)
+        before, self._suspect = self._suspect, hung
+        if before is None or before.rank != hung.rank:  # Its pulse may be old. A second look shows whether it runs.
+            self._hang_look_s = self._clock.now_s + 3 * self._timing.poll_s
+            return None
+        if before.life != hung.life:
+            return self._hang(hung)
+        text = f"no heartbeat and no step for {me.stalled_s:.0f} s: the process was killed or stopped"
+        return replace(self._cause("death", text, hung), time_s=time.time() - me.stalled_s)
 
     def _hang(self, pulse: Pulse | None) -> Cause | None:
         if pulse is None:
