@@ -292,10 +292,12 @@ def limits_of(rows: Sequence[Row], scale: Scale) -> list[Limit]:
 
 
 def whole_run(at: Mapping[tuple[str, float], Row], scale: Scale) -> tuple[float, float]:
-    """How many times fewer bytes it sends than bf16 gradients do: payload measured, and 1 / (w + (1 - w) / 16)."""
-    warm, fast = scale.freeze_step / scale.num_steps["whole-onebit"], max(scale.rates)
+    """How many times fewer bytes it sends than bf16 gradients do: payload measured, and 1 / (w + (1 - w) / 16 + 1 / 4T)
+    for T steps. The last term is the switch, when one byte for each parameter goes to all ranks."""
+    num_steps, fast = scale.num_steps["whole-onebit"], max(scale.rates)
+    warm = scale.freeze_step / num_steps
     measured = at["whole-bf16", fast].payload_bytes / at["whole-onebit", fast].payload_bytes
-    return measured, 1.0 / (warm + (1.0 - warm) / 16.0)
+    return measured, 1.0 / (warm + (1.0 - warm) / 16.0 + 0.25 / num_steps)
 
 
 def page(rows: Sequence[Row], scale: Scale, date: str, load: Sequence[float]) -> str:
@@ -330,7 +332,7 @@ def page(rows: Sequence[Row], scale: Scale, date: str, load: Sequence[float]) ->
         lines.append("| " + " | ".join([*cells, f"{row.losses[0]:.2f} to {row.losses[-1]:.2f}"]) + " |")
     fewer, formula = whole_run(at, scale)
     lines += ["", f"A whole run of {scale.num_steps['whole-onebit']} steps, {scale.freeze_step} before the switch, has"]
-    lines += [f"{fewer:.3f} times fewer bytes of payload than as many of bf16 DDP; 1 / (w + (1 - w) / 16) is"]
+    lines += [f"{fewer:.3f} times fewer bytes of payload than as many of bf16 DDP; 1 / (w + (1 - w) / 16 + 1 / 4T) is"]
     lines += [f"{formula:.3f}.", "", "| | measured | wanted |", "|---|---:|---:|"]
     for what, found, least in limits_of(rows, scale):
         lines.append(f"| {what} | {found:.3f} | >= {least:g}{'' if found >= least else ', missed'} |")

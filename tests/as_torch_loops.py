@@ -365,6 +365,17 @@ def zero_grad_between_micro_batches(loop: Loop) -> None:
 
 
 @loop_case(accumulation=2)
+def model_zero_grad_between_micro_batches(loop: Loop) -> None:
+    """torch drops the gradients so far, and the next micro-batch is still the last one of the step."""
+    for number in range(STEPS):
+        for part in range(2):
+            loop.backward(loop.loss(2 * number + part))
+            if loop.acts and part == 0:
+                loop.model.zero_grad()
+            loop.micro_step(part == 1)
+
+
+@loop_case(accumulation=2)
 def write_between_micro_batches(loop: Loop) -> None:
     for number in range(STEPS):
         for part in range(2):

@@ -426,3 +426,46 @@ def hang_beside(rank: int, world: int) -> Any:
     time.sleep(0.1)
     watch.close()
     return [is_over, watch.cause is not None]
+
+
+def zero_between_micro_batches(rank: int, world: int, stages: Sequence[int], whole: bool) -> dict[str, Any]:
+    """`module.zero_grad()`, or that of one block, between two micro-batches: the largest difference from torch, or the
+    error.
+    """
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 1))
+
+    def loss_of(model: Callable[..., Any], seed: int) -> torch.Tensor:
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        loss: torch.Tensor = model(rows).square().mean()
+        return loss
+
+    found: dict[str, Any] = {}
+    for stage in stages:
+        config = config_of(stage) | {"train_batch_size": 8 * world, "gradient_accumulation_steps": 2}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+        engine, *_ = twinflow.initialize(model=build(), config=config)
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        try:
+            for step in range(2):
+                for part in range(2):
+                    engine.backward(loss_of(engine, 100 * step + 10 * rank + part))
+                    if part == 0:
+                        (engine.module if whole else engine.module[1]).zero_grad()
+                    engine.step()
+                    for other in range(world):
+                        (loss_of(model, 100 * step + 10 * other + part) / 2 / world).backward()
+                    if part == 0:
+                        (model if whole else model[1]).zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+            pairs = zip(engine.module.parameters(), model.parameters(), strict=True)
+            found[str(stage)] = max(float((full(a) - b).abs().max()) for a, b in pairs)
+        except RuntimeError as error:
+            found[str(stage)] = str(error)
+            assert engine.watch is not None
+            engine.watch.close()
+    return found

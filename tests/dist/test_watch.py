@@ -227,6 +227,22 @@ def test_rank_0_killed_with_its_store(ranks: Ranks) -> None:
 
 
 @pytest.mark.matrix
+def test_a_stopped_rank_is_named_with_its_step_and_the_time_of_its_last_heartbeat(ranks: Ranks) -> None:
+    body = """
+def at_three():
+    if rank == 1:
+        print("stops at", time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    ends = ranks.run(body + LOOP.format(options=""), kill_last=[1])
+    check_ends(ends, "rank 1 failed in step 3: no heartbeat for ", skip=[1])
+    (failure,) = (failure for end in ends for failure in failures(end))  # one of the others found it
+    assert (failure.rank, failure.error.partition(": no heartbeat")[0]) == (1, "in step 3")
+    stopped_s = float(ends[1].text.partition("stops at ")[2].split()[0])
+    assert abs(failure.time_s - stopped_s) < 2.5
+
+
+@pytest.mark.matrix
 def test_a_store_that_no_longer_answers(ranks: Ranks) -> None:
     body = "def at_three():\n    if rank == 0:\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
     ends = ranks.run(body + LOOP.format(options=""), world_size=2, kill_last=[0])
@@ -326,11 +342,12 @@ if attempt == 2:  # a second watch does not take the end of the first for its ow
     ("how", "words", "code"),
     [
         ("sys.exit(3)", "the process ended before the others, without engine.destroy()", 3),
+        ("sys.exit(0)", "the process ended before the others, without engine.destroy()", 0),
         ("try:\n            raise KeyError(7)\n        finally:\n            watch.close()", "KeyError: 7", 1),
         ("threading.Thread(target=lambda: 1 / 0).start(); time.sleep(600)", "ZeroDivisionError: division by zero", 1),
         ("with watch.guard():\n            raise OSError('disk')", "OSError: disk", 1),
     ],
-    ids=["exit", "finally", "thread", "guard"],
+    ids=["exit", "exit-0", "finally", "thread", "guard"],
 )
 def test_other_ways_to_fail(ranks: Ranks, how: str, words: str, code: int) -> None:
     body = f"import threading\ndef at_three():\n    if rank == 1:\n        {how}\n"
@@ -338,6 +355,8 @@ def test_other_ways_to_fail(ranks: Ranks, how: str, words: str, code: int) -> No
     assert ends[1].code == code
     assert ends[1].seconds < LIMIT_S
     check_ends(ends, f"rank 1 failed in step 3: {words}", skip=[1])
+    # A rank that has left cannot report itself. The launcher must name it all the same.
+    assert {failure.rank for end in ends for failure in failures(end)} == {1}
 
 
 SAME = """

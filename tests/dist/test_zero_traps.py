@@ -28,6 +28,7 @@ from zero_trap_cases import (
     own_sharding,
     ties,
     train_all,
+    zero_between_micro_batches,
 )
 
 SUM: dict[str, Any] = {"gradient_allreduce_op": "sum"}
@@ -218,3 +219,16 @@ def test_a_rank_that_fails_to_begin_ends_the_others(tmp_path: Path) -> None:
 
 def test_steps_that_wait_for_a_disk_do_not_hang() -> None:
     assert run_ranks(0, hang_beside) == [[False, False]]
+
+
+def test_zero_grad_of_the_module_between_micro_batches_drops_as_with_torch() -> None:
+    for found in run_ranks(2, zero_between_micro_batches, [0, 2], True):
+        assert all(difference < 1e-5 for difference in found.values()), found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("stage", "whole"), [(0, False), (2, False), (3, True)])
+def test_where_ranks_cannot_drop_gradients_zero_grad_of_a_module_is_an_error(stage: int, whole: bool) -> None:
+    found = [rank[str(stage)] for rank in run_ranks(2, zero_between_micro_batches, [stage], whole)]
+    assert all(isinstance(error, str) for error in found), found  # one of the two may have lost the other
+    assert any("between backward() and step(), which is too late" in error for error in found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -110,6 +111,146 @@ def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
     result = run_launch(*words)
     assert result.exit_code != 0
     assert message in result.output
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words in ((), ("--max_nodes", "2")):
+            result = run_launch(*words, "--master_port", str(port), "--module", "m")
+            assert result.exit_code == 1
+            assert f"error: --master_port is {port}, but must be a port that no other process" in result.output
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ValueError, match=f"MASTER_PORT is {port}, but must be a port that no other process"):
+            twinflow.init_distributed(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--min_nodes", "2"), "--max_nodes is None, but must be given with --min_nodes"),
+        (("--min_nodes", "3", "--max_nodes", "2"), "--min_nodes is 3, but must be at most 2"),
+        (("--max_nodes", "2", "--num_nodes", "1"), "--num_nodes 1 cannot be used with --max_nodes 2"),
+        (("--max_nodes", "0"), "--max_nodes is 0"),
+    ],
+)
+def test_numbers_of_nodes_that_are_refused(words: tuple[str, ...], message: str) -> None:
+    result = run_launch(*words, "--module", "m")
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_commands_of_an_elastic_run(tmp_path: Path) -> None:
+    result = run_launch("--min_nodes", "2", "--max_nodes", "3", "--num_procs", "2", "--dry_run", "--module", "m")
+    lines = result.output.splitlines()
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ")
+    assert "--nnodes=2:3 --nproc-per-node=2 " in lines[0]
+    assert "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:" in lines[0]
+    assert lines[0].endswith("-m twinflow.launch.worker --elastic --module m")
+    hosts = write(tmp_path / "hosts", "worker-0 slots=4\nworker-1 slots=4\n")
+    result = run_launch("--hostfile", hosts, "--max_nodes", "3", "--dry_run", "--module", "m")
+    assert "--max_nodes is 3, but must be at most 2, the number of hosts" in result.output
+    result = run_launch("--hostfile", hosts, "--max_nodes", "2", "--dry_run", "--module", "m")
+    assert result.output.count(f"--rdzv-endpoint={socket.gethostname()}:") == 2
+
+
+# A run without torch: rank 0 counts steps, saves each of them, and is killed once.
+COUNT = """
+import json, os, signal, time
+from pathlib import Path
+saved, rank, world = Path("step.json"), os.environ["RANK"], os.environ["WORLD_SIZE"]
+step = json.loads(saved.read_text()) if saved.exists() else 0
+print("begins", rank, world, step, flush=True)
+while step < 4:
+    time.sleep(0.02)
+    if rank == "0":
+        step += 1
+        Path("new").write_text(json.dumps(step))
+        os.replace("new", saved)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif saved.exists():
+        step = json.loads(saved.read_text())
+"""
+
+
+@pytest.mark.usefixtures("_here_on_the_path")
+def test_an_elastic_run_goes_on_after_a_kill(tmp_path: Path) -> None:
+    write(tmp_path / "count.py", COUNT)
+    result = run_launch("--max_nodes", "2", "count.py")
+    assert result.exit_code == 0, result.output
+    begun = sorted(line.partition("begins ")[2] for line in result.output.splitlines() if "begins" in line)
+    assert begun[:2] == ["0 2 0", "0 2 2"]  # it went on from what it had saved
+    assert [line[:3] for line in begun[2:]] == ["1 2", "1 2"]
+    assert "failed: killed by SIGKILL (exit code 137); the ranks form a new group (1 of 10)" in result.output
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("_here_on_the_path")
+def test_an_elastic_run_ends_after_its_last_restart(tmp_path: Path) -> None:
+    write(tmp_path / "fail.py", FAIL)
+    result = run_launch("--max_nodes", "2", "--max_restarts", "1", "fail.py", "raise")
+    assert result.exit_code == 1
+    assert "failed: ValueError: a shape that does not fit (exit code 1). This was failure 2" in result.output
+
+
+# Node 1 is killed as a whole, and rank 0 loses its connection. Then there is a group of one, and again a group of two.
+LEAVE = """
+import os, signal, time
+from pathlib import Path
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print("begins", rank, world, flush=True)
+alone = Path("alone")
+if world == "1":
+    alone.touch()
+elif not alone.exists():
+    if rank == "0":
+        time.sleep(1)
+        raise RuntimeError("Connection closed by peer")
+    else:
+        agent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(agent, signal.SIGKILL)
+else:
+    raise SystemExit
+time.sleep(600)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("_here_on_the_path")
+def test_a_group_forms_without_a_node_and_again_when_it_returns(tmp_path: Path) -> None:
+    write(tmp_path / "leave.py", LEAVE)
+    result = run_launch("--max_nodes", "2", "--return_after", "60", "leave.py")
+    assert result.exit_code == 0, result.output
+    begun = [line.partition("begins ")[2] for line in result.output.splitlines() if "begins" in line]
+    assert [sorted(begun[:2]), begun[2], sorted(begun[3:])] == [["0 2", "1 2"], "0 1", ["0 2", "1 2"]]
+    assert "ended with exit code 137; the ranks form a new group (1 of 10)" in result.output
+
+
+EARLY = """
+import os, time
+if os.environ["RANK"] == "0":
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("_here_on_the_path")
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_rank_that_ends_before_the_others_is_the_cause(tmp_path: Path, elastic: bool) -> None:
+    write(tmp_path / "early.py", EARLY)
+    result = run_launch(*(("--max_nodes",) if elastic else ("--num_procs",)), "2", "early.py")
+    assert result.exit_code == 1
+    assert "error: rank 1 on localhost" in result.output
+    assert "ended with exit code 0 before the other ranks, and" in result.output
 
 
 SUM = """

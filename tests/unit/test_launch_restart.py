@@ -16,6 +16,7 @@ from twinflow.launch import environment, run
 from twinflow.launch.commands import NodeCommand
 from twinflow.launch.environment import RankEnvironment, gloo_variables, interface_towards
 from twinflow.launch.run import run_and_restart
+from twinflow.launch.worker import End, Failure
 
 
 def nodes(*codes: str) -> list[NodeCommand]:
@@ -58,6 +59,35 @@ def test_ranks_that_may_still_be_there_get_time_to_end(first: str, second: str, 
     outcome = run.run_nodes(nodes(first, second))
     assert not outcome.is_final
     assert outcome.settle_s == (run.SETTLE_S if settles else 0.0)
+
+
+LOST = "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("ends", "failures", "cause"),
+    [
+        ([End(1, 1.0, 0)], [Failure(0, 2.0, 1, 0, LOST)], "rank 1 on n1 ended with exit code 0 before the other ranks"),
+        ([End(1, 3.0, 0)], [Failure(0, 2.0, 1, 0, LOST)], "rank 0 on n1 failed first: RuntimeError"),
+        ([End(1, 1.0, 0)], [Failure(0, 2.0, 1, 0, "ValueError: x")], "rank 0 on n1 failed first: ValueError: x"),
+        ([End(1, 1.0, 0)], [Failure(0, 2.0, 1, 1, LOST)], "rank 0 on n1 failed first: RuntimeError"),
+    ],
+    ids=["early", "late", "another", "earlier-attempt"],
+)
+def test_a_rank_that_ends_well_too_early_is_the_cause(
+    ends: list[End], failures: list[Failure], cause: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(line.line() for line in [*ends, *failures])
+    outcome = run.run_nodes(nodes("", f"import sys; sys.stderr.write({lines!r}); sys.exit(1)"))
+    assert outcome.message.startswith(cause)
+    assert outcome.exit_code == 1
+    assert "ended at" not in capfd.readouterr().err  # only the launcher needs these lines
+
+
+def test_a_port_in_use_is_the_cause() -> None:
+    line = "[E] The server socket has failed to listen. port: 7, name: EADDRINUSE, message: address already in use"
+    outcome = run.run_nodes(nodes(f"import sys; sys.stderr.write({line!r}); sys.exit(1)"))
+    assert outcome.message.startswith("the port of rank 0 is in use: [E] The server socket")
 
 
 def test_a_signal_while_it_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from twinflow.cli.settings import (
     check_same_run,
     choose_shape,
     engine_config,
+    make_settings,
 )
 from twinflow.models.gpt import PRESETS, count_params
 
@@ -108,3 +109,37 @@ def test_batch_sizes_of_a_file_may_follow_the_ranks() -> None:
     check_same_run(saved(began), settings(world=1, batch_size=8, file_config={**file, micro: 8}))
     with pytest.raises(ValueError, match="--deepspeed_config"):
         check_same_run(saved(began), settings(world=1, batch_size=8, file_config={**file, "gradient_clipping": 2.0}))
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(1, [4, 3, 3]), (2, [3, 2]), (3, [4]), (4, [3])])
+def test_any_number_of_ranks_shares_a_global_batch(world: int, sizes: list[int]) -> None:
+    made = make_settings(TrainOptions(global_batch=10, batch_size=4), world)
+    assert made.micro_sizes(0) == sizes
+    assert made.sequences == sum(sum(made.micro_sizes(replica)) for replica in range(world)) == 10
+    assert max(size for replica in range(world) for size in made.micro_sizes(replica)) == made.batch_size <= 4
+
+
+def test_ranks_that_a_global_batch_does_not_reach_are_refused() -> None:
+    with pytest.raises(ValueError, match="--global-batch-size is 3, but must be at least 4"):
+        make_settings(TrainOptions(global_batch=3), 4)
+    with pytest.raises(ValueError, match="--global-batch-size 8 cannot be used with --accumulation 2"):
+        make_settings(TrainOptions(global_batch=8, accumulation=2), 1)
+    with pytest.raises(ValueError, match="--global-batch-size is 6, but must be a multiple of 4"):
+        make_settings(TrainOptions(global_batch=6, batch_size=2, stages=2), 4)
+
+
+def test_other_ranks_resume_with_the_same_global_batch_only() -> None:
+    before = saved(make_settings(TrainOptions(global_batch=10), 4))
+    check_same_run(before, make_settings(TrainOptions(global_batch=10), 3))
+    with pytest.raises(ValueError, match="The number of sequences in a step"):
+        check_same_run(before, make_settings(TrainOptions(global_batch=12), 3))
+
+
+def test_an_elastic_run_needs_what_it_goes_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINFLOW_ELASTIC", "1")
+    with pytest.raises(ValueError, match="`twinflow train` with no --out and no --global-batch-size cannot be used"):
+        make_settings(TrainOptions(resume=True), 2)
+    options = TrainOptions(resume=True, out=Path("x"), global_batch=8)
+    assert make_settings(options, 2).sequences == 8
+    with pytest.raises(ValueError, match="with --no-save cannot be used with an elastic run"):
+        make_settings(replace(options, save=False), 2)

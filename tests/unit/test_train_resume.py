@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from typer.testing import CliRunner, Result
 from twinflow.checkpoint import disk, open_checkpoint
 from twinflow.cli import run
 from twinflow.cli.main import app
+from twinflow.engine import Engine
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 
@@ -369,6 +372,50 @@ def test_a_disk_without_room_for_a_line_costs_no_line_and_not_the_run(
     assert said.count("metrics.jsonl could not be written: No space left on device. The run continues.") == 1
     assert "metrics.jsonl" in (out / "report.html").read_text()
     assert_same(ending(out), ending(plain))  # also the lines that waited
+
+
+def test_a_damaged_checkpoint_is_found_when_it_is_written(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(engine: Any, folder: Path) -> None:
+        save(engine, folder)
+        (file,) = folder.glob("global_step*/model*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+    save = Engine.save_checkpoint
+    words = (*SHORT, "--steps", 2, "--save-every", 1, "--data", text, "--verify-saves")
+    assert train(*words, "--out", tmp_path / "good").exit_code == 0
+    monkeypatch.setattr(Engine, "save_checkpoint", damage)
+    result = train(*words, "--out", tmp_path / "bad")
+    assert result.exit_code == 1
+    assert "error: " in result.output
+    assert "model" in result.output.partition("error: ")[2]
+    assert "global_step1" in result.output.partition("error: ")[2]
+
+
+def test_repeated_steps_are_counted(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = (*SHORT, "--data", text, "--out", out, "--global-batch-size", 5, "--resume")
+    assert train(*words, "--steps", 2).exit_code == 0
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    later = [json.dumps({**json.loads(lines[-2]), "step": step}) for step in (3, 4, 5)]  # of a process that was killed
+    (out / "metrics.jsonl").write_text("\n".join([*lines, *later, ""]))
+    result = train(*words, "--steps", 4)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"resumes +1, 3 steps repeated", result.output)
+    assert [record.step for record in steps_of(out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_uneven_micro_batches_train_as_one_batch(text: Path, tmp_path: Path, size: int) -> None:
+    for folder, micro in (("one", 5), ("uneven", size)):
+        words = (*SHORT, "--steps", 3, "--data", text, "--out", tmp_path / folder, "--no-save")
+        result = train(*words, "--global-batch-size", 5, "--batch-size", micro)
+        assert result.exit_code == 0, result.output
+    one, uneven = ([record.loss for record in steps_of(tmp_path / folder)] for folder in ("one", "uneven"))
+    assert uneven == pytest.approx(one, abs=1e-5)
 
 
 def test_no_save_keeps_nothing(text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -29,9 +30,11 @@ from twinflow.launch.commands import (
     node_commands,
     parse_hostfile,
 )
-from twinflow.launch.environment import DEFAULT_PORT, free_port
+from twinflow.launch.elastic import RETURN_S, host_store, run_elastic
+from twinflow.launch.environment import DEFAULT_PORT, check_port, free_port
 from twinflow.launch.run import run_and_restart
 
+ELASTIC_RESTARTS = 10
 # Everything after the script's name is passed to the script, even if it looks like an option of this command.
 CONTEXT = {"allow_interspersed_args": False}
 
@@ -69,7 +72,25 @@ def launch(
     no_local_rank: bool = _option(
         False, "no_local_rank", "With --compat: do not pass --local_rank=N to the script as DeepSpeed does."
     ),
-    max_restarts: int = _option(0, "max_restarts", "How often to restart all ranks after a failure."),
+    max_restarts: int | None = _option(
+        None,
+        "max_restarts",
+        f"How often to restart all ranks after a failure. Default: 0, or {ELASTIC_RESTARTS} in an elastic run.",
+    ),
+    min_nodes: int | None = _option(
+        None, "min_nodes", "Elastic run: go on while at least this many nodes are there.  [default: 1]"
+    ),
+    max_nodes: int | None = _option(
+        None,
+        "max_nodes",
+        "Elastic run: train on up to this many nodes. The run goes on when nodes fail and when they come back. "
+        "Without --hostfile all nodes are on this machine.",
+    ),
+    return_after: float | None = _option(
+        None,
+        "return_after",
+        f"Elastic run: seconds until a node that has ended is started again.  [default: {RETURN_S:g}]",
+    ),
     dry_run: bool = _option(False, "dry_run", "Print the commands, one in each line, and start nothing."),
 ) -> None:
     """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
@@ -86,6 +107,7 @@ def launch(
         if not module and not Path(script).is_file():
             raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
+        check_elastic(min_nodes, max_nodes, num_nodes, return_after)
         if hostfile is None:
             # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
             pool = {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
@@ -98,9 +120,21 @@ def launch(
             script, tuple(arguments or ()), module, sys.executable, os.getcwd(), compat, not no_local_rank
         )
         hosts = choose_hosts(pool, include, exclude, num_nodes, num_gpus)
-        meeting = make_meeting(hosts, master_addr, master_port, max_restarts)
         own_name = socket.gethostname()
         names = {*LOOPBACK, own_name, own_name.split(".")[0]}  # names of this machine, for which ssh is not needed
+        if max_nodes is not None:
+            hosts = elastic_hosts(hosts, max_nodes, num_procs)
+            restarts = ELASTIC_RESTARTS if max_restarts is None else max_restarts
+            check_whole("--max_restarts", restarts, least=0)
+            check_whole("--master_port", master_port)
+            address = master_addr or ("127.0.0.1" if {host.name for host in hosts} <= names else own_name)
+            store = None if dry_run else host_store(address, master_port or 0)
+            port = master_port or 0 if store is None else store.port
+            meeting = Meeting(address, port, restarts, elastic=(min_nodes or 1, max_nodes))
+        else:
+            meeting = make_meeting(hosts, master_addr, master_port, max_restarts or 0)
+            if hosts[0].name in names and not dry_run:
+                check_port("--master_port", meeting.port)
 
         def commands_of(attempt: int) -> list[NodeCommand]:
             return node_commands(hosts, program, replace(meeting, attempt=attempt), os.environ, names)
@@ -110,10 +144,46 @@ def launch(
         for command in commands:
             typer.echo(command.shell_line())
         return
-    outcome = run_and_restart(commands_of, max_restarts if len(hosts) > 1 else 0)
+    if max_nodes is not None:
+        outcome = run_elastic(commands, meeting.max_restarts, RETURN_S if return_after is None else return_after)
+    else:
+        outcome = run_and_restart(commands_of, meeting.max_restarts if len(hosts) > 1 else 0)
     if outcome.message:
         typer.echo(f"error: {outcome.message}", err=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def check_elastic(
+    min_nodes: int | None, max_nodes: int | None, num_nodes: int | None, return_after: float | None
+) -> None:
+    """Raise a ValueError for options of an elastic run that conflict."""
+    check_whole("--min_nodes", min_nodes)
+    check_whole("--max_nodes", max_nodes)
+    if return_after is not None and not 0.0 <= return_after < math.inf:
+        raise invalid_value("--return_after", return_after, "a finite number of seconds >= 0")
+    for name, value in (("--min_nodes", min_nodes), ("--return_after", return_after)):
+        if value is not None and max_nodes is None:
+            raise invalid_value("--max_nodes", max_nodes, f"given with {name}", "Add --max_nodes N.")
+    if min_nodes is not None and max_nodes is not None and min_nodes > max_nodes:
+        raise invalid_value("--min_nodes", min_nodes, f"at most {max_nodes}, the value of --max_nodes")
+    if max_nodes is not None and num_nodes is not None:
+        reason = "an elastic run has no fixed number of nodes"
+        raise incompatible(f"--num_nodes {num_nodes}", f"--max_nodes {max_nodes}", reason, "Leave --num_nodes out.")
+
+
+def elastic_hosts(hosts: list[Host], max_nodes: int, num_procs: int | None) -> list[Host]:
+    """The hosts of an elastic run. Without a hostfile, the slots of this machine are divided among `max_nodes` nodes.
+    `num_procs`: processes of each node on this machine.
+    """
+    if len(hosts) > 1 or hosts[0].name not in LOOPBACK:
+        if max_nodes > len(hosts):
+            remedy = "To use more hosts, list them in the --hostfile."
+            raise invalid_value("--max_nodes", max_nodes, f"at most {len(hosts)}, the number of hosts", remedy)
+        return hosts[:max_nodes]
+    num_gpus = torch.cuda.device_count()
+    each = num_procs or max(1, num_gpus // max_nodes)
+    first = [i * each if each * max_nodes <= num_gpus else 0 for i in range(max_nodes)]  # nodes may share GPUs
+    return [Host(hosts[0].name, tuple(range(at, at + each)), max(num_gpus, each)) for at in first]
 
 
 def check_counts(num_gpus: int | None, num_procs: int | None, num_nodes: int | None, hostfile: Path | None) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.build import initialize
+from twinflow.checkpoint import open_checkpoint
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
 from twinflow.cli.ranks import ONE_SIGNAL_S, Ranks, SharedError, watched
 from twinflow.cli.settings import (
@@ -52,6 +53,8 @@ from twinflow.offload.materialize import build as build_model
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
 TRACED_STEPS = 3
+# Entries of the file of settings: how often the run was resumed, and how many steps were done again because of that.
+REPEATS: Final = ("num_resumes", "num_repeated_steps")
 
 
 def build_engine(settings: TrainSettings, config: dict[str, Any], ranks: Ranks) -> Engine:
@@ -131,6 +134,8 @@ class Outcome:
     saved: int | None = None  # steps after which the newest checkpoint was saved
     saving: int | None = None  # steps after which a thread is saving a checkpoint
     notes: list[str] = field(default_factory=list)
+    num_resumes: int = 0
+    num_repeated_steps: int = 0
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
 
 
@@ -167,6 +172,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         if ranks.is_first:
             chosen = {"fingerprint": data.fingerprint, "chosen_states": plan.states, "num_valid": num_valid}
+            chosen |= {name: saved.get(name, 0) for name in REPEATS}
             try:
                 settings.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -298,6 +304,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     settings, ranks = run.settings, run.ranks
     plain_every = max(1, settings.steps // 20)
     path = settings.out / METRICS
+    if settings.resume and ranks.is_first:
+        outcome.num_resumes, outcome.num_repeated_steps = _count_repeats(run, path)
     with (
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
         _metrics(run, path, outcome, progress) if ranks.is_first else nullcontext() as metrics,
@@ -337,6 +345,21 @@ def _warn(outcome: Outcome, progress: TrainProgress, text: str) -> None:
     """Print a warning, and put it on the report page."""
     outcome.notes.append(text)
     progress.note(f"warning: {text}")
+
+
+def _count_repeats(run: Run, metrics: Path) -> tuple[int, int]:
+    """Add this resume, and the steps after the loaded checkpoint that an earlier process has recorded, to the file of
+    settings. Return both sums."""
+    if not metrics.exists():
+        return 0, 0  # the first start of a run with --resume
+    path = run.settings.out / SETTINGS
+    values = read_json(path) if path.exists() else dict.fromkeys(REPEATS, 0)
+    again = {record.step for record in read_metrics(metrics) if isinstance(record, StepRecord)}
+    values[REPEATS[0]] += 1
+    values[REPEATS[1]] += sum(step > run.first_step for step in again)
+    with suppress(OSError):  # a full disk, of which `_write_settings` has warned: only these counts are lost
+        write_whole(path, json.dumps(values, indent=2) + "\n")
+    return values[REPEATS[0]], values[REPEATS[1]]
 
 
 def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
@@ -404,8 +427,10 @@ def _save(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
         _warn_unsaved(outcome, progress, step, error)
         return
     outcome.saving = step
-    if run.engine.background is None:
+    if run.engine.background is None or run.settings.verify_saves:
         _settle_save(run, outcome, progress)
+    if run.settings.verify_saves and outcome.saved == step:
+        _verify(run)
     seconds = time.perf_counter() - start
     progress.note(f"Checkpoint after {step} steps: {run.checkpoints} ({duration(seconds)})")
 
@@ -428,6 +453,18 @@ def _warn_unsaved(outcome: Outcome, progress: TrainProgress, step: int, error: O
         kept = f"The previous checkpoint, after {outcome.saved} steps, is kept."
     reason = str(error).rstrip(".")
     _warn(outcome, progress, f"The checkpoint after {step} steps could not be saved: {reason}. {kept}")
+
+
+def _verify(run: Run) -> None:
+    """Read the last checkpoint and compare all checksums. Each rank reads a part. Raises ValueError on all ranks if a
+    file is damaged.
+    """
+    engine, ranks = run.engine, run.ranks
+    engine.wait_for_checkpoint()
+    with watched(engine, "verifying the checkpoint"), ranks.together():
+        saved = open_checkpoint(run.checkpoints, f"global_step{engine.global_steps}")
+        assert saved is not None
+        saved.verify(share=(ranks.rank, ranks.world))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from twinflow.cli import MAX_COUNT, check_whole, option
 from twinflow.config import Axes, load_config, resolve_axes, resolve_batch
 from twinflow.config.fields import Shown
 from twinflow.errors import incompatible, invalid_value
-from twinflow.launch.environment import RankEnvironment
+from twinflow.launch.environment import RankEnvironment, is_elastic
 from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, GPTConfig
 from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
@@ -52,7 +52,17 @@ MAX_BATCH: Final = 2**31
 LARGE_LR: Final = 1.5e-4  # for the GPT-2 shapes, which diverge at the learning rate of a tiny model
 _DATA: Final = ("data", "json_key", "vocab_size", "tokenizer", "seed")
 # Options that become settings without change.
-_AS_GIVEN: Final = ("steps", *_DATA, "valid_every", "save", "save_every", "resume", "trace")
+_AS_GIVEN: Final = (
+    "steps",
+    *_DATA,
+    "valid_every",
+    "save",
+    "save_every",
+    "resume",
+    "trace",
+    "verify_saves",
+    "global_batch",
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,11 @@ class TrainOptions:
         "--batch-size --micro-batch-size",
     )
     accumulation: int | None = option(None, "Micro-batches in a step.  [default: 1]")
+    global_batch: int | None = option(
+        None,
+        "Sequences in a step, on all ranks. --accumulation follows from it. --batch-size is the largest micro-batch.",
+        "--global-batch-size",
+    )
     lr: float | None = option(None, "Peak learning rate. Default: depends on the rule and the model size.")
     warmup: int | None = option(None, "Steps of linear warmup. Default: 5% of the steps.", "--warmup --lr-warmup-iters")
     weight_decay: float | None = option(None, "Weight decay. Default: depends on the rule.")
@@ -117,7 +132,10 @@ class TrainOptions:
     )
     save: bool = option(True, "Whether to save checkpoints.", "--save/--no-save")
     save_every: int = option(0, "Steps between checkpoints. 0: only one at the end.", "--save-every --save-interval")
-    keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.")
+    keep_last: int | None = option(None, "How many checkpoints to keep. Default: 2.", "--keep-last --keep")
+    verify_saves: bool = option(
+        False, "Read each checkpoint after it is written and compare its checksums.", "--verify-saves"
+    )
     resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
     threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
@@ -178,6 +196,8 @@ class TrainSettings:
     trace: Path | None
     file_config: Mapping[str, Any]  # from --deepspeed_config, with the pipeline and tensor ranks of the command line
     world: int = 1  # number of ranks
+    global_batch: int | None = None  # sequences in a step; None: batch_size x accumulation x replicas
+    verify_saves: bool = False
 
     @property
     def context(self) -> int:
@@ -190,7 +210,14 @@ class TrainSettings:
     @property
     def sequences(self) -> int:
         """Sequences in a step, on all ranks."""
-        return self.batch_size * self.accumulation * self.replicas
+        return self.global_batch or self.batch_size * self.accumulation * self.replicas
+
+    def micro_sizes(self, replica: int) -> list[int]:
+        """Sequences in each micro-batch of a replica. They are all `batch_size` unless --global-batch-size is not a
+        multiple of it. A size may then be 0.
+        """
+        share = _part(self.sequences, self.replicas, replica)
+        return [_part(share, self.accumulation, part) for part in range(self.accumulation)]
 
     @property
     def tokens(self) -> int:
@@ -198,8 +225,15 @@ class TrainSettings:
         return self.sequences * self.context
 
 
+def _part(total: int, num_parts: int, index: int) -> int:
+    """The size of a part if `total` is divided as evenly as possible and the first parts are the largest."""
+    return total // num_parts + int(index < total % num_parts)
+
+
 def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     """The settings of a run, from the command line, the config file and the defaults."""
+    if is_elastic():
+        check_elastic(options)
     file_config = read_config(options.config, "--deepspeed_config")
     file_config = with_axes(file_config, options.stages, options.tensor_ranks, options.pipeline_schedule)
     if options.resume and options.out is None:
@@ -207,7 +241,11 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     preset, shape = choose_shape(options)
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
-    batch = _batch(options.batch_size, options.accumulation, file_config, PRESET_BATCH.get(preset, 8), replicas)
+    usual_size = PRESET_BATCH.get(preset, 8)
+    if options.global_batch is not None:
+        batch = _global_batch(options, file_config, usual_size, replicas)
+    else:
+        batch = _batch(options.batch_size, options.accumulation, file_config, usual_size, replicas)
     usual, now = rule_params(rule), time.strftime("%Y%m%d-%H%M%S")
     lr = only_one("--lr", options.lr, file_config, "optimizer")
     decay = only_one("--weight-decay", options.weight_decay, file_config, "optimizer")
@@ -251,6 +289,20 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
     }
 
 
+def check_elastic(options: TrainOptions) -> None:
+    """Raise a ValueError if a run could not go on with another number of ranks."""
+    missing = [name for name, is_given in (("--resume", options.resume), ("--out", options.out)) if not is_given]
+    missing += ["--global-batch-size"] if options.global_batch is None else []
+    if missing or not options.save:
+        wrong = "--no-save" if not missing else f"no {' and no '.join(missing)}"
+        raise incompatible(
+            f"`twinflow train` with {wrong}",
+            "an elastic run (`twinflow launch --max-nodes`)",
+            "new ranks go on from the last checkpoint with the same number of sequences in a step",
+            "Give --resume --out FOLDER --global-batch-size N --save-every N, from the first start on.",
+        )
+
+
 def _batch(
     batch_size: int | None, accumulation: int | None, file_config: Mapping[str, Any], default: int, world: int
 ) -> tuple[int, int]:
@@ -269,6 +321,32 @@ def _batch(
         named[keys[1]] = default  # a large batch is split into micro-batches of the default size
     batch = resolve_batch(load_config(named), world_size=world)
     return batch.micro_batch_size, batch.accumulation_steps
+
+
+def _global_batch(
+    options: TrainOptions, file_config: Mapping[str, Any], default: int, replicas: int
+) -> tuple[int, int]:
+    """The same as `_batch` with --global-batch-size, which any number of replicas can share."""
+    total = options.global_batch
+    assert total is not None
+    check_whole("--global-batch-size", total)
+    check_whole("--batch-size", options.batch_size)
+    name = f"--global-batch-size {total}"
+    if options.accumulation is not None:
+        reason = "the number of micro-batches follows from it"
+        raise incompatible(name, f"--accumulation {options.accumulation}", reason, "Leave --accumulation out.")
+    for key in BATCH_KEYS:
+        only_one("--global-batch-size", total, file_config, key)
+    if total < replicas:
+        raise invalid_value("--global-batch-size", total, f"at least {replicas}, the number of model replicas")
+    size = default if options.batch_size is None else options.batch_size
+    largest = _part(total, replicas, 0)
+    accumulation = -(-largest // size)
+    if axes_of(file_config).pipe > 1 and total % (replicas * accumulation):
+        expected = f"a multiple of {replicas * accumulation}, the number of micro-batches of all replicas"
+        remedy = f"The micro-batches of a pipeline have equal sizes, up to --batch-size {size}."
+        raise invalid_value("--global-batch-size", total, expected, remedy)
+    return -(-largest // accumulation), accumulation
 
 
 def _precision(options: TrainOptions, file_config: Mapping[str, Any]) -> str:
@@ -563,6 +641,7 @@ def check_saved(saved: object, path: str) -> None:
     if not isinstance(saved, dict):
         raise invalid_value(f"The content of {path}", Shown(saved), "the JSON object that `twinflow train` wrote")
     counts = {"batch_size": True, "accumulation": True, "world": False, "num_valid": False}
+    counts |= {"num_resumes": False, "num_repeated_steps": False}
     for name, is_needed in counts.items():
         value = saved.get(name)
         if (is_needed or name in saved) and (type(value) is not int or not 1 <= value <= MAX_COUNT):
@@ -589,7 +668,7 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
     world, file = saved.get("world", 1), saved.get("file_config") or {}
     is_same = world == settings.world and axes_of(file) == axes_of(settings.file_config)
     new, old = (_kept(values, is_same) for values in (as_json(settings), saved))
-    sequences = saved["batch_size"] * saved["accumulation"] * num_replicas(file, world)
+    sequences = saved.get("global_batch") or saved["batch_size"] * saved["accumulation"] * num_replicas(file, world)
     new[SEQUENCES], old[SEQUENCES] = settings.sequences, sequences
     for name, value in new.items():
         if old.get(name) != value:

@@ -99,6 +99,8 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
             rows.append(("state on the host", f"{100 * share:.0f}%"))
         if skipped := sum(record.skipped for record in steps):
             rows.append(("skipped steps", str(skipped)))
+        if outcome.num_resumes:
+            rows.append(("resumes", f"{outcome.num_resumes}, {outcome.num_repeated_steps} steps repeated"))
     rows.append(("time", duration(outcome.wall_s)))
     return rows
 

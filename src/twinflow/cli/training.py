@@ -57,16 +57,23 @@ class Done:
         return max(0.0, forward_s - wait_s), backward_s
 
 
-def run_step(engine: Engine, batches: Iterator[Batch], clock: Clock, tell: Tell | None = None) -> Done:
-    """Forward, backward and update on the micro-batches of a step."""
+def run_step(
+    engine: Engine, batches: Iterator[Batch], clock: Clock, tell: Tell | None = None, weights: Sequence[float] = ()
+) -> Done:
+    """Forward, backward and update on the micro-batches of a step.
+
+    `weights`: the share of each micro-batch in the step, relative to the mean share; empty if all shares are equal.
+    """
     if isinstance(engine, PipelineEngine):
         return _run_pipeline(engine, batches, clock, tell)
     losses: list[Tensor] = []
     late: list[LateScalar] = []
     marks: list[tuple[Any, Any, Any]] = []
-    for batch in batches:
+    for part, batch in enumerate(batches):
         start = clock.now()
         loss = engine(*batch).loss
+        if weights:
+            loss = loss * weights[part]
         middle = clock.now()
         if tell is not None:
             # The copy to the host starts here, so that reading the loss waits only for the forward.
@@ -199,6 +206,11 @@ class Loop:
         self._tell = talk.after_step if talk.ranks.group is not None else None
         self._busy_s = self._waited_s = 0.0  # totals of the optimizer: busy time of the host, waiting time of forwards
         self._flops = flops_per_token(settings.model) * settings.tokens
+        # With --global-batch-size, micro-batches may differ in size. The loss of a step is the mean of its sequences.
+        self._sizes = settings.micro_sizes(engine.dp_rank)
+        num_all = settings.replicas * settings.accumulation
+        equal = settings.batch_size * num_all == settings.sequences
+        self._weights = [] if equal else [size * num_all / settings.sequences for size in self._sizes]
 
     def records(self, measured: Container[int] = ()) -> Iterator[Record]:
         """Yield a record of each step and each validation as it happens, until the last step or a signal to stop.
@@ -239,7 +251,7 @@ class Loop:
         settings, engine = self._settings, self._engine
         lr = engine.get_lr()[0]
         start = time.perf_counter()
-        done = run_step(engine, self._train_batches(), self._clock, self._tell)
+        done = run_step(engine, self._train_batches(), self._clock, self._tell, self._weights)
         assert engine.optimizer is not None
         counts = engine.optimizer.metrics()  # waits for the gradient norm, so the device has finished backward
         mean = done.loss()
@@ -304,10 +316,27 @@ class Loop:
         """The next micro-batches of this replica. Each is built when it is requested. Their position does not depend on
         the number of ranks of the earlier run."""
         engine, size = self._engine, self._settings.batch_size
-        assert engine.global_samples % size == 0
-        first = engine.global_samples // size + engine.dp_rank
+        if self._weights:
+            yield from self._uneven_batches()
+            return
+        num_before = engine.global_steps * self._settings.sequences if self._settings.global_batch else None
+        num_before = engine.global_samples if num_before is None else num_before
+        assert num_before % size == 0
+        first = num_before // size + engine.dp_rank
         for part in range(self._settings.accumulation):
             yield self.batch("train", first + part * engine.dp_world_size)
+
+    def _uneven_batches(self) -> Iterator[Batch]:
+        """The next micro-batches of this replica if their sizes differ. They are one range of the step's sequences."""
+        settings, device = self._settings, self._engine.device
+        before = sum(sum(settings.micro_sizes(replica)) for replica in range(self._engine.dp_rank))
+        first = self._engine.global_steps * settings.sequences + before
+        for size in self._sizes:
+            # An empty micro-batch has weight 0, but ranks wait for its forward and backward.
+            rows = [self._data.batch("train", first + i, 1, settings.context) for i in range(max(1, size))]
+            tokens, targets = (torch.cat(parts).to(device, non_blocking=True) for parts in zip(*rows, strict=True))
+            yield tokens, targets
+            first += size
 
     def batch(self, split: Split, index: int) -> Batch:
         """Micro-batch number `index` of a split, on the model's device."""

@@ -19,6 +19,11 @@ HOST_NAMES = "letters, digits, dots, underscores and hyphens, not a hyphen at th
 # because all users of a machine can read command lines.
 FORWARDED = frozenset({"PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"})
 FORWARDED_PREFIXES = ("NCCL_", "TWINFLOW_", "TORCH_")
+# An elastic run waits this long for other nodes when the smallest number has come: a node that returns needs some
+# seconds for its imports. A node that comes later joins with another restart of all ranks.
+LAST_CALL_S = 10
+# Agents of torchrun restart their ranks as often as the launcher lets them: it counts failures of the whole run.
+UNLIMITED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class Meeting:
     port: int
     max_restarts: int = 0
     attempt: int = 0  # number of restarts by the launcher so far
+    elastic: tuple[int, int] | None = None  # smallest and largest number of nodes of an elastic run
 
 
 @dataclass(frozen=True)
@@ -171,30 +177,46 @@ def node_commands(
 ) -> list[NodeCommand]:
     """One command for each host. The index of a host in the list is its node rank."""
     commands = []
+    is_elastic = meeting.elastic is not None
+    # Each group of an elastic run gets a new store: torchrun would keep that of a node that may be gone.
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if is_elastic else {}
     for node_rank, host in enumerate(hosts):
         argv = _torchrun(host, node_rank, len(hosts), program, meeting)
         if host.name in local_names:
-            full = [*_env(_visible_devices(host, env.get("CUDA_VISIBLE_DEVICES", ""))), *argv]
+            full = [*_env(settings | _visible_devices(host, env.get("CUDA_VISIBLE_DEVICES", ""))), *argv]
         else:
-            variables = {**_forwarded(env), **_visible_devices(host, "")}
+            variables = {**_forwarded(env), **settings, **_visible_devices(host, "")}
             remote = f"cd {shlex.quote(program.directory)} && exec {shlex.join([*_env(variables), *argv])}"
             # With a terminal (-tt), the remote processes get SIGHUP when the connection closes.
             full = ["ssh", "-tt", "-o", "BatchMode=yes", host.name, remote]
-        commands.append(NodeCommand(host.name, tuple(full), host.name not in local_names))
+        name = f"{host.name}-{node_rank}" if is_elastic and host.name in LOOPBACK else host.name
+        commands.append(NodeCommand(name, tuple(full), host.name not in local_names))
     return commands
 
 
 def _torchrun(host: Host, node_rank: int, num_nodes: int, program: Program, meeting: Meeting) -> list[str]:
-    options: dict[str, int | str] = {
-        "--nnodes": num_nodes,
-        "--nproc-per-node": len(host.slots),
-        "--max-restarts": meeting.max_restarts if num_nodes == 1 else 0,
-        "--node-rank": node_rank,
-        "--master-addr": meeting.address,
-        "--master-port": meeting.port,
-    }
+    nnodes = num_nodes if meeting.elastic is None else "{}:{}".format(*meeting.elastic)
+    options: dict[str, int | str] = {"--nnodes": nnodes, "--nproc-per-node": len(host.slots)}
+    if meeting.elastic is None:
+        options |= {
+            "--max-restarts": meeting.max_restarts if num_nodes == 1 else 0,
+            "--node-rank": node_rank,
+            "--master-addr": meeting.address,
+            "--master-port": meeting.port,
+        }
+    else:
+        options |= {
+            "--max-restarts": UNLIMITED,
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{meeting.address}:{meeting.port}",
+            "--rdzv-id": "twinflow",
+            "--rdzv-conf": f"is_host=0,last_call_timeout={LAST_CALL_S}",  # the store is in the launcher
+        }
+        if host.name in LOOPBACK:
+            options["--local-addr"] = "127.0.0.1"
     words = [f"{name}={value}" for name, value in options.items()]
     worker = ["-m", "twinflow.launch.worker", *([f"--attempt={meeting.attempt}"] if meeting.attempt else [])]
+    worker += ["--elastic"] if meeting.elastic is not None else []
     compat = [] if not program.compat else ["--compat"] if program.tells_local_rank else ["--compat", "--no_local_rank"]
     worker += [*compat, *(["--module"] if program.module else []), program.script]
     return [program.python, "-m", "torch.distributed.run", *words, *worker, *program.arguments]

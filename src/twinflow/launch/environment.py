@@ -9,19 +9,21 @@ sets it too.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from twinflow.errors import invalid_value
+from twinflow.launch.worker import ELASTIC
 
 LOGGER = logging.getLogger("twinflow")
 LOCAL_ADDRESS = "127.0.0.1"
@@ -246,6 +248,11 @@ def init_distributed(
     return found
 
 
+def is_elastic(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank belongs to an elastic run, which goes on with other ranks when this one fails."""
+    return env.get(ELASTIC) == "1"
+
+
 def _variables(found: RankEnvironment) -> dict[str, str]:
     return {name.upper(): str(value) for name, value in asdict(found).items() if value != UNKNOWN}
 
@@ -334,6 +341,34 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
+@contextmanager
+def port_in_use(name: str, port: int) -> Iterator[None]:
+    """In this context, torch's error for a port on which another process listens becomes a ValueError that names it."""
+    try:
+        yield
+    except RuntimeError as error:  # a DistNetworkError
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _in_use(name, port) from None
+
+
+def check_port(name: str, port: int) -> None:
+    """Raises ValueError if another process on this machine listens on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _in_use(name, port) from None
+
+
+def _in_use(name: str, port: int) -> ValueError:
+    remedy = "Another process listens on this port. End it, or choose another port."
+    return invalid_value(name, port, "a port that no other process on the machine of rank 0 uses", remedy)
+
+
 def free_port() -> int:
     """A port on which no process listens now."""
     with socket.socket() as made:
@@ -353,7 +388,8 @@ def _attempts_store(found: RankEnvironment, timeout: timedelta) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         kept: Any = TCPStore(found.master_addr, found.master_port, is_master=False, timeout=timeout)
     else:
-        kept, _, _ = next(rendezvous("env://", found.rank, found.world_size, timeout=timeout))
+        with port_in_use("MASTER_PORT", found.master_port):
+            kept, _, _ = next(rendezvous("env://", found.rank, found.world_size, timeout=timeout))
     return PrefixStore(f"twinflow/group/{attempt()}", kept)
 
 

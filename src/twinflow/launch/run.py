@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import IO, TextIO
 
 from twinflow.launch.commands import NodeCommand
-from twinflow.launch.worker import Failure, end_with_parent, first_failure, read_failure
+from twinflow.launch.worker import End, Failure, early_end, end_with_parent, first_failure, read_end, read_failure
 
 TERMINATE_GRACE_S = 12.0  # longer than the grace period of a worker, so that workers end first
 DRAIN_S = 2.0
@@ -52,6 +52,8 @@ class Node:
         self.command = command
         self.process = process
         self.failures: list[Failure] = []
+        self.ends: list[End] = []
+        self.port_error = ""  # the line in which torchrun reports that its port is in use
         self._threads: list[threading.Thread] = []
 
     def stream(self, prefix: str) -> None:
@@ -69,6 +71,11 @@ class Node:
             failure = read_failure(line)  # With ssh -tt, the stderr of a node arrives on stdout.
             if failure is not None:
                 self.failures.append(failure)
+            elif (ended := read_end(line)) is not None:
+                self.ends.append(ended)
+                continue
+            elif "EADDRINUSE" in line:
+                self.port_error = line.strip()
             with suppress(OSError, ValueError):  # A closed output of the launcher must not stop the nodes.
                 out.write(f"{prefix}{line}")  # One write for a line, so that lines of two nodes do not mix.
                 out.flush()
@@ -95,48 +102,48 @@ def run_and_restart(commands_of: Callable[[int], Sequence[NodeCommand]], max_res
             return outcome
         attempt += 1
         print(f"twinflow: {outcome.message}; restart {attempt} of {max_restarts}", file=sys.stderr, flush=True)
-        with _signals_raise():
+        with signals_raise():
             try:
                 time.sleep(outcome.settle_s)
             except Stopped as stopped:
-                return _stopped(stopped)
+                return stopped_by(stopped)
 
 
 def run_nodes(commands: Sequence[NodeCommand]) -> Outcome:
     """Runs all nodes until all have ended or one has failed. Then ends the others."""
     nodes: list[Node] = []
-    with _signals_raise():
+    with signals_raise():
         try:
             for command in commands:
-                nodes += [Node(command, _start(command))]  # If a later node cannot start, the earlier ones are ended.
+                nodes += [Node(command, start(command))]  # If a later node cannot start, the earlier ones are ended.
             for node in nodes:  # Threads start after the last fork: forking with threads is not safe.
                 node.stream(f"[{node.command.host}] " if len(nodes) > 1 else "")
             failed = _wait_for_first_failure(nodes)
             lost = [node for node in nodes if node.process.poll() in (None, SSH_LOST)]
-            _end(nodes)
+            end(nodes)
         except Stopped as stopped:
-            _end(nodes)
-            return _stopped(stopped)
+            end(nodes)
+            return stopped_by(stopped)
         except OSError as error:
-            _end(nodes)
+            end(nodes)
             return Outcome(1, f"{commands[len(nodes)].argv[0]} cannot be started: {error}. Install it or correct PATH.")
     settle_s = SETTLE_S if any(node.command.is_remote for node in lost) else 0.0
     return replace(_failure(failed, nodes), is_final=False, settle_s=settle_s) if failed is not None else Outcome(0)
 
 
-def _stopped(stopped: Stopped) -> Outcome:
+def stopped_by(stopped: Stopped) -> Outcome:
     name = signal.Signals(stopped.number).name
     return Outcome(128 + stopped.number, f"{name} has stopped the launch. All ranks have ended.")
 
 
-def _start(command: NodeCommand) -> subprocess.Popen[bytes]:
+def start(command: NodeCommand) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command.argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Only the launcher gets Ctrl-C. It ends all nodes in the same way.
-        preexec_fn=end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (no thread is running yet)
+        preexec_fn=end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (it only calls prctl, which needs no lock)
     )
 
 
@@ -151,7 +158,7 @@ def _wait_for_first_failure(nodes: Sequence[Node]) -> Node | None:
         time.sleep(0.05)
 
 
-def _end(nodes: Sequence[Node]) -> None:
+def end(nodes: Sequence[Node]) -> None:
     """Sends SIGTERM, and SIGKILL after a grace period. Then reads the rest of the output."""
     running = [node for node in nodes if node.process.poll() is None]
     for node in running:
@@ -172,16 +179,25 @@ def _failure(failed: Node, nodes: Sequence[Node]) -> Outcome:
     cause = first_failure(found)
     if cause is not None:
         host = found[cause].command.host
+        ends = {end: node for node in nodes for end in node.ends}
+        if (early := early_end(cause, ends)) is not None:
+            who = f"rank {early.rank} on {ends[early].command.host} ended with exit code 0 before the other ranks"
+            lost = f"rank {cause.rank} lost its connection: {cause.error}"
+            return Outcome(cause.exit_code, f"{who}, and {lost} (exit code {cause.exit_code})")
         words = f"rank {cause.rank} on {host} failed first: {cause.error} (exit code {cause.exit_code})"
         return Outcome(cause.exit_code, words)
     code = failed.process.returncode
+    taken = next((node.port_error for node in nodes if node.port_error), "")
+    if taken:
+        remedy = "Another process listens on it. End that process, or choose another --master_port"
+        return Outcome(code, f"the port of rank 0 is in use: {taken}. {remedy}")
     code = 128 - code if code < 0 else code
     words = f"{failed.command.argv[0]} for {failed.command.host} ended with exit code {code}, and no rank gave a reason"
     return Outcome(code, words)
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """In this context, the first SIGINT, SIGTERM or SIGHUP raises Stopped. Later signals are ignored, so that they do
     not interrupt the shutdown.
     """

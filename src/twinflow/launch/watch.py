@@ -38,6 +38,7 @@ from typing import Any, cast
 from torch._C._distributed_c10d import Store
 
 from twinflow.errors import invalid_value
+from twinflow.launch.environment import is_elastic
 from twinflow.launch.store import attempt, own_keys, wait_for
 from twinflow.launch.worker import LOST_PEER, Failure, write_all
 
@@ -47,6 +48,7 @@ TICK_S = 0.2
 WAITING_S = 5.0  # time after which ranks that wait for each other in different calls are in a deadlock
 PUBLISH_S = 5.0  # time for the poller to publish the failure of this rank
 PAUSE_TIMES = 6.0  # limit of a pause, as a multiple of the limit of a step
+ENDED_EARLY = "the process ended before the others, without engine.destroy()"
 STDERR = 2
 
 
@@ -163,6 +165,7 @@ class Watch:
         self._on_failure = on_failure
         self._store = store  # Kept, because a clone does not keep the server of rank 0 alive.
         self._attempt = attempt()
+        self._is_elastic = is_elastic()
         self._keys = own_keys(store, "watch", rank)
         self._pid = os.getpid()
         self._clock = AwakeClock()
@@ -175,6 +178,8 @@ class Watch:
         self._gone: dict[int, Pulse] = {}  # last pulses of ranks that have ended in order
         self._draft: Cause | None = None  # the cause that this rank publishes next
         self._has_lost_peer = self._is_alone = self._has_said = self._compares_steps = False
+        self._suspect: Pulse | None = None  # another rank that seems to hang
+        self._is_finder = False  # this rank has found the cause, which is another rank that cannot report by itself
         self._lock = threading.Lock()
         self._wake, self._known, self._released, self._closed = (threading.Event() for _ in range(4))
         self._hook()
@@ -244,10 +249,13 @@ class Watch:
         if os.getpid() != self._pid or self._closed.is_set():  # A forked child has the hooks, but not the threads.
             return
         own = self._cause("error", _one_line(f"{type(error).__name__}: {error}"))
-        if not self._released.is_set() and LOST_PEER.search(own.error):
+        if LOST_PEER.search(own.error):
             self._has_lost_peer = True
             self._wake.set()
-            self._known.wait(self._timing.suspect_after_s + 6 * self._timing.poll_s)
+            # In an elastic run the launcher sees which rank has ended. The others make room for a new group at once.
+            is_last = self._is_elastic or self._released.is_set()
+            self._known.wait(0.0 if is_last else self._timing.suspect_after_s + 6 * self._timing.poll_s)
+            own = self._blame_left() or own
         self._draft = own
         self._wake.set()
         if self._released.is_set() or not self._known.wait(PUBLISH_S):
@@ -291,7 +299,9 @@ class Watch:
         if self._draft is not None:
             keys.compare_set("cause", "", json.dumps(asdict(self._draft)))
         if keys.check(["cause"]):
-            self._learn(Cause(**json.loads(keys.get("cause"))))
+            cause = Cause(**json.loads(keys.get("cause")))
+            self._is_finder = cause == self._draft
+            self._learn(cause)
             return
         host = self._read(0)
         if host is not None and host.state in (CLOSED, LEFT):
@@ -326,7 +336,7 @@ class Watch:
             if pulse is None:
                 return None  # The rank has not started yet.
             if pulse.state == LEFT and is_suspect:
-                return self._cause("death", "the process ended before the others, without engine.destroy()", pulse)
+                return self._cause("death", ENDED_EARLY, pulse)
             if pulse.state not in (CLOSED, LEFT):
                 return self._age(pulse, is_suspect)
         return None
@@ -364,7 +374,8 @@ class Watch:
         if self._next_age_s < limit_s:
             return None
         text = f"no heartbeat for {self._next_age_s:.0f} s: the process was killed or stopped, or its machine is down"
-        return self._cause("death", text, pulse)
+        # The failure is as old as the last heartbeat.
+        return replace(self._cause("death", text, pulse), time_s=time.time() - self._next_age_s)
 
     def _look_for_hang(self) -> Cause | None:
         me = self._pulse()
@@ -372,7 +383,17 @@ class Watch:
             return None
         self._hang_look_s = self._clock.now_s + me.limit_s / 20  # The check below reads the pulses of all ranks.
         found = (self._read(rank) for rank in range(self.world_size) if rank != self.rank)
-        return self._hang(hung_rank(me, [pulse for pulse in found if pulse is not None]))
+        hung = hung_rank(me, [pulse for pulse in found if pulse is not None])
+        if hung is None or hung.rank == self.rank or hung.state == LEFT:
+            return self._hang(hung)
+        before, self._suspect = self._suspect, hung
+        if before is None or before.rank != hung.rank:  # Its pulse may be old. A second look shows whether it runs.
+            self._hang_look_s = self._clock.now_s + 3 * self._timing.poll_s
+            return None
+        if before.life != hung.life:
+            return self._hang(hung)
+        text = f"no heartbeat and no step for {me.stalled_s:.0f} s: the process was killed or stopped"
+        return replace(self._cause("death", text, hung), time_s=time.time() - me.stalled_s)
 
     def _hang(self, pulse: Pulse | None) -> Cause | None:
         if pulse is None:
@@ -392,7 +413,7 @@ class Watch:
             if self._clock.now_s - self._contact_s > self._timing.dead_after_s and not self._released.is_set():
                 self._lose_store("no answer")
             if self._is_alone and self._pulse().is_over:
-                self._learn(cast(Cause, self._hang(self._pulse())))
+                self._learn(self._blame_left() or cast(Cause, self._hang(self._pulse())))
 
     def _lose_store(self, why: str) -> None:
         if self._known.is_set() or self._closed.is_set():
@@ -400,7 +421,16 @@ class Watch:
         self._is_alone = 0 in self._gone
         if not self._is_alone:
             text = _one_line(f"the store of rank 0 or of its launcher does not respond ({why})")
+            self._is_finder = True
             self._learn(replace(self._cause("death", text), rank=0))
+
+    def _blame_left(self) -> Cause | None:
+        """The cause if rank 0 has ended without `close` and with it the store, so that no rank can look for others."""
+        pulse = self._gone.get(0)
+        if not self._is_alone or pulse is None or pulse.state != LEFT:
+            return None
+        self._is_finder = True
+        return self._cause("death", ENDED_EARLY, pulse)
 
     def _end(self) -> None:
         """Ends the process after a grace period in which the main thread may end by itself."""
@@ -426,8 +456,8 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self) -> None:
-        """Prints the cause once. After a hang, also prints the stacks of all threads. Only the failed rank prints the
-        line for the launcher.
+        """Prints the cause once. After a hang, also prints the stacks of all threads. The failed rank prints the line
+        for the launcher. If it cannot, because it is dead, stopped or has left, the rank that found this does so.
         """
         with self._lock:
             if self._has_said:
@@ -436,7 +466,8 @@ class Watch:
             cause = self.cause
             assert cause is not None
             text = self._stacks() if cause.kind == "hang" else ""
-            text += cause.failure().line() if cause.rank == self.rank else ""
+            is_teller = cause.rank == self.rank or (self._is_finder and cause.kind == "death")
+            text += cause.failure().line() if is_teller else ""
             write_all(STDERR, f"{text}twinflow: rank {self.rank} ends: {cause}\n".encode())
 
     def _stacks(self) -> str:

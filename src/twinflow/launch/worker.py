@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import IO
 
 _LINE = re.compile(r"twinflow: rank ([0-9]+) failed at ([0-9.]+) with exit code ([0-9]+) in attempt ([0-9]+): (.*)")
+_END_LINE = re.compile(r"twinflow: rank ([0-9]+) ended at ([0-9.]+) with exit code 0 in attempt ([0-9]+)")
 # With a process group, torch writes this prefix before each line of a traceback.
 _RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ?")
 TRACEBACK = "Traceback (most recent call last)"
@@ -34,6 +35,7 @@ LOST_PEER = re.compile(
     r"|ends: rank [0-9]+ (failed|hung)",
     re.I,
 )
+ELASTIC = "TWINFLOW_ELASTIC"  # set to 1 for the ranks of an elastic run
 STOP_GRACE_S = 8.0
 FLUSH_S = 0.2
 TAIL_CHARS = 65536
@@ -47,6 +49,11 @@ class Failure:
     exit_code: int
     attempt: int  # number of restarts before this failure
     error: str
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether the rank has only lost the connection to another one."""
+        return bool(LOST_PEER.search(self.error))
 
     def line(self) -> str:
         """The line that `read_failure` parses."""
@@ -63,11 +70,36 @@ def read_failure(line: str) -> Failure | None:
     return Failure(int(match[1]), float(match[2]), int(match[3]), int(match[4]), match[5].rstrip())
 
 
+@dataclass(frozen=True)
+class End:
+    """The end of a rank with exit code 0. It is the cause if others were still waiting for the rank."""
+
+    rank: int
+    time_s: float
+    attempt: int
+
+    def line(self) -> str:
+        """The line that `read_end` parses. The launcher does not show it."""
+        return f"twinflow: rank {self.rank} ended at {self.time_s:.6f} with exit code 0 in attempt {self.attempt}\n"
+
+
+def read_end(line: str) -> End | None:
+    """The end in a line of output. None for other lines."""
+    match = _END_LINE.search(line)
+    return None if match is None else End(int(match[1]), float(match[2]), int(match[3]))
+
+
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """The earliest failure of the last attempt. A failure that is only a lost connection to another rank is used only
     if there is no other one.
     """
-    return min(failures, key=lambda f: (-f.attempt, bool(LOST_PEER.search(f.error)), f.time_s), default=None)
+    return min(failures, key=lambda f: (-f.attempt, f.is_lost_peer, f.time_s), default=None)
+
+
+def early_end(cause: Failure, ends: Iterable[End]) -> End | None:
+    """The rank that ended with exit code 0 before `cause`, if `cause` is only a lost connection to another rank."""
+    earlier = [end for end in ends if end.attempt == cause.attempt and end.time_s < cause.time_s]
+    return min(earlier, key=lambda end: end.time_s, default=None) if cause.is_lost_peer else None
 
 
 def error_of(tail: str) -> str:
@@ -165,6 +197,8 @@ def run_rank(argv: Sequence[str], rank: int, attempt: int) -> int:
         error = error_of(tail.text) if code > 0 else f"killed by {killer}"
         time_s = tail.traceback_s if code > 0 and tail.traceback_s is not None else ended_s
         write_all(2, Failure(rank, time_s, exit_code, attempt, error).line().encode())
+    if code == 0 and not stops_s:
+        write_all(2, End(rank, ended_s, attempt).line().encode())
     return exit_code
 
 
@@ -182,12 +216,17 @@ def rank_words(words: list[str], local_rank: str) -> list[str]:
 
 
 def main() -> None:
-    """`python -m twinflow.launch.worker [--attempt=N] [--compat [--no_local_rank]] [--module] script arguments`.
-    torchrun starts this command.
+    """`python -m twinflow.launch.worker [--attempt=N] [--elastic] [--compat [--no_local_rank]] [--module] script
+    arguments`. torchrun starts this command.
     """
     words = sys.argv[1:]
     if words[0].startswith("--attempt="):  # torchrun counts from 0 again if the launcher has restarted it.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = words.pop(0).partition("=")[2]
+    if words[0] == "--elastic":
+        words.pop(0)
+        os.environ[ELASTIC] = "1"
+        # Each node of an elastic run counts its own restarts. Ranks need a number that is the same on all of them.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     argv = [sys.executable, "-u", *rank_words(words, os.environ["LOCAL_RANK"])]
     sys.exit(run_rank(argv, int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
 

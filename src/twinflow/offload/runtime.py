@@ -490,10 +490,11 @@ class Runtime:
         params = [self.params[index] for index in dict.fromkeys(indices)]
         queue.count(len(params))
         with plain():
+            self._forget_zeroed(params)
             found: list[tuple[Param, Tensor]] = []
             for param in params:
                 grad = param.tensor.grad
-                if param.hits or type(grad) is not Tensor or grad.layout is not torch.strided:
+                if param.was_hit or type(grad) is not Tensor or grad.layout is not torch.strided:
                     grad = self._new_gradient(param)
                 if grad is not None:
                     found.append((param, grad))
@@ -524,6 +525,8 @@ class Runtime:
         """
         job, whole = self.steps.job, self._wholes.get(queue)
         if not self._is_taking or self._is_covered or job is None or whole is None or self.settings.num_gathered > 1:
+            return False
+        if self.steps.num_parts:  # `_new_gradient` checks that the stand-ins of earlier backwards are still in `.grad`
             return False
         arrived = dict(queue.arrived)
         if len(arrived) != queue.size or len(queue.arrived) != queue.size:
@@ -558,6 +561,23 @@ class Runtime:
                 queue.count_all()
             queue.end_backward()
 
+    def _forget_zeroed(self, arrived: Sequence[Param]) -> None:
+        """Drop the gradients of this step's earlier backwards if the user has removed all of them from `.grad`, as
+        `module.zero_grad()` does between micro-batches. If only some were removed, `_new_gradient` handles it.
+
+        `arrived`: parameters whose gradients have arrived in the current backward. No update has begun, so nothing has
+        to be undone, and other ranks have at most summed gradients that they drop too.
+        """
+        if not self._is_taking or self._has_complete or not any(map(_is_stand_in_lost, arrived)):
+            return
+        hit = [param for param in self.params if param.was_hit]
+        if all(map(_is_stand_in_lost, hit)):
+            self._is_disturbed |= self._early.watches
+            self._drop()
+            for param in hit:
+                param.hits = 0
+                param.was_hit = False
+
     def _new_gradient(self, param: Param) -> Tensor | None:
         """Return the gradient that this backward has added; None if the user has removed it from `.grad`."""
         grad = param.tensor.grad
@@ -574,10 +594,10 @@ class Runtime:
                 grad = param.watched.add_(grad)
             else:
                 self._is_disturbed = True  # the user has replaced the stand-in in `.grad`
-        elif grad is not None and param.hits and self._is_taking and not param.is_sharded:
-            if taken is None or taken.arrived is not grad:  # the user has replaced the stand-in in `.grad`
+        elif grad is not None and self._is_taking:
+            if _is_stand_in_lost(param):
                 self._return_gradients(f"{param.name}.grad was changed")
-            else:
+            elif taken is not None and taken.arrived is grad:
                 taken.arrived = None
         if grad is not None:
             refusals.check_layout(param, grad)
@@ -852,7 +872,7 @@ class Runtime:
             if isinstance(grad, TakenGradient) and grad.is_used and not param.hits:
                 self.complete_written()
                 raise refusals.used_twice(param)
-            is_taken = bool(param.hits) and not param.is_sharded
+            is_taken = param.was_hit and not param.is_sharded
             if grad is not param.taken if is_taken else _is_foreign(grad):
                 return f"{param.name}.grad was changed"
         job = self.steps.job
@@ -1103,6 +1123,14 @@ def _join(
     executor.free_slots()
     speculative_stores.close()
     executor.device.close()  # page-locked memory must be unregistered before it is freed
+
+
+def _is_stand_in_lost(param: Param) -> bool:
+    """Whether a gradient of this step was taken and the user has removed or replaced its stand-in in `.grad`."""
+    grad = param.tensor.grad
+    if not param.was_hit or param.is_sharded or grad is param.taken:
+        return False
+    return grad is None or param.taken is None or param.taken.arrived is not grad
 
 
 def _is_foreign(grad: Tensor | None) -> bool:

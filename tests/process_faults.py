@@ -1,0 +1,218 @@
+"""Random faults of running ranks: signals, exits, exceptions, hangs and numbers that are not finite.
+
+`python tests/process_faults.py --num 1000 --seed 0` draws faults, runs each of them in its own training, and prints
+how many ended in which way: `named` if every rank that could say so has named the rank and the kind of the fault,
+`finished` if training went on with finite weights and the same weights on all ranks (only for numbers), else `wrong`
+(another cause, or weights that are not finite) or `hang` (a rank was still running after `LIMIT_S`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fork_support import fork_context
+from train_ranks_support import free_port, variables
+
+LIMIT_S = 60.0
+NUM_STEPS = 6
+LOST = r"rank {rank} failed in step [0-9]+: (no heartbeat|the store of rank 0|.*Connection|.*ended before)"
+# What the other ranks must say. An interpreter that ends by itself can report its own end.
+KINDS = {
+    "SIGKILL": LOST,
+    "SIGSTOP": LOST,
+    "SIGTERM": LOST,
+    "SIGINT": r"rank {rank} failed in step [0-9]+: KeyboardInterrupt",
+    "exit 0": LOST,
+    "exit 3": LOST,
+    "exception": r"rank {rank} failed in step {step}: ValueError: injected",
+    "exception in a thread": r"rank {rank} failed in step [0-9]+: ValueError: injected",
+    "hang": r"rank {rank} hung: no step for ",
+    "NaN loss": "",
+    "inf gradient": "",
+}
+PLACES = ("before forward", "before backward", "before step", "after step")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one rank in one step."""
+
+    kind: str
+    rank: int
+    world: int
+    step: int
+    place: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of rank {self.rank} of {self.world}, {self.place} {self.step}, ZeRO {self.stage}"
+
+
+def draw(generator: random.Random) -> Fault:
+    world = generator.choice((2, 3))
+    kind, place = generator.choice(list(KINDS)), generator.choice(PLACES)
+    if not KINDS[kind]:
+        place = "before backward" if kind == "NaN loss" else "before step"
+    step, stage = generator.randint(2, NUM_STEPS - 1), generator.choice((0, 1, 2, 3))
+    if kind == "inf gradient":
+        stage = 0  # other stages take gradients during backward
+    return Fault(kind, generator.randrange(world), world, step, place, stage)
+
+
+def run(fault: Fault, folder: Path) -> tuple[str, str]:
+    """How the fault ended, and why if it did not end as it should."""
+    context, port = fork_context(), free_port()
+    logs = [folder / f"{rank}.log" for rank in range(fault.world)]
+    ranks = [
+        context.Process(target=_run_rank, args=(fault, rank, str(log), port), daemon=True)
+        for rank, log in enumerate(logs)
+    ]
+    for process in ranks:
+        process.start()
+    end_s = time.monotonic() + LIMIT_S
+    others = [rank for rank in range(fault.world) if not (fault.kind == "SIGSTOP" and rank == fault.rank)]
+    while any(ranks[rank].is_alive() for rank in others) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    hung = [rank for rank in others if ranks[rank].is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
+    texts = [log.read_text() if log.exists() else "" for log in logs]
+    if hung:
+        return "hang", f"ranks {hung} after {LIMIT_S:g} s\n" + "\n".join(texts)
+    if not KINDS[fault.kind]:
+        ends = [re.findall(r"^finished (.*)$", text, re.M) for text in texts]
+        is_well = len({end[0] for end in ends if end}) == 1 and all(ends) and "nan" not in ends[0][0]
+        says = any(re.search(r"finite|\.grad was used between", text) for text in texts)
+        return ("finished", "") if is_well else ("named", "") if says else ("wrong", "\n".join(texts))
+    # A rank reports that it begins a step in the forward.
+    step = f"({fault.step - 1}|{fault.step})" if fault.place == "before forward" else fault.step
+    wanted = re.compile(KINDS[fault.kind].format(rank=fault.rank, step=step))
+    silent = [rank for rank in others if rank != fault.rank and not wanted.search(texts[rank])]
+    return ("named", "") if not silent else ("wrong", f"ranks {silent} named another cause\n" + "\n".join(texts))
+
+
+def _run_rank(fault: Fault, rank: int, log: str, port: int) -> None:
+    """Ends as an interpreter does: with its hook for exceptions and its functions at exit."""
+    code = 0
+    try:
+        _train(fault, rank, log, port)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def _train(fault: Fault, rank: int, log: str, port: int) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(variables(rank, fault.world, port), CUDA_VISIBLE_DEVICES="", TWINFLOW_THREADS="1")
+    import torch
+
+    import twinflow
+    from twinflow.launch import watch
+
+    torch.set_num_threads(1)
+    # Shorter times than those of a user, so that a fault takes seconds.
+    fast = partial(watch.Timing, poll_s=0.2, dead_after_s=8.0, suspect_after_s=5.0, grace_s=0.5, hold_s=4.0)
+    watch.Timing = fast  # type: ignore[misc, assignment]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)), torch.nn.Linear(8, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "gradient_clipping": 1.0,
+        "hang_timeout_s": 6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": fault.stage, "offload_optimizer": {"device": "cpu"}},
+    }
+    engine, *_ = twinflow.initialize(model=model, config=config)
+    for step in range(1, NUM_STEPS + 1):
+        act = partial(_act, fault) if (rank, step) == (fault.rank, fault.step) else _nothing
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        act("before forward")
+        loss = engine(x).square().mean()
+        if act("before backward"):
+            loss = loss * float("nan")
+        engine.backward(loss)
+        if act("before step"):
+            model[0].weight.grad.mul_(float("inf"))  # type: ignore[union-attr]
+        engine.step()
+        act("after step")
+    engine.optimizer.wait()
+    if fault.stage < 3:
+        print("finished", [round(float(p.double().sum()), 9) for p in model.parameters()], flush=True)
+    else:
+        print("finished", float(engine.get_global_grad_norm() or 0.0) >= 0.0, flush=True)
+    engine.destroy()
+
+
+def _nothing(place: str) -> bool:
+    return False
+
+
+def _act(fault: Fault, place: str) -> bool:
+    """Does the fault if it is due here. Returns whether a number must become one that is not finite."""
+    if place != fault.place:
+        return False
+    if fault.kind.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[fault.kind])
+    elif fault.kind.startswith("exit"):
+        raise SystemExit(int(fault.kind[-1]))
+    elif fault.kind == "exception":
+        raise ValueError("injected")
+    elif fault.kind == "exception in a thread":
+        import threading
+
+        threading.Thread(target=_raise).start()
+        time.sleep(LIMIT_S)
+    elif fault.kind == "hang":
+        time.sleep(2 * LIMIT_S)
+    return not KINDS[fault.kind]
+
+
+def _raise() -> None:
+    raise ValueError("injected")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", action="store_true", help="print what ranks wrote when a fault did not end well")
+    given = parser.parse_args()
+    generator = random.Random(given.seed)
+    found: Counter[tuple[str, str]] = Counter()
+    with suppress(KeyboardInterrupt):
+        for _ in range(given.num):
+            fault = draw(generator)
+            with tempfile.TemporaryDirectory() as folder:
+                ending, why = run(fault, Path(folder))
+            found[fault.kind, ending] += 1
+            if why:
+                print(f"{ending}: {fault}\n{why if given.show else why.splitlines()[0]}", flush=True)
+    endings = ("named", "finished", "wrong", "hang")
+    print("| fault | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
+    for kind in KINDS:
+        print(f"| {kind} | " + " | ".join(str(found[kind, ending]) for ending in endings) + " |")
+
+
+if __name__ == "__main__":
+    main()
