@@ -165,7 +165,7 @@ def test_bytes_are_those_measured(measured: Measured) -> None:
 def test_steps_are_those_measured(measured: Measured) -> None:
     run = measured.run
     used, timing = bytes_of(run, Placed(run.own_numel), measured.memory), timing_of(run, RATES)
-    found = predict(items_of(run, timing), timing, RATES, run.states, clip_decision_of(run, used), ways_of(run))
+    found = predict(items_of(run, timing), timing, RATES, run.states, clip_decision_of(run, used), ways_of(run, timing))
     assert found.step_s == pytest.approx(measured.step_s, rel=0.15)
 
 

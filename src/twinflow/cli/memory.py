@@ -21,13 +21,12 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
-from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at
+from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
 from twinflow.planner.models import activation_bytes
 from twinflow.rules import RULES
 
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
-_CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _NO_LIMIT: Final = 1 << 60
 _SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
 _RATIOS: Final = [i / 50 for i in range(51)]  # ratios that are tried
@@ -210,9 +209,7 @@ def bytes_at(case: Case, available: Available, ratio: float | None = None) -> By
     gpu = {**found.gpu, "activations": int(activations * case.kept)}
     if gpu_bytes is not None:
         return Bytes(gpu, host)
-    kinds = dict.fromkeys((*host, *gpu))
-    host = {kind: gpu.get(kind, 0) * case.num_ranks + host.get(kind, 0) for kind in kinds}
-    return Bytes({}, host | {"process": _CPU_PROCESS_BYTES * case.num_ranks})
+    return without_gpu(Bytes(gpu, host), case.num_ranks)
 
 
 def has_room(case: Case, available: Available) -> bool:

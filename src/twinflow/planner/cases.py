@@ -33,7 +33,7 @@ class Case:
     run: Run
     ratio: float  # share of the elements whose state is on the host
     used: Bytes
-    missing: Memory  # bytes that the run lacks
+    missing: Memory  # bytes that the run lacks, if the reserves stay free
     prediction: Prediction
 
     @property
@@ -42,8 +42,8 @@ class Case:
 
     @property
     def tokens_s(self) -> float:
-        """Tokens per second on all GPUs."""
-        return self.run.step_tokens / self.prediction.step_s
+        """Tokens per second on all GPUs. 0 if the time of a step is not known."""
+        return self.run.step_tokens / self.prediction.step_s if self.prediction.step_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(costs.items_of(run, timing), ratio)
     prediction = predict(
-        items, timing, setting.rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run)
+        items, timing, setting.rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)
     )
-    return Case(kind, run, ratio, used, used.missing(setting.memory), prediction)
+    return Case(kind, run, ratio, used, used.missing(costs.usable(setting.memory)), prediction)
 
 
 def best_case(run: Run, setting: Setting) -> Case:
@@ -105,7 +105,7 @@ def best_case(run: Run, setting: Setting) -> Case:
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     decision = costs.clip_decision_of(run, costs.bytes_of(run, costs.Placed(run.own_numel), setting.memory))
     ratio, _ = best_ratio(
-        costs.items_of(run, timing), timing, setting.rates, run.states, decision, room, size, costs.ways_of(run)
+        costs.items_of(run, timing), timing, setting.rates, run.states, decision, room, size, costs.ways_of(run, timing)
     )
     return case_at("best ratio", run, setting, ratio)
 
@@ -126,7 +126,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     least = min(case.prediction.step_s for case in good)
     close = [case for case in good if case.prediction.step_s <= 1.01 * least]
     # The case without offload is the simplest one, so it is preferred if it is as fast.
-    return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
+    return min(close, key=lambda case: (case.run.offload_params, case.kind != "no offload", case.used.gpu_total))
 
 
 def largest_layers(run: Run, memory: Memory) -> int:

@@ -12,13 +12,14 @@ from typing import Final
 from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, state_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.models import ModelCost, activation_bytes
-from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Item, Timing, Ways
+from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Fetch, Item, Timing, Ways
 
 # Defaults of the runtime.
 BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
+CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 _MOST_ITEMS: Final = 2048  # simulated buckets; a model of more than 137 B parameters is simulated with larger ones
 GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
@@ -26,6 +27,13 @@ HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other pro
 _FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
+# The same if the weights of matrix products are frozen: only the gradients of activations are computed. An estimate.
+FROZEN_BACKWARD: Final = 1.0
+# Bytes of a frozen weight in 4 bits, with a scale of 4 bytes for 64 weights.
+FOUR_BIT_BYTES: Final = 0.5 + 4.0 / 64.0
+# Blocks whose weights are on the GPU at a time, if weights are on the host: the running one, two that are fetched, and
+# one whose memory is not free again yet (`offload/param_offload.py`).
+BLOCKS_HERE: Final = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,9 @@ class Run:
     stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
     tensor_parallel: int = 1  # GPUs that each weight is split across
     num_moments: int = 2  # moments of the update rule, 2 for AdamW
+    offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
+    adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
+    four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
 
     @property
     def step_tokens(self) -> int:
@@ -74,9 +85,40 @@ class Run:
         return -(-self.model.numel // self.tensor_parallel)
 
     @property
+    def trained_blocks(self) -> tuple[int, ...]:
+        """Trained elements of each block."""
+        if self.adapter_rank:
+            return (self.adapter_rank * self.model.adapter_unit,) * len(self.model.blocks)
+        return self.model.blocks
+
+    @property
+    def trained_root(self) -> tuple[int, int]:
+        """Trained elements outside of the blocks: embeddings, head. With adapters both are frozen."""
+        return (0, 0) if self.adapter_rank else (self.model.embedding_numel, self.model.head_numel)
+
+    @property
     def own_numel(self) -> int:
         """Elements whose optimizer state belongs to one GPU."""
-        return -(-self.model.numel // self.world)
+        return -(-(sum(self.trained_blocks) + sum(self.trained_root)) // self.world)
+
+    @property
+    def frozen_bytes(self) -> tuple[int, ...]:
+        """Bytes of the frozen weights of each block. Zeros without adapters."""
+        if not self.adapter_rank:
+            return (0,) * len(self.model.blocks)
+        width, model = WEIGHT_BYTES[self.weights], self.model
+        packed = FOUR_BIT_BYTES if self.four_bits else width
+        return tuple(
+            int(packed * min(products, numel) + width * max(0, numel - products))
+            for numel, products in zip(model.blocks, model.block_products, strict=True)
+        )
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of all weights of each block on one GPU that has them whole."""
+        width = WEIGHT_BYTES[self.weights]
+        pairs = zip(self.trained_blocks, self.frozen_bytes, strict=True)
+        return tuple((width * trained + frozen) // self.tensor_parallel for trained, frozen in pairs)
 
 
 @dataclass(frozen=True)
@@ -104,8 +146,23 @@ class Bytes:
         return sum(self.host.values())
 
     def missing(self, memory: Memory) -> Memory:
-        """Bytes that the run needs beyond `memory`. Zeros if the run fits."""
-        return Memory(max(0, self.gpu_total - memory.gpu_bytes), max(0, self.host_total - memory.host_bytes))
+        """Bytes that the run needs beyond `memory`. Zeros if the run fits. Speculative stores ("shadows") do not count,
+        because they use only memory that is free.
+        """
+        host = self.host_total - self.host.get("shadows", 0)
+        return Memory(max(0, self.gpu_total - memory.gpu_bytes), max(0, host - memory.host_bytes))
+
+
+def usable(memory: Memory) -> Memory:
+    """The memory that a run may use, which is all of it except for the reserves."""
+    return Memory(int(memory.gpu_bytes * (1.0 - GPU_RESERVE)), int(memory.host_bytes * (1.0 - HOST_RESERVE)))
+
+
+def without_gpu(used: Bytes, num_ranks: int = 1) -> Bytes:
+    """The same bytes on a machine without a GPU, where the host has everything. `num_ranks`: ranks on the host."""
+    kinds = dict.fromkeys((*used.host, *used.gpu))
+    host = {kind: used.gpu.get(kind, 0) * num_ranks + used.host.get(kind, 0) for kind in kinds}
+    return Bytes({}, host | {"process": CPU_PROCESS_BYTES * num_ranks})
 
 
 def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
@@ -114,7 +171,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     weights = _weight_bytes(run)
     resident = int(placed.resident * size.resident)
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
-    grads = gradient_plan(run, placed, max(0, memory.gpu_bytes - weights))
+    grads = gradient_plan(run, placed, _free_at_start(run, memory))
     gpu = {
         "weights": weights,
         "gradients": grads.gpu_bytes,
@@ -127,6 +184,10 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     # state.
     slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
     host = {
+        # Trained weights on the host are the upper halves of their masters. Only fp16 weights have separate masters.
+        "weights": (sum(run.frozen_bytes) + 2 * sum(run.trained_blocks) * (run.weights == "fp16")) // run.world
+        if run.offload_params
+        else 0,
         "state": int(placed.host * size.host + placed.streamed * size.streamed),
         "gradients": grads.host_bytes,
         "shadows": 0,
@@ -171,17 +232,28 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
 
 
 def _weight_bytes(run: Run) -> int:
-    """Bytes of weights on one GPU. With ZeRO-3: the shard of this GPU, and two gathered blocks."""
-    width = WEIGHT_BYTES[run.weights]
+    """Bytes of weights on one GPU. Weights on the host: those outside of the blocks, and the blocks that are there at a
+    time. With ZeRO-3: the shard of this GPU, and two gathered blocks.
+    """
+    width, blocks = WEIGHT_BYTES[run.weights], run.block_bytes
+    root = width * -(-(run.model.embedding_numel + run.model.head_numel) // run.tensor_parallel)
+    largest = max(blocks, default=0)
+    if run.offload_params:
+        return root + min(BLOCKS_HERE, len(blocks)) * largest
     if run.stage < 3 or run.world == 1:
-        return width * run.numel
-    largest = max(run.model.blocks, default=0) // run.tensor_parallel
-    return width * (run.own_numel + 2 * largest)
+        return root + sum(blocks)
+    return -(-(root + sum(blocks)) * run.tensor_parallel // run.world) + 2 * largest
+
+
+def _free_at_start(run: Run, memory: Memory) -> int:
+    """GPU memory that is free when the runtime chooses its buffers, which is before the first block is fetched."""
+    here = min(BLOCKS_HERE, len(run.block_bytes)) * max(run.block_bytes, default=0) if run.offload_params else 0
+    return max(0, memory.gpu_bytes - _weight_bytes(run) + here)
 
 
 def bucket_numel(run: Run) -> int:
     """Number of elements in the largest bucket."""
-    sizes = [*run.model.blocks[:1], run.model.embedding_numel + run.model.head_numel]
+    sizes = [*run.trained_blocks[:1], sum(run.trained_root)]
     return max((_even(-(-size // run.world)) for size in sizes if size), default=0)
 
 
@@ -197,10 +269,9 @@ def room_of(run: Run, memory: Memory) -> Memory:
     The numbers are negative if these do not fit. Gradients are counted as if all state were on the host. `placing_size`
     adds the GPU memory that the gradients of resident state then need.
     """
-    base = bytes_of(run, Placed(run.own_numel), memory)
-    gpu = int(memory.gpu_bytes * (1.0 - GPU_RESERVE)) - base.gpu_total
-    host = int(memory.host_bytes * (1.0 - HOST_RESERVE)) - (base.host_total - base.host["state"] - base.host["shadows"])
-    return Memory(gpu, host // run.world)
+    base, limit = bytes_of(run, Placed(run.own_numel), memory), usable(memory)
+    host = limit.host_bytes - (base.host_total - base.host["state"] - base.host["shadows"])
+    return Memory(limit.gpu_bytes - base.gpu_total, host // run.world)
 
 
 def placing_size(run: Run, memory: Memory) -> StateBytes:
@@ -208,7 +279,7 @@ def placing_size(run: Run, memory: Memory) -> StateBytes:
 
     The gradients of resident state stay on the GPU, even if the gradients of host state wait in host memory.
     """
-    grads = gradient_plan(run, Placed(run.own_numel), max(0, memory.gpu_bytes - _weight_bytes(run)))
+    grads = gradient_plan(run, Placed(run.own_numel), _free_at_start(run, memory))
     beside = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
     return replace(run.size, resident=run.size.resident + beside)
 
@@ -226,10 +297,28 @@ def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:
     return ClipDecision(run.clips, ahead)
 
 
-def ways_of(run: Run) -> Ways:
+def ways_of(run: Run, timing: Timing) -> Ways:
     """Bytes and limits of the copies between GPU and host."""
     width = float(WEIGHT_BYTES[run.weights])
-    return Ways(grad_bytes=width, weight_bytes=width, num_slots=NUM_SLOTS, delayed=run.delayed)
+    return Ways(
+        grad_bytes=width,
+        weight_bytes=width,
+        num_slots=NUM_SLOTS,
+        delayed=run.delayed,
+        fetches=fetches_of(run, timing) if run.offload_params else (),
+    )
+
+
+def fetches_of(run: Run, timing: Timing) -> tuple[Fetch, ...]:
+    """The copies of the weights of each block to the GPU, if weights are on the host."""
+    flops = run.model.block_flops(run.tokens)
+    total = sum(flops) + 2.0 * run.model.head_products
+    fetches, before = [], 0.0
+    for nbytes, cost in zip(run.block_bytes, flops, strict=True):
+        forward_s = timing.forward_s * before / total
+        before += cost
+        fetches.append(Fetch(nbytes // run.world, forward_s, timing.backward_s * (1.0 - before / total)))
+    return tuple(fetches)
 
 
 def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
@@ -238,7 +327,14 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
     products = num_tokens * model.forward_flops(run.tokens) / rates.flops
     traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
-    backward = forward * (BACKWARD + (1.0 if run.checkpointing else 0.0))
+    backward = forward * (FROZEN_BACKWARD if run.adapter_rank else BACKWARD)
+    if run.checkpointing:
+        backward += forward
+    if run.four_bits:
+        # Each use of a matrix first writes it in 16 bits, which the product then reads.
+        unpack = (FOUR_BIT_BYTES + WEIGHT_BYTES[run.weights]) * sum(model.block_products) / rates.device_bytes
+        forward += unpack
+        backward += unpack * (2 if run.checkpointing else 1)
     if run.world > 1 and link_rate:
         # During compute, weights are gathered in forward (with ZeRO-3 also in backward). Gradients are scattered in
         # backward.
@@ -259,7 +355,7 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
     total = sum(flops) + head
     items = _root_items(run, timing, head / total)
     before = 0.0
-    for numel, cost in zip(model.blocks, flops, strict=True):
+    for block, (numel, cost) in enumerate(zip(run.trained_blocks, flops, strict=True)):
         need = timing.forward_s * before / total
         end = timing.backward_s * (1.0 - before / total)
         length = timing.backward_s * cost / total
@@ -267,7 +363,7 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         count = max(1, min(-(-own // BUCKET_NUMEL), _MOST_ITEMS // len(model.blocks)))
         # With checkpointing, the first third of a block's backward recomputes the forward and produces no gradient.
         span = length * (0.65 if run.checkpointing else 1.0)
-        items += [Item(-(-own // count), "host", end - span * k / count, need) for k in range(count)]
+        items += [Item(-(-own // count), "host", end - span * k / count, need, block) for k in range(count)]
         before += cost
     return items
 
@@ -276,12 +372,12 @@ def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
     """Buckets of the parameters outside of blocks. The gradients of a bucket are complete when its last parameter has
     its gradient. All these weights are needed at the start of the forward.
     """
-    model = run.model
-    own = -(-(model.embedding_numel + model.head_numel) // run.world)
+    embedding_numel, head_numel = run.trained_root
+    own = -(-(embedding_numel + head_numel) // run.world)
     if not own:
         return []
     count, size = max(1, -(-own // BUCKET_NUMEL)), _even(own)
-    first = -(-model.embedding_numel // run.world)  # embeddings are registered before the head
+    first = -(-embedding_numel // run.world)  # embeddings are registered before the head
     early = timing.backward_s * head_share
     return [Item(size, "host", timing.backward_s if k * size < first else early, 0.0) for k in range(count)]
 

@@ -47,6 +47,8 @@ class ModelCost:
     inner: int = 0  # width of the MLP
     tensor_units: int = 0  # all other sizes: a multiple of each possible number of tensor ranks
     joins_last: bool = False  # a pipeline has the last block on the stage of the head (parallel/own_forward.py)
+    # Elements of LoRA adapters of rank 1 on all linear layers of a block: the sum of their input and output widths.
+    adapter_unit: int = 0
 
     @property
     def numel(self) -> int:
@@ -107,6 +109,7 @@ def gpt_cost(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         inner=4 * h,
+        adapter_unit=16 * h,
     )
 
 
@@ -126,16 +129,18 @@ def from_counts(
     num_heads: int = 0,
     num_kv_heads: int = 0,
     tensor_units: int = 0,
+    adapter_unit: int = 0,
 ) -> ModelCost:
     """Costs of any model from the number of elements of each of its blocks.
 
     `products`: weights of a block in matrix products; by default all elements. `inner`: width of the MLP; by default it
     follows from the largest block. `num_wide`: number of activations of this width that a block keeps. `num_heads`,
-    `num_kv_heads`, `tensor_units`: 0 if they are not known.
+    `num_kv_heads`, `tensor_units`: 0 if they are not known. `adapter_unit`: by default as if all products were square.
     """
     known_inner = inner or 0
     if inner is None:
         inner = max(4 * hidden, (max(blocks, default=0) - 4 * hidden * hidden) // max(1, 2 * hidden))
+    largest = products or max(blocks, default=0)
     return ModelCost(
         name=name,
         blocks=tuple(blocks),
@@ -154,6 +159,7 @@ def from_counts(
         num_kv_heads=num_kv_heads or num_heads,
         inner=known_inner,
         tensor_units=tensor_units,
+        adapter_unit=adapter_unit or 2 * largest // max(1, hidden),
     )
 
 
@@ -209,6 +215,7 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
         num_wide=3,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        adapter_unit=2 * (h + wide) + 2 * (h + narrow) + 3 * (h + inner),
     )
 
 
@@ -264,6 +271,7 @@ def _classic(
     products = 4 * h * h + 2 * h * inner
     blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
     sizes: dict[str, int] = {"products": products, "inner": inner, "num_heads": heads}
+    sizes["adapter_unit"] = 8 * h + 2 * (h + inner)
     return from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
 
 

@@ -213,7 +213,12 @@ def play(kind: str, run: Run, cluster: Cluster, gathers_first: bool = False) -> 
     compute = costs.timing_of(run, rates)  # without communication
     items, timing, talk = with_talk(run, compute, cluster.ring_rate(run.world), gathers_first)
     last = predict(
-        at_ratio(items, RATIOS[kind]), timing, rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run)
+        at_ratio(items, RATIOS[kind]),
+        timing,
+        rates,
+        run.states,
+        costs.clip_decision_of(run, used),
+        costs.ways_of(run, timing),
     )
     others_s = (run.micro_batches - 1) * (compute.forward_s + max(compute.backward_s, talk.scatter_s))
     return Point(kind, run, used, talk, compute.gpu_s, others_s + last.step_s, last)

@@ -9,7 +9,7 @@ consecutive ones take nearly equally long (at most seven). Such a step also incl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -26,6 +26,8 @@ _DECISION_S: Final = 1e-3  # from the end of backward until the host has read th
 _MAX_STEPS: Final = 6
 _SAME: Final = 2e-3  # relative difference below which two steps count as equally long
 _EPS: Final = 1e-9
+_BLOCKS_AHEAD: Final = 2  # blocks that are fetched while one runs, if weights are on the host
+_MOST_MICRO_BATCHES: Final = 4  # simulated micro-batches with weights on the host; others take as long as the third
 # The units beside the GPU: copies to the host, copies to the GPU, updates on the host.
 _UNITS: Final = ("out", "in", "host")
 _OUT, _IN, _HOST = _UNITS
@@ -40,6 +42,16 @@ class Item:
     place: str
     ready: float  # time at which the gradient is complete, in seconds after the start of the last backward
     need: float  # time at which the weights are needed, in seconds after the start of the next step's first forward
+    block: int = -1  # index of its block in `Ways.fetches`; -1: outside of all blocks
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The weights of a block that are on the host and are copied to the GPU before each forward and each backward."""
+
+    nbytes: int
+    forward_s: float  # time at which the block starts, in seconds after the start of a forward
+    backward_s: float  # the same in a backward
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class Ways:
     num_slots: int = 4  # buckets of gradients on the host at a time
     delayed: bool = False  # an update may take a whole step
     streams: bool = True  # whether state may be streamed to the GPU for its update
+    fetches: tuple[Fetch, ...] = ()  # weights on the host, by block; () if all weights are on the GPU
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,17 @@ def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, w
     return Prediction(longest[bound], bound, host_s, out_s, in_s, longest[bound] - gpu_s)
 
 
+def _in_order(events: Sequence[tuple[float, str, int]], length_s: float) -> list[tuple[str, float]]:
+    """The program of one forward or backward of `length_s`: events at their times, with work between them."""
+    program: list[tuple[str, float]] = []
+    at = 0.0
+    for time, what, index in sorted(events, key=lambda event: event[0]):
+        time = min(max(time, at), length_s)
+        program += [("work", time - at), (what, float(index))]
+        at = time
+    return [*program, ("work", length_s - at)]
+
+
 class Play:
     """Simulation of the machine and of the executor (`csrc/executor.h`), which orders copies and updates."""
 
@@ -152,9 +176,14 @@ class Play:
         self.left: dict[str, float] = {}  # remaining bytes of a copy, remaining elements of an update
         self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
         self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
+        self.is_here = [False] * len(ways.fetches)  # blocks whose weights are on the GPU
+        self.asked: list[int] = []  # blocks to fetch, in this order
+        self.block_items = [[i for i, it in enumerate(items) if it.block == k] for k in range(len(ways.fetches))]
 
     def _program(self) -> list[tuple[str, float]]:
         """The program of the GPU for a step: compute for some seconds, wait for weights, complete a gradient."""
+        if self.ways.fetches:
+            return self._program_with_fetches()
         timing, program = self.timing, [("begin", 0.0)]
         at = 0.0
         for i in sorted(range(len(self.items)), key=lambda i: self.items[i].need):
@@ -173,9 +202,27 @@ class Play:
             at = ready
         return [p for p in (*program, ("work", timing.backward_s - at), ("end", 0.0)) if p[0] != "work" or p[1] > 0]
 
+    def _program_with_fetches(self) -> list[tuple[str, float]]:
+        """The program if weights are on the host: each micro-batch fetches every block in forward and in backward."""
+        timing, fetches = self.timing, self.ways.fetches
+        num_simulated = min(timing.micro_batches, _MOST_MICRO_BATCHES)
+        roots = [(0.0, "wait", i) for i, item in enumerate(self.items) if item.block < 0]
+        ready = [(item.ready, "ready", i) for i, item in enumerate(self.items)]
+        forward = [(fetch.forward_s, "forward", k) for k, fetch in enumerate(fetches)]
+        backward = [(fetch.backward_s, "backward", k) for k, fetch in enumerate(fetches)]
+        program: list[tuple[str, float]] = []
+        for number in range(num_simulated):
+            is_last = number == num_simulated - 1
+            program.append(("micro-batch", number))
+            program += _in_order([*(roots if number == 0 else []), *forward], timing.forward_s)
+            program += [("close", 0.0)] if is_last else []
+            program += _in_order([*backward[::-1], *(ready if is_last else [])], timing.backward_s)
+        return [p for p in (*program, ("end", 0.0)) if p[0] != "work" or p[1] > 0]
+
     def step(self) -> Prediction:
         """Simulate one more step and return its times."""
         self.now = self.waited_s = self.undecided_s = 0.0
+        starts: list[float] = []  # of the micro-batches, if weights are on the host
         self.busy_s = dict.fromkeys(_UNITS, 0.0)
         for what, value in self.program:
             if what == "work":
@@ -188,12 +235,40 @@ class Play:
                 self.waited_s += self.now - before
             elif what == "ready":
                 self._ready(int(value))
+            elif what == "micro-batch":
+                starts.append(self.now)
+                self.is_here = [False] * len(self.is_here)
+                self.asked.clear()
+                self._ask(range(_BLOCKS_AHEAD))
+            elif what in ("forward", "backward"):
+                self._enter(int(value), 1 if what == "forward" else -1)
             elif what == "close" and self.decision.clips:
                 self.is_open, self.ahead_left = False, self.decision.ahead_numel
             elif what == "end" and self.decision.clips:
                 self.decision_in = _DECISION_S
-        busy = self.busy_s
-        return Prediction(self.now, self._bound_by(), busy[_HOST], busy[_OUT], busy[_IN], self.waited_s)
+        busy, step_s = self.busy_s, self.now
+        if len(starts) == _MOST_MICRO_BATCHES:  # neither updates nor their copies run in the third micro-batch
+            step_s += (self.timing.micro_batches - _MOST_MICRO_BATCHES) * (starts[3] - starts[2])
+        return Prediction(step_s, self._bound_by(), busy[_HOST], busy[_OUT], busy[_IN], self.waited_s)
+
+    def _enter(self, block: int, direction: int) -> None:
+        """A block runs, in a forward (direction 1) or a backward (-1): the GPU waits for its weights and asks for those
+        of the next blocks. The block before it is freed.
+        """
+        self._ask([block])
+        before = self.now
+        while not self.is_here[block] or self.debt_s > _EPS:
+            self._advance(self.debt_s if self.debt_s > _EPS else None)
+        self.waited_s += self.now - before
+        if 0 <= block - direction < len(self.is_here):
+            self.is_here[block - direction] = False
+        self._ask(block + direction * k for k in range(1, _BLOCKS_AHEAD + 1))
+
+    def _ask(self, blocks: Iterable[int]) -> None:
+        fetching = self.tasks[_IN][1] if self.tasks.get(_IN, ("", 0))[0] == "fetch" else -1
+        for k in blocks:
+            if 0 <= k < len(self.is_here) and not self.is_here[k] and k not in self.asked and k != fetching:
+                self.asked.append(k)
 
     def _bound_by(self) -> str:
         if self.waited_s < 0.03 * self.now:
@@ -262,6 +337,11 @@ class Play:
         if _IN not in self.tasks:
             if self.to_send:
                 self._begin(_IN, "weight", heappop(self.to_send)[1], self.ways.weight_bytes, _COPY_TASK_S)
+            elif (block := self._next_fetch()) is not None:
+                self.asked.remove(block)
+                self.tasks[_IN] = "fetch", block
+                overhead_s = _COPY_TASK_S * max(1, len(self.block_items[block]))
+                self.left[_IN] = self.ways.fetches[block].nbytes + overhead_s * self.unit_rates[0][_IN]
             elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
                 self.free_stages -= 1
                 self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
@@ -271,6 +351,10 @@ class Play:
         """Start a task of item `i`. `width`: bytes that a copy moves for each element; 1 for an update."""
         self.tasks[unit] = kind, i
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
+
+    def _next_fetch(self) -> int | None:
+        """The first block that was asked for and whose weights are up to date on the host."""
+        return next((k for k in self.asked if all(self.is_fresh[i] for i in self.block_items[k])), None)
 
     def _next_out(self) -> int | None:
         """The index of the gradient to copy next: of the buckets that may be updated, the one that is needed first.
@@ -294,11 +378,13 @@ class Play:
         elif kind == "update":
             self.free_slots += 1
             if self.is_open:
-                heappush(self.to_send, (self.items[i].need, i))
+                self._updated(i)
             else:
                 self.ahead.append(i)
         elif kind == "weight":
             self.is_fresh[i] = True
+        elif kind == "fetch":
+            self.is_here[i] = True
         elif kind == "load state":
             self.is_staged[i] = True
             self._try_streamed(i)
@@ -310,10 +396,17 @@ class Play:
         """The norm is known: send the weights that were updated before, and continue with the waiting buckets."""
         self.is_open, self.decision_in = True, -1.0
         for i in self.ahead:
-            heappush(self.to_send, (self.items[i].need, i))
+            self._updated(i)
         self.ahead.clear()
         for i in self.stream_order:
             self._try_streamed(i)
+
+    def _updated(self, i: int) -> None:
+        """The weights of an item are updated on the host. They are sent, or fetched later with their block."""
+        if self.ways.fetches and self.items[i].block >= 0:
+            self.is_fresh[i] = True
+        else:
+            heappush(self.to_send, (self.items[i].need, i))
 
     def _try_streamed(self, i: int) -> None:
         """Update a streamed bucket on the GPU if its state and gradient are available and the norm is known."""

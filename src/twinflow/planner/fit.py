@@ -1,0 +1,304 @@
+"""Fits a run to a machine: chooses micro-batch, accumulation, activation checkpointing, state format, ratio and weights
+on the host.
+
+`choose_fit` tries the combinations that keep the number of sequences of a step. Memory and time of each combination
+come from `costs.py` and `simulate.py`. A combination fits only if it leaves the reserves of `costs.usable` free. Of the
+combinations that fit, the fastest is chosen, except that
+
+- a wider state format (fp32, then bf16, then int8) is preferred if its step takes at most `cases.WIDER` times as long,
+- of steps that are about equally fast, the simplest one is preferred: weights on the GPU, no offload, then the least
+  GPU memory.
+
+If nothing fits, clipping is turned off (where the wish leaves it open), because gradients that wait for the norm need
+memory. If that is not enough, a step gets fewer sequences, because sums over micro-batches need memory too. Both change
+the training, so `Fit.changes` names them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from twinflow.errors import invalid_value
+from twinflow.planner import costs
+from twinflow.planner.cases import Case, Setting, best_case, case_at, recommended
+from twinflow.planner.costs import Bytes, Memory, Run
+from twinflow.planner.formats import STATES, WEIGHT_BYTES
+from twinflow.planner.machines import GB
+from twinflow.planner.models import ModelCost
+from twinflow.planner.simulate import Prediction
+
+METHODS: Final = ("full", "lora", "qlora")
+DEFAULT_RANK: Final = 16
+_NUM_MICRO_BATCHES: Final = 3  # for each other setting, the largest micro-batches that fit are compared
+_LEAST_TOKENS: Final = 256  # shorter sequences are not proposed
+_NO_CLIPPING: Final = "Gradients are not clipped: those that wait for their norm would not fit."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is trained: the model, the method and the batch of an optimizer step. A setting that is None is chosen."""
+
+    model: ModelCost
+    tokens: int  # tokens in a sequence
+    sequences: int = 4  # sequences in an optimizer step of each GPU
+    method: str = "full"  # "full": all parameters, "lora": adapters, "qlora": adapters on a base in 4 bits
+    rank: int = DEFAULT_RANK  # rank of the adapters, which are on all linear layers of the blocks
+    clips: bool | None = None  # clipping of the gradient norm, or a loss scale. None: if it fits
+    delayed: bool = False  # delayed updates
+    weights: str = "bf16"
+    num_moments: int = 2  # moments of the update rule, 2 for AdamW
+    world: int = 1  # GPUs that share the optimizer state
+    stage: int = 0  # ZeRO stage, with several GPUs
+    micro_batch: int | None = None  # if given, `sequences` is used only for the accumulation
+    accumulation: int | None = None
+    checkpointing: bool | None = None
+    states: str | None = None
+    ratio: float | None = None
+    offload_params: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise invalid_value("method", self.method, METHODS)
+        if self.states is not None and self.states not in STATES:
+            raise invalid_value("states", self.states, STATES)
+        if self.weights not in WEIGHT_BYTES:
+            raise invalid_value("weights", self.weights, WEIGHT_BYTES)
+        for name in ("tokens", "sequences", "rank", "micro_batch", "accumulation"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise invalid_value(name, value, "a whole number >= 1")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The chosen settings with the memory and the time of a step. If `fits` is False, nothing fits: the settings are
+    those that lack the least memory, and `helps` are changes with which a run would fit.
+    """
+
+    micro_batch: int  # sequences in a micro-batch of each GPU
+    accumulation: int  # micro-batches in a step
+    checkpointing: bool  # activation checkpointing of every block
+    clips: bool  # clipping of the gradient norm
+    states: str  # "fp32", "bf16" or "int8"
+    ratio: float  # share of the optimizer state on the host
+    offload_params: bool  # the weights of blocks are on the host
+    gpu_bytes: int  # peak on each GPU
+    host_bytes: int  # for all GPUs
+    step_s: float  # 0 without a GPU: the speed is not predicted
+    tokens_s: float
+    bound_by: str  # "gpu", "host" (updates), "copies" (PCIe) or "gate" (the wait for the gradient norm)
+    short_gpu_bytes: int  # missing bytes, with the reserves; 0 if the run fits
+    short_host_bytes: int
+    changes: tuple[str, ...]  # sentences: what differs from the wish, so that the run fits
+    helps: tuple[str, ...]  # phrases: each change is enough for a run to fit. Empty if the run fits
+    case: Case  # the memory by kind, and the details of the prediction
+
+    @property
+    def fits(self) -> bool:
+        return not (self.short_gpu_bytes or self.short_host_bytes)
+
+
+def choose_fit(wish: Wish, setting: Setting) -> Fit:
+    """The best settings of a run on a machine, or those that are closest to fitting. `setting.memory.gpu_bytes` is 0 on
+    a machine without a GPU.
+    """
+    milder = _milder(wish)
+    for changed, changes in milder:
+        if _can(changed, setting) and (best := recommended(candidates(changed, setting))) is not None:
+            return _fit_of(best, changes, ())
+    last, changes = milder[-1]
+    run = min(_runs(last), key=lambda run: _lack(_missing(run, last, setting)))
+    return _fit_of(_case(run, last, setting), changes, tuple(_helps(wish, setting)))
+
+
+def candidates(wish: Wish, setting: Setting) -> list[Case]:
+    """The best case of each state format. Formats with which nothing fits are left out."""
+    found = [_best_of(replace(wish, states=states), setting) for states in _formats(wish)]
+    return [case for case in found if case is not None]
+
+
+def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
+    """The wish, and the wish with changes that need less memory, the smallest change first. With sentences that name
+    the changes.
+    """
+    clipping = [True, False] if wish.clips is None else [wish.clips]
+    notes = {True: (), False: (_NO_CLIPPING,) if wish.clips is None else ()}
+    found: list[tuple[Wish, tuple[str, ...]]] = [(replace(wish, clips=clips), notes[clips]) for clips in clipping]
+    if wish.micro_batch is None and wish.accumulation is None:
+        for clips in clipping:
+            for count in range(wish.sequences - 1, 0, -1):
+                note = f"A step has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+                found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
+    return found
+
+
+def _best_of(wish: Wish, setting: Setting) -> Case | None:
+    """The best case with the state format of the wish.
+
+    Each run is simulated once, with as much state on the GPU as fits. Only for the best of them, the ratio is searched.
+    A step takes at least as long as the GPU alone, so a run whose GPU alone is slower is not simulated.
+    """
+    kept: list[Run] = []
+    fitting = [run for run in _runs(wish) if _missing(run, wish, setting).is_zero]
+    for run in sorted(fitting, key=lambda run: (run.checkpointing, -run.batch)):
+        same = [r for r in kept if (r.checkpointing, r.offload_params) == (run.checkpointing, run.offload_params)]
+        if len(same) < _NUM_MICRO_BATCHES:
+            kept.append(run)
+    if not setting.memory.gpu_bytes:  # no speed is predicted: no recomputation, then the largest micro-batch
+        return _case(kept[0], wish, setting) if kept else None
+    bounds = [(costs.timing_of(run, setting.rates, setting.link_rate).gpu_s, run) for run in kept]
+    cases: list[Case] = []
+    for least_s, run in sorted(bounds, key=lambda pair: (pair[0], pair[1].offload_params)):
+        if all(least_s <= case.prediction.step_s for case in cases):
+            cases.append(_case(run, wish, setting))
+    best = recommended(cases)
+    if best is None or wish.ratio is not None or best.run.offload_params:
+        return best
+    return recommended([best, best_case(best.run, setting)])
+
+
+def _case(run: Run, wish: Wish, setting: Setting) -> Case:
+    """The case of a run with the ratio of `_ratio`, simulated."""
+    ratio = _ratio(run, wish, setting)
+    if setting.memory.gpu_bytes:
+        kind = "weights on the host" if run.offload_params else "best ratio" if ratio > 0.0 else "no offload"
+        return case_at(kind, run, setting, ratio)
+    unknown = Prediction(0.0, "host", 0.0, 0.0, 0.0, 0.0)
+    return Case("no GPU", run, ratio, _used(run, wish, setting), _missing(run, wish, setting), unknown)
+
+
+def _ratio(run: Run, wish: Wish, setting: Setting) -> float:
+    """The given ratio. Otherwise 1 with weights on the host, whose state is there too, else the least that fits."""
+    if wish.ratio is not None:
+        return wish.ratio
+    if run.offload_params or not setting.memory.gpu_bytes:
+        return 1.0
+    room, size = costs.room_of(run, setting.memory), costs.placing_size(run, setting.memory)
+    resident = max(0, room.gpu_bytes) / (size.resident * run.own_numel)
+    return 0.0 if resident >= 1.0 else 1.0 - 0.9999 * resident  # placed elements are rounded
+
+
+def _used(run: Run, wish: Wish, setting: Setting) -> Bytes:
+    used = costs.bytes_of(run, costs.placed_at(run, _ratio(run, wish, setting)), setting.memory)
+    return used if setting.memory.gpu_bytes else costs.without_gpu(used)
+
+
+def _missing(run: Run, wish: Wish, setting: Setting) -> Memory:
+    return _used(run, wish, setting).missing(costs.usable(setting.memory))
+
+
+def _lack(missing: Memory) -> int:
+    return missing.gpu_bytes + missing.host_bytes
+
+
+def _runs(wish: Wish) -> Iterator[Run]:
+    """All combinations of the settings that the wish leaves open."""
+    for states in _formats(wish):
+        for checkpointing in _either(wish.checkpointing):
+            for offload_params in _places(wish):
+                for micro_batch, accumulation in _batches(wish):
+                    yield Run(
+                        model=wish.model,
+                        batch=micro_batch,
+                        tokens=wish.tokens,
+                        micro_batches=accumulation,
+                        states=states,
+                        clips=wish.clips is not False,
+                        delayed=wish.delayed,
+                        checkpointing=checkpointing,
+                        weights=wish.weights,
+                        world=wish.world,
+                        stage=3 if offload_params and wish.world > 1 else wish.stage,
+                        num_moments=wish.num_moments,
+                        offload_params=offload_params,
+                        adapter_rank=0 if wish.method == "full" else wish.rank,
+                        four_bits=wish.method == "qlora",
+                    )
+
+
+def _formats(wish: Wish) -> tuple[str, ...]:
+    return STATES if wish.states is None else (wish.states,)
+
+
+def _either(given: bool | None) -> list[bool]:
+    return [False, True] if given is None else [given]
+
+
+def _places(wish: Wish) -> list[bool]:
+    """Weights on the host are refused with delayed updates and with a ratio other than 1."""
+    if wish.offload_params is None and (wish.delayed or wish.ratio not in (None, 1.0)):
+        return [False]
+    return _either(wish.offload_params)
+
+
+def _batches(wish: Wish) -> list[tuple[int, int]]:
+    """Pairs of micro-batch and accumulation."""
+    total = wish.sequences
+    if wish.micro_batch is not None:
+        return [(wish.micro_batch, wish.accumulation or -(-total // wish.micro_batch))]
+    if wish.accumulation is not None:
+        return [(-(-total // wish.accumulation), wish.accumulation)]
+    return [(size, total // size) for size in range(1, total + 1) if total % size == 0]
+
+
+def _fit_of(case: Case, changes: tuple[str, ...], helps: tuple[str, ...]) -> Fit:
+    run, found = case.run, case.prediction
+    return Fit(
+        micro_batch=run.batch,
+        accumulation=run.micro_batches,
+        checkpointing=run.checkpointing,
+        clips=run.clips,
+        states=run.states,
+        ratio=case.ratio,
+        offload_params=run.offload_params,
+        gpu_bytes=case.used.gpu_total,
+        host_bytes=case.used.host_total,
+        step_s=found.step_s,
+        tokens_s=case.tokens_s,
+        bound_by=found.bound_by,
+        short_gpu_bytes=case.missing.gpu_bytes,
+        short_host_bytes=case.missing.host_bytes,
+        changes=changes,
+        helps=helps,
+        case=case,
+    )
+
+
+def _helps(wish: Wish, setting: Setting) -> Iterator[str]:
+    """Changes of the wish or of the machine, each of which is enough for a run to fit."""
+    free = replace(
+        wish, micro_batch=None, accumulation=None, checkpointing=None, states=None, ratio=None, offload_params=None
+    )
+    least = _milder(free)[-1][0]
+    if free != wish and _can(least, setting):
+        yield "settings that are chosen instead of given"
+    for method in METHODS[METHODS.index(wish.method) + 1 :]:
+        if _can(replace(least, method=method), setting):
+            yield f"method {method}"
+            break
+    tokens = wish.tokens // 2
+    while tokens >= _LEAST_TOKENS and not _can(replace(least, tokens=tokens), setting):
+        tokens //= 2
+    if tokens >= _LEAST_TOKENS:
+        yield f"sequences of at most {tokens:,} tokens"
+    memory = setting.memory
+    if (host := _least(least, setting, lambda size: replace(memory, host_bytes=size), memory.host_bytes)) is not None:
+        yield f"at least {host / GB:,.0f} GB of host memory"
+    if memory.gpu_bytes:
+        gpu = _least(least, setting, lambda size: replace(memory, gpu_bytes=size), memory.gpu_bytes)
+        if gpu is not None:
+            yield f"at least {gpu / GB:,.0f} GB of GPU memory"
+
+
+def _least(wish: Wish, setting: Setting, memory_of: Callable[[int], Memory], present: int) -> int | None:
+    """The least memory with which a run fits, in whole GB and up to 64 times the present one."""
+    sizes = range(present // GB + 1, 64 * (present // GB + 1))
+    at = bisect_left(sizes, True, key=lambda size: _can(wish, replace(setting, memory=memory_of(size * GB))))
+    return sizes[at] * GB if at < len(sizes) else None
+
+
+def _can(wish: Wish, setting: Setting) -> bool:
+    return any(_missing(run, wish, setting).is_zero for run in _runs(wish))
