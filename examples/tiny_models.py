@@ -19,8 +19,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
-from transformers import LlamaForCausalLM as Llama
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
 
 from twinflow import TwinOptimizer
 
@@ -111,7 +117,9 @@ def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, hidden: int = 64) 
         "bos_token_id": None,
     }
     set_seed(0)
-    return Llama(LlamaConfig(**shape)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**shape))
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=hidden // 4))
 
 
 def pretrain(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, num_steps: int) -> float:

@@ -50,6 +50,8 @@ from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, rea
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, write_report
 from twinflow.native import set_threads
+from twinflow.planner.fit import Fit, Wish, choose_fit
+from twinflow.planner.models import from_hf
 from twinflow.version import __version__
 
 CHECKPOINTS, TUNED, SAMPLES = "checkpoints", "model", "samples.json"
@@ -133,21 +135,105 @@ class Choice:
 
 
 def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, num_rows: int) -> Choice:
-    """The planner's choice for this machine."""
-    batch = settings.batch_size or min(4, num_rows)
-    accumulation = settings.accumulation or max(1, SEQUENCES // batch)
-    rows = [("batch", f"{batch} x {accumulation} sequences of at most {seq_length} tokens")]
+    """The planner's choice for this machine. Raises a MemoryError if nothing fits."""
+    clip = 1.0 if settings.grad_clip is None else settings.grad_clip
+    try:
+        model = from_hf(config, Path(settings.model).name)
+    except ValueError:
+        return _unplanned(settings, str(config.get("model_type")), clip, seq_length, num_rows)
+    place = this_setting(settings.gpu_memory)
+    wish = Wish(
+        model,
+        # Both answers of a pair are in one micro-batch.
+        tokens=2 * seq_length if settings.method == "dpo" else seq_length,
+        sequences=min(SEQUENCES, num_rows),
+        method=settings.method if settings.method in ADAPTERS else "full",
+        rank=settings.rank,
+        clips=None if settings.grad_clip is None else settings.grad_clip > 0,
+        weights=settings.precision,
+        micro_batch=settings.batch_size,
+        accumulation=settings.accumulation,
+        checkpointing=settings.checkpoint_activations,
+        states=settings.states,
+        ratio=settings.ratio,
+        offload_params=settings.offload_params,
+    )
+    fit = choose_fit(wish, place.setting)
+    if not fit.fits:
+        raise MemoryError(_short(fit, place.text))
+    on_gpu = place.setting.memory.gpu_bytes > 0
+    speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s else ""
+    recomputed = ", activations recomputed" if fit.checkpointing else ""
+    share = f", {fit.ratio:.0%} of it on the host" if on_gpu and not fit.offload_params else ""
+    weights = ", weights on the host" if fit.offload_params else ""
+    memory = f"GPU {_gb(fit.gpu_bytes)}, host {_gb(fit.host_bytes)}" if on_gpu else f"host {_gb(fit.host_bytes)}"
+    return Choice(
+        batch_size=fit.micro_batch,
+        accumulation=fit.accumulation,
+        checkpointing=fit.checkpointing,
+        grad_clip=clip if fit.clips else 0.0,
+        states=fit.states,
+        ratio=fit.ratio,
+        offload_params=fit.offload_params,
+        rows=[
+            ("machine", place.text),
+            ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length) + recomputed),
+            ("state", f"{fit.states}{share}{weights}"),
+            ("planned", f"{memory}{speed}"),
+        ],
+        notes=list(fit.changes),
+    )
+
+
+def this_setting(gpu_bytes: int | None) -> Any:
+    from twinflow.planner.cases import Setting
+    from twinflow.planner.costs import Memory
+    from twinflow.planner.machines import Rates
+    from twinflow.native.cgroup import free_host_bytes
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        setting=Setting(Rates(1, 1, 1, {}, {}, 1, 0), Memory(0, free_host_bytes())),
+        text=f"no GPU, {free_host_bytes() / 1e9:.0f} GB RAM free",
+    )
+
+
+def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_length: int, num_rows: int) -> Choice:
+    """Settings that need little memory, for a model that the planner does not know."""
+    batch = settings.batch_size or 1
+    parts = settings.accumulation or max(1, min(SEQUENCES, num_rows) // batch)
+    checkpointing = settings.checkpoint_activations is not False
+    note = (
+        f"The planner does not know models of type {model_type!r}, so the settings are those that need little memory. "
+        "Change them with --batch-size, --accumulation, --states, --ratio and --offload-params."
+    )
     return Choice(
         batch_size=batch,
-        accumulation=accumulation,
-        checkpointing=bool(settings.checkpoint_activations),
-        grad_clip=settings.grad_clip,
+        accumulation=parts,
+        checkpointing=checkpointing,
+        grad_clip=clip,
         states=settings.states or "fp32",
         ratio=1.0 if settings.ratio is None else settings.ratio,
         offload_params=bool(settings.offload_params),
-        rows=rows,
-        notes=[],
+        rows=[("batch", _batch_text(batch, parts, seq_length))],
+        notes=[note],
     )
+
+
+def _batch_text(batch: int, parts: int, seq_length: int) -> str:
+    return f"{parts} micro-batches of {batch} sequences of at most {seq_length:,} tokens"
+
+
+def _short(fit: Fit, machine: str) -> str:
+    """The sentences of the error if nothing fits."""
+    lacks = [("GPU", fit.short_gpu_bytes), ("host", fit.short_host_bytes)]
+    short = " and ".join(f"{_gb(lack)} of {name} memory" for name, lack in lacks if lack)
+    helps = f" Each of these is enough: {'; '.join(fit.helps)}." if fit.helps else ""
+    return f"This run does not fit: it is short by {short} ({machine}).{helps}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.0f} MB"
 
 
 @dataclass(frozen=True)
@@ -319,7 +405,7 @@ def _header(
     assert settings.steps is not None
     epochs = settings.steps * sequences / len(data.train)
     adapted = f", rank {settings.rank}" if settings.method in ADAPTERS else ""
-    clip = f"clip {settings.grad_clip:g}" if settings.grad_clip else "no clipping"
+    clip = f"clip {choice.grad_clip:g}" if choice.grad_clip else "no clipping"
     rows = [
         ("model", f"{config.model_type}, {settings.precision} weights"),
         ("method", f"{METHOD_NAMES[settings.method]}{adapted}, lr {settings.lr:g}, {clip}"),

@@ -123,7 +123,7 @@ class FinetuneSettings:
     lr: float
     warmup: int | None
     weight_decay: float
-    grad_clip: float
+    grad_clip: float | None
     rank: int
     beta: float
     merge: bool
@@ -153,7 +153,6 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "epochs": EPOCHS,
     "packing": False,
     "weight_decay": 0.0,
-    "grad_clip": 1.0,
     "rank": RANK,
     "beta": BETA,
     "split": "train",
@@ -234,7 +233,7 @@ def check_settings(settings: FinetuneSettings) -> None:
     for name in ("warmup", "seed", "valid_every", "save_every", "num_samples"):
         check_whole("--samples" if name == "num_samples" else option_name(name), getattr(settings, name), least=0)
     for name in ("lr", "weight_decay", "grad_clip"):
-        if not 0.0 <= getattr(settings, name) < math.inf:
+        if getattr(settings, name) is not None and not 0.0 <= getattr(settings, name) < math.inf:
             raise invalid_value(option_name(name), getattr(settings, name), "a finite number >= 0")
     for name in ("epochs", "beta"):
         if not 0.0 < getattr(settings, name) < math.inf:
