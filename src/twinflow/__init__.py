@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twinflow import config, data, models, native, optim, rules
     from twinflow.build import add_config_arguments, initialize
     from twinflow.engine import Engine
+    from twinflow.integrations.pretrained import from_pretrained
     from twinflow.launch.environment import init_distributed
     from twinflow.optim.twin import TwinOptimizer
 
@@ -24,6 +25,7 @@ __all__ = [
     "add_config_arguments",
     "config",
     "data",
+    "from_pretrained",
     "init_distributed",
     "initialize",
     "models",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "TwinOptimizer": "twinflow.optim.twin",
     "Engine": "twinflow.engine",
+    "from_pretrained": "twinflow.integrations.pretrained",
     "initialize": "twinflow.build",
     "add_config_arguments": "twinflow.build",
     "init_distributed": "twinflow.launch.environment",

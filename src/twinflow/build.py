@@ -41,6 +41,7 @@ from twinflow.monitor.timers import Timers
 from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, WandbWriter
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
+from twinflow.offload.quantised import move_quantised, without_quantised
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import to_host
@@ -95,10 +96,11 @@ def initialize(
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
-        takes_parts = _takes_parts(parsed, found, model, optimizer)
+        takes_parts = ranks.world_size == 1 or _takes_parts(parsed, found, model, optimizer)
         if isinstance(model, nn.Module) and not takes_parts and make_whole(model.parameters()):
             LOGGER.info(
-                "zero.Init has built the model in parts. They are gathered, because this config needs all weights"
+                "zero.Init or from_pretrained has divided the model over ranks. Its parts are gathered, because this "
+                "config needs all weights"
             )
         model, found = spread(model, parsed, found, optimizer, own_device())
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
@@ -230,7 +232,11 @@ def place(model: Model, config: Config) -> nn.Module:
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
         return build_model(model, device, dtype, each=to_host if is_for_host else None)
     move(model, None if is_for_host else device, dtype)
-    return model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
+    with without_quantised(model):
+        model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
+    if not is_for_host:
+        move_quantised(model, device)
+    return model
 
 
 def checkpoint_activations(

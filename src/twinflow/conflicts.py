@@ -199,6 +199,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "fully_shard() partitions the first dimension",
             "Make the parameter a tensor with one element, torch.ones(1), or use stage 2.",
         ),
+        "quantised": Conflict(
+            "{name}, a quantised weight,",
+            _STAGE_3,
+            "fully_shard() cannot divide the format of another library",
+            "Use stage 2, or offload_param: quantised weights are whole on each rank then.",
+        ),
         "predivide": Conflict(
             "predivide={predivide}", "stage 3", "fully_shard divides gradients itself", "Use predivide=1."
         ),

@@ -26,11 +26,13 @@ from twinflow.engine.state import (
     param_offload_of,
     set_random_states,
     shards_of,
+    tensors_in,
     tensors_of,
 )
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
+from twinflow.offload.quantised import quantised_in
 from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.shard import TensorShard, shard_of
@@ -299,7 +301,8 @@ def _load_weights(
         return
     own = tensors_of(module)
     with plain():  # addresses do not need the values of weights on the host, of which this rank may have a part
-        memory = {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers())}
+        inner = tensors_in(quantised_in(module)).values()
+        memory = {local_of(t).data_ptr() for t in (*module.parameters(), *module.buffers(), *inner)}
     written: set[tuple[object, ...]] = set()
     foreign = dict(extra)
     param_offload = param_offload_of(engine)

@@ -33,6 +33,7 @@ from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import local_of
 from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.quantised import inner_tensors, quantised_in
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
 from twinflow.zero.whole import first_of
@@ -320,7 +321,10 @@ def _whole_shape(leaf: Entry) -> tuple[int, ...]:
 def names_of(engine: EngineBase) -> dict[str, None]:
     """All names of this rank: those in the module's state dict, and those of trained parameters."""
     params = engine.optimizer.runtime.params if engine.optimizer is not None else []
-    return dict.fromkeys([*engine.module.state_dict(), *(param.name for param in params)])
+    quantised = quantised_in(engine.module)
+    named = [name for name in engine.module.state_dict() if name not in quantised]
+    inner = [name for name in tensors_of(engine.module, quantised) if name not in named]
+    return dict.fromkeys([*named, *inner, *(param.name for param in params)])
 
 
 def shards_of(module: nn.Module) -> dict[str, TensorShard]:
@@ -342,6 +346,7 @@ def weights(
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     frozen = {name for name, param in module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    frozen |= set(tensors_in(quantised_in(module)))
     excluded = []
     offloaded = offloaded_in(module, param_offload)
     for name, tensor in tensors_of(module).items():
@@ -376,9 +381,25 @@ def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[
     }
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in a module's state dict."""
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+def tensors_of(module: nn.Module, quantised: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors in a module's state dict. Those of which a quantised weight consists replace the weight."""
+    quantised = quantised_in(module) if quantised is None else quantised
+    found: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if name in quantised:
+            found.update(tensors_in({name: quantised[name]}))
+        elif isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def tensors_in(quantised: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of which quantised weights consist, with names such as `weight:scale`."""
+    return {
+        f"{name}:{path}" if path else name: inner
+        for name, param in quantised.items()
+        for path, inner in inner_tensors(param)
+    }
 
 
 def random_states() -> StateDict:

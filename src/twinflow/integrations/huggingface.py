@@ -71,6 +71,20 @@ class TwinMixin:
         check_accelerator(trainer.accelerator)
         make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leaves a model whose weights belong on the host there. The GPU may be too small for all of it, and the
+        TwinOptimizer moves the rest.
+        """
+        if self.twin is None and self._twin_options.get("offload_params"):
+            return
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        if self.twin is None and trainer.place_model_on_device:  # an evaluation before training needs all of the model
+            super()._move_model_to_device(trainer.model, trainer.args.device)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Build the Trainer's optimizer as a TwinOptimizer and prepare it for the accelerator."""
         trainer: Any = self

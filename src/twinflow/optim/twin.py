@@ -216,7 +216,9 @@ class TwinOptimizer(Outcomes):
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             aside = build.set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
         else:
-            make_whole(tensor for _, tensor, _ in self._named())  # weights that zero.Init has divided over ranks
+            # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
+            frozen = self.model.parameters() if self.model is not None else ()
+            make_whole([*(tensor for _, tensor, _ in self._named()), *frozen])
         params, specs, order = build.params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
         if isinstance(self.model, PipelineModule):
             for param in params:

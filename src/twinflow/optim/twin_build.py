@@ -22,6 +22,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.materialize import build
 from twinflow.offload.param_offload import take_aside
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.quantised import inner_tensors, is_quantised, move_quantised
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.streamed import StreamedUpdater
@@ -110,11 +111,11 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
 
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
     """All parameters and buffers, each once, except weights of which ranks have rows. Offloaded weights are represented
-    by their values on the host.
+    by their values on the host, and quantised ones by the tensors of which they consist.
     """
     found = dict.fromkeys([*model.parameters(), *model.buffers()])
     values, rows = (aside.values.whole, aside.values.rows) if aside is not None else ({}, {})
-    left = [tensor for tensor in found if tensor not in rows]
+    left = [inner for tensor in found if tensor not in rows for _, inner in inner_tensors(tensor)]
     return [values.get(tensor, tensor) if isinstance(tensor, nn.Parameter) else tensor for tensor in left]
 
 
@@ -167,8 +168,9 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
             "offload_params is True, but the model has no block with a parameter to train. A block is a member of a "
             "ModuleList or Sequential, and only the weights of blocks can be offloaded. Use offload_params=False."
         )
+    move_quantised(model, where)
     for param, block in owners(model, blocks, frozen=True).items():
-        if block != ROOT:
+        if block != ROOT and not is_quantised(param):
             frozen.setdefault(block, []).append(param)
     every = [*found, *(param for params in frozen.values() for param in params)]
     rows = take_rows(every)

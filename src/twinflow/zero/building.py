@@ -17,6 +17,9 @@ code that runs on some ranks only gives an error instead of a hang (dist/meeting
 These accesses are not intercepted, and end the process if the parameter is closed, because its memory has no address:
 `torch.tensor(p)`, `torch.Tensor(p)`, and `torch.func.grad` with respect to the parameter itself.
 
+A model that a library loads from files (unread.py) has closed parameters too. Their rows are read from the files when
+they are needed, and in one process a parameter that was opened stays open.
+
 Parameters that stay whole: those of other classes than `nn.Parameter`, without dimensions or elements, not contiguous,
 on the meta device, and of modules that were built without the context. `initialize` partitions them as usual.
 """
@@ -38,10 +41,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from twinflow.dist.agree import gather_json
-from twinflow.dist.group import Group, new_group
+from twinflow.dist.group import Group, alone, new_group
 from twinflow.dist.meeting import Meeting
 from twinflow.offload.metadata import GRAD_ACCESS, METADATA
 from twinflow.offload.weight_guard import is_called_by_parameter, tensors_in
+from twinflow.zero.unread import Unread, UnreadTensor, read
 
 # `Module.to` calls the last one for each parameter.
 _PASSING = METADATA | GRAD_ACCESS | {torch._has_compatible_shallow_copy_type}
@@ -60,7 +64,7 @@ class _Record:
     param: TensorWeakRef
     home: weakref.ref[nn.Module] | None  # the module that has registered it first; None for a copy
     site: Site
-    rows: Tensor | None = None  # this rank's rows if the parameter is closed
+    rows: Tensor | Unread | None = None  # this rank's rows if the parameter is closed
     num_pins: int = 0  # blocks of code in which it must stay whole
 
 
@@ -129,14 +133,17 @@ def _internal() -> Iterator[None]:
 class Site:
     """All models that the ranks of one process group build in parts. All ranks create it."""
 
-    def __init__(self) -> None:
-        with _internal():
-            self._group: Group = new_group("gloo")
-        self._meeting = Meeting(self._group)
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._meeting = Meeting(group)
         self._open: list[_Record] = []  # whole parameters; the same list on all ranks
         self._count = 0  # of parameters so far
         self._depth = 0  # of nested contexts
         self._lock = threading.RLock()
+
+    @property
+    def world(self) -> int:
+        return self._group.world
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -198,10 +205,30 @@ class Site:
                 param = record.param()
                 assert param is not None and record.rows is not None
                 param.__class__ = nn.Parameter
+                if self._group.world == 1:
+                    param.data = _values(record.rows)
+                    record.rows = None
+                    _RECORDS.pop(param, None)
+                    continue
                 param.untyped_storage().resize_(param.numel() * param.element_size())
-                self.gather(record.rows, param)
+                self.gather(_values(record.rows), param)
                 record.rows = None
                 self._open.append(record)
+
+    def close_unread(self, tensor: UnreadTensor, label: str, home: nn.Module) -> nn.Parameter:
+        """A closed parameter whose rows are read when they are needed. All ranks call it."""
+        with self._lock, _internal():
+            group = self._group
+            param = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+            _empty(param, tensor.dtype, param.device)
+            self._count += 1
+            num = -(-param.shape[0] // group.world)
+            start, stop = (min(rank * num, param.shape[0]) for rank in (group.rank, group.rank + 1))
+            rows = Unread(tensor, start, stop, tensor.dtype, param.device)
+            name = f"{label} (parameter {self._count})"
+            _RECORDS[param] = _Record(name, TensorWeakRef(param), weakref.ref(home), self, rows)
+            param.__class__ = ClosedParameter
+        return param
 
     def gather(self, rows: Tensor, whole: Tensor) -> None:
         """Gathers the rows of all ranks into a contiguous tensor."""
@@ -298,8 +325,37 @@ def site() -> Site | None:
         return None
     world = dist.group.WORLD
     if world not in _SITES:
-        _SITES[world] = Site()
+        with _internal():
+            _SITES[world] = Site(new_group("gloo"))
     return _SITES[world]
+
+
+def take_unread(model: nn.Module) -> None:
+    """Closes the parameters of a model that have not been read from their files (unread.py), and reads its buffers.
+    All ranks call it.
+    """
+    here = site() or Site(alone())
+    made: dict[Tensor, nn.Parameter] = {}  # a tied weight has several names
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, UnreadTensor):
+                module._buffers[name] = read(buffer).contiguous()
+        for name, param in module._parameters.items():
+            if not isinstance(param, UnreadTensor):
+                continue
+            if param not in made:
+                label = f"{type(module).__name__}.{name}"
+                can_close = param.dim() > 0 and param.numel() > 0
+                made[param] = (
+                    here.close_unread(param, label, module)
+                    if can_close
+                    else nn.Parameter(read(param).contiguous(), param.requires_grad)
+                )
+            module._parameters[name] = made[param]
+
+
+def _values(rows: Tensor | Unread) -> Tensor:
+    return rows.read() if isinstance(rows, Unread) else rows
 
 
 def take_over(model: nn.Module, here: Site) -> None:
@@ -375,12 +431,13 @@ def move(model: nn.Module, device: torch.device | None, dtype: torch.dtype | Non
 class Rows(Mapping[Tensor, Tensor]):
     """This rank's rows of parameters that were closed, as `take_rows` has found them."""
 
-    def __init__(self, rows: dict[Tensor, Tensor], site: Site | None) -> None:
+    def __init__(self, rows: dict[Tensor, Tensor | Unread], site: Site | None) -> None:
         self._rows = rows
         self._site = site
 
     def __getitem__(self, param: Tensor) -> Tensor:
-        return self._rows[param]
+        """The rows. Those of a file are read for each call."""
+        return _values(self._rows[param])
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._rows)
@@ -394,7 +451,9 @@ class Rows(Mapping[Tensor, Tensor]):
     def gather(self, param: Tensor) -> Tensor:
         """The whole values, on the device of the rows. All ranks call it."""
         assert self._site is not None
-        rows = self._rows[param]
+        rows = self[param]
+        if self._site.world == 1:
+            return rows
         with torch.no_grad():
             whole = torch.empty(param.shape, dtype=rows.dtype, device=rows.device)
             self._site.gather(rows, whole)
@@ -406,7 +465,7 @@ def take_rows(params: Iterable[Tensor]) -> Rows:
 
     Parameters that cannot be closed now stay whole. All ranks call it.
     """
-    rows: dict[Tensor, Tensor] = {}
+    rows: dict[Tensor, Tensor | Unread] = {}
     found = None
     records = _records_of(params)
     if records:

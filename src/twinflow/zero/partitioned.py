@@ -32,6 +32,7 @@ from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, is_external, owners
 from twinflow.offload.plan import ROOT
+from twinflow.offload.quantised import is_quantised
 from twinflow.offload.weight_guard import owner_of
 from twinflow.parallel.shard import keep_marks
 from twinflow.parallel.topology import DATA
@@ -72,7 +73,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             fully_shard(block.module, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=OffloadPolicy())
     now = dict(model.named_parameters(remove_duplicate=False))
-    _put_rows(model, {now[name]: rows[param] for name, param in before.items() if param in rows})
+    _put_rows(model, {now[name]: param for name, param in before.items() if param in rows}, rows)
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
@@ -97,14 +98,16 @@ def _stand_in(model: nn.Module, rows: Rows) -> None:
 
 
 @torch.no_grad()
-def _put_rows(model: nn.Module, rows: Mapping[Tensor, Tensor]) -> None:
-    """Gives this rank's rows to parameters of `fully_shard` that are on the meta device."""
+def _put_rows(model: nn.Module, before: Mapping[Tensor, Tensor], rows: Mapping[Tensor, Tensor]) -> None:
+    """Gives this rank's rows to parameters of `fully_shard` that are on the meta device. `before`: the parameter that
+    each of them replaces, for which `rows` has the rows.
+    """
     for module in model.modules():
-        for group in param_groups(module) if rows else ():
+        for group in param_groups(module) if before else ():
             for one in group.fsdp_params:
                 old = one.sharded_param
-                if old in rows:
-                    new = nn.Parameter(one.to_sharded_dtensor(rows[old]), old.requires_grad)
+                if old in before:
+                    new = nn.Parameter(one.to_sharded_dtensor(rows[before[old]]), old.requires_grad)
                     one._setattr_on_modules(new)
                     one.reset_sharded_param()
 
@@ -121,6 +124,8 @@ def _check(model: nn.Module) -> None:
             )
         if not param.dim():
             raise conflict("ZeRO stages 2 and 3", "no dimensions", name=name)
+        if is_quantised(param):
+            raise conflict("ZeRO stages 2 and 3", "quantised", name=name)
 
 
 def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry]:

@@ -1,0 +1,117 @@
+"""Quantised frozen weights with adapters on top (QLoRA): trained as with plain torch, wherever other weights are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations_support import llama, rows
+from torch import nn
+
+import twinflow
+from twinflow.offload.quantised import inner_tensors, is_quantised, quantised_in
+from twinflow.optim.twin import TwinOptimizer
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torchao = pytest.importorskip("torchao.quantization")
+STEPS = 4
+CPU = {"device": "cpu"}
+
+
+def quantised(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A tiny Llama whose blocks are quantised, with LoRA adapters."""
+    model = llama(dtype)
+    by_group = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig() if kind == "int8" else by_group)
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options))
+    assert len(quantised_in(adapted)) == 14
+    return adapted
+
+
+def train(model: Any, backward: Callable[[Any], None], step: Callable[[], None]) -> list[float]:
+    losses = []
+    for row in rows(2 * STEPS).view(STEPS, 2, -1):
+        loss = model(input_ids=row, labels=row).loss
+        backward(loss)
+        step()
+        losses.append(loss.item())
+    return losses
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def base(model: nn.Module) -> list[torch.Tensor]:
+    return [inner.clone() for p in quantised_in(model).values() for _, inner in inner_tensors(p)]
+
+
+def as_torch(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = quantised(kind)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train(model, lambda loss: loss.backward(), step), adapters(model)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_adapters_over_a_quantised_base_train_as_with_torch(kind: str) -> None:
+    losses, weights = as_torch(kind)
+    for offload_params in (False, True):
+        model = quantised(kind)
+        before, kinds = base(model), [type(p) for p in quantised_in(model).values()]
+        optimizer = TwinOptimizer(model, "adamw", lr=1e-2, max_grad_norm=1.0, offload_params=offload_params)
+
+        def step(optimizer: TwinOptimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        assert train(model, optimizer.backward, step) == pytest.approx(losses, rel=1e-6)
+        optimizer.close()
+        for name, value in adapters(model).items():
+            assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
+        assert kinds == [type(p) for p in quantised_in(model).values()]
+        assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
+
+
+@pytest.mark.parametrize("section", [{"stage": 2}, {"stage": 3, "offload_param": CPU}])
+def test_an_engine_neither_casts_nor_loses_quantised_weights(section: dict[str, Any], tmp_path: Path) -> None:
+    model = quantised("int8")
+    before = base(model)
+    config = {
+        **{"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "steps_per_print": 1000},
+        **{"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        **{"zero_optimization": {"offload_optimizer": CPU, **section}},
+    }
+    engine, *_ = twinflow.initialize(model=model, config=config)
+    assert all(p.dtype == torch.float32 for p in quantised_in(model).values()), "quantised weights were cast"
+    assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
+    engine.save_checkpoint(str(tmp_path), "a")
+    with torch.no_grad():
+        for param in quantised_in(model).values():
+            for _, inner in inner_tensors(param):
+                inner.zero_()
+    engine.load_checkpoint(str(tmp_path), "a")
+    assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
+    engine.destroy()
+
+
+def test_parameters_of_bitsandbytes_count_as_quantised() -> None:
+    kind = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    assert is_quantised(kind(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    assert not is_quantised(nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    assert not is_quantised(nn.Parameter(torch.zeros(4)))
