@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+import twinflow
 from twinflow.cli.main import app
 from twinflow.cli.plan_input import count_module, parse_count
 from twinflow.cli.plan_text import bar
@@ -44,9 +45,10 @@ def test_table_bars_and_recommendation() -> None:
 
 def test_json_has_everything_and_adds_up() -> None:
     found = plan_json(*H200)
-    assert set(found) == {"model", "machine", "run", "cases", "recommended", "largest", "config"}
+    names = {"model", "machine", "run", "cases", "recommended", "largest", "changes", "helps", "config", "unused_keys"}
+    assert set(found) == names
     assert found["model"]["params"] == 1_557_686_400
-    assert len(found["cases"]) == 9
+    assert len(found["cases"]) == 12
     for case in found["cases"]:
         assert case["gpu_bytes"] == sum(case["gpu"].values())
         assert case["host_bytes"] == sum(case["host"].values())
@@ -116,8 +118,9 @@ def test_what_cannot_fit_says_how_much_is_missing() -> None:
     result = plan("--params", "30b", "--gpu", "rtx4090", "--ram", "64GB")
     assert result.exit_code == 1
     assert "Nothing fits." in result.stdout
-    assert "GPU +" in result.stdout
-    assert "Try a larger --gpu or a model of at most 7.67 B parameters." in " ".join(result.stdout.split())
+    words = " ".join(result.stdout.split())
+    assert re.search(r"short by GPU [\d.]+ GB \+ host [\d.]+ GB", words)
+    assert re.search(r"is short by [\d.]+ GB of host memory\. What would help: method qlora, or at least \d+ GB", words)
 
 
 def test_hugging_face_config(tmp_path: Path) -> None:
@@ -175,12 +178,18 @@ def test_a_module_is_counted_by_block() -> None:
         (("--model", "nowhere.json", "--gpu", "h200"), ["--model is 'nowhere.json'", "module:function"]),
         (("--preset", "tiny", "--gpu", "h300"), ["--gpu is 'h300'", "'h200'", "'rtx3090'"]),
         ((*H200, "--ram", "much"), ["--ram is 'much'", "32GB"]),
+        ((*H200, "--ram", "64"), ["--ram is '64'", "with a unit", "64GB"]),
         ((*H200, "--dram", "fast"), ["--dram is 'fast'"]),
+        ((*H200, "--method", "dora"), ["--method is 'dora'", "'qlora'"]),
+        ((*H200, "--gpu-tflops", "100"), ["--gpu-tflops 100 cannot be used with --gpu h200"]),
+        (("--preset", "tiny", "--gpu-tflops", "100"), ["Give its --gpu-memory too"]),
+        (("--preset", "tiny", "--gpu-memory", "8GB", "--gpu-tflops", "9", "--pcie", "7"), ["--pcie is 7"]),
+        ((*H200, "--sequences", "6", "--batch-size", "4"), ["--sequences 6", "not a multiple"]),
         ((*H200, "--cores", "0"), ["--cores is 0", ">= 1"]),
         ((*H200, "--gpus", "0"), ["--gpus is 0", ">= 1"]),
         ((*H200, "--states", "fp8"), ["--states is 'fp8'", "'int8'"]),
         ((*H200, "--batch-size", "0"), ["--batch-size is 0", ">= 1"]),
-        ((*H200, "--seq-length", "0"), ["--seq-length is 0"]),
+        ((*H200, "--seq-length", "0"), ["--seq-length is '0'", "1m"]),
         ((*H200, "--grad-clip", "-1"), ["--grad-clip is -1"]),
         ((*H200, "--config", "nowhere.json"), ["--config is 'nowhere.json'", "an existing file"]),
     ],
@@ -198,6 +207,122 @@ def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 1
     assert "--gpu is not given, but must be one of b200" in result.output
     assert "name the GPU to plan for" in result.output
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_eight_billion_parameters_on_a_desktop_card(tmp_path: Path) -> None:
+    """The command of docs/plan.md."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    result = plan("--model", str(tmp_path), "--gpu", "rtx4090", "--ram", "64GB")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert 'Use "ratio": 1, "states": "int8", 1 micro-batch of 4 x 2048 tokens, activation checkpointing' in words
+    assert "weights on the host, no gradient clipping" in words
+    assert "Gradients are not clipped: those that wait for their norm would not fit." in words
+
+
+def test_any_card_by_its_memory_and_speed() -> None:
+    found = plan_json("--preset", "gpt2-1.5b", "--gpu-memory", "11GB", "--gpu-tflops", "100", "--ram", "32GiB")
+    assert found["machine"]["gpu_bytes"] == 11 * 10**9
+    assert found["machine"]["host_bytes"] == 32 << 30
+    assert found["machine"]["rates"]["flops"] == pytest.approx(80e12)
+    less = plan_json(*H200, "--gpu-memory", "9GB")
+    assert less["machine"]["gpu_bytes"] == 9 * 10**9
+    best = less["cases"][less["recommended"]]
+    assert best["gpu_bytes"] < 9 * 10**9
+
+
+def test_adapters_and_long_sequences() -> None:
+    found = plan_json(*H200, "--method", "lora", "--rank", "8", "--seq", "4k")
+    assert (found["run"]["adapter_rank"], found["run"]["tokens"]) == (8, 4096)
+    best = found["cases"][found["recommended"]]
+    assert best["gpu"]["state"] < 0.1 * 10**9
+    assert plan(*H200, "--seq", "1m", "--method", "qlora", "--gpu-memory", "16GB").exit_code == 1
+
+
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 2}))
+    asked: list[bool] = []
+
+    def download(name: str, file: str, local_files_only: bool = False) -> str:
+        asked.append(local_files_only)
+        if name != "someone/model-8b":
+            raise OSError("no such model")
+        return str(path)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert plan_json("--model", "someone/model-8b", "--gpu", "h200")["model"]["name"] == "model-8b"
+    assert asked == [True]  # from the cache, without the network
+    result = plan("--model", "someone/else", "--gpu", "h200")
+    assert result.exit_code == 1
+    assert "not in the local cache, and the hub did not return it: no such model" in result.output
+
+
+@pytest.mark.matrix  # imports transformers
+def test_other_models_are_built_without_memory(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "phi", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 128, "intermediate_size": 128}))
+    found = plan_json("--model", str(tmp_path), "--gpu", "h200")
+    assert found["model"]["layers"] == 3
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    assert "cannot build this model" in plan("--model", str(tmp_path), "--gpu", "h200").output
+
+
+def test_keys_of_a_config_are_used_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    config = {
+        "train_batch_size": 8,
+        "wall_clock_breakdown": True,
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": False},
+    }
+    path.write_text(
+        json.dumps(
+            {**config, "zero_optimization": {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}}
+        )
+    )  # type: ignore[dict-item]
+    found = plan_json(*H200, "--config", str(path))
+    assert found["unused_keys"] == ["wall_clock_breakdown", "optimizer.params.lr", "zero_optimization.overlap_comm"]
+    assert {case["kind"] for case in found["cases"]} == {"weights on host"}
+    assert found["run"]["num_moments"] == 1
+    assert found["run"]["step_tokens"] == 8 * 1024
+    assert not found["run"]["checkpointing"]
+    assert "do not influence the plan: wall_clock_breakdown, " in plan(*H200, "--config", str(path)).stdout
+
+
+@pytest.mark.parametrize(
+    "options", [("--offload-params",), ("--checkpoint-activations", "--grad-clip", "0"), ("--gpu-memory", "9GB")]
+)
+def test_a_model_trains_with_the_config_written(tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "ds.json"
+    assert plan(*H200, "--batch-size", "2", "--write-config", str(path), *options).exit_code == 0
+    shape = GPTConfig(vocab_size=32, context=8, num_layers=2, hidden=16, num_heads=2)
+    engine, *_ = twinflow.initialize(model=GPT(shape), config=path)
+    tokens = torch.randint(0, 32, (2, 9), device=engine.device)
+    losses = []
+    for _ in range(3):
+        loss = engine(tokens[:, :-1], tokens[:, 1:]).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    assert losses[2] != losses[0]
 
 
 def test_help_names_the_cards() -> None:

@@ -107,7 +107,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     shape, checked = settings.model, load_config(config)
     offload = checked.zero_optimization.offload_optimizer
     assert offload is not None
-    formats, num_moments = _rule(checked)
+    formats, num_moments = rule_of(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
     stage = checked.zero_optimization.stage if settings.world > 1 else 0
     axes = resolve_axes(checked)
@@ -147,7 +147,7 @@ def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
     return min(under_way, micro_batches) / axes.pipe / axes.model
 
 
-def _rule(config: Config) -> tuple[tuple[str, ...], int]:
+def rule_of(config: Config) -> tuple[tuple[str, ...], int]:
     """State formats and number of moments of the update rule. An optimizer of torch counts as two moments in fp32."""
     name, options = optimizer_choice(config)
     if name not in RULES:

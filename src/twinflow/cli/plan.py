@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Final
 
 import typer
 
 from twinflow.cli import told_errors
-from twinflow.cli.plan_input import PlanOptions, choose_model, choose_place, make_run
+from twinflow.cli.plan_input import (
+    PlanOptions,
+    choose_model,
+    choose_place,
+    config_ratio,
+    make_wish,
+    unused_keys,
+)
 from twinflow.cli.plan_layouts import show_layouts, wants_layouts
 from twinflow.cli.plan_page import plan_page
-from twinflow.cli.plan_scaling import show_scaling
+from twinflow.cli.plan_scaling import scaling_run, show_scaling
 from twinflow.cli.plan_text import print_plan
 from twinflow.cli.settings import read_config
 from twinflow.errors import unusable_path
 from twinflow.files import write_whole
-from twinflow.planner.cases import Case, Plan, make_plan
-from twinflow.planner.formats import STATES
+from twinflow.planner.cases import Case, Plan, Setting, case_at, make_plan
+from twinflow.planner.fit import Fit, Wish, choose_fit, places
+
+LEARNING_RATE: Final = {False: 1e-5, True: 1e-4}  # of a config without an optimizer: for all parameters, for adapters
 
 
 def plan(options: PlanOptions) -> None:
@@ -41,16 +50,16 @@ def _show(options: PlanOptions) -> int:
     cost, default_batch = choose_model(options)
     config = read_config(options.config, "--config")
     place = choose_place(options)
-    run = make_run(cost, default_batch, options, config, place)
+    wish = make_wish(cost, default_batch, options, config, place)
     if options.scaling is not None:
-        return show_scaling(options, run)
-    ratio = ((config.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("ratio")
-    formats = STATES if options.states is None else (options.states,)
-    made = make_plan(run, place.setting, formats, ratio if isinstance(ratio, (int, float)) else None)
-    best_config = config_of(made.best, config) if made.best is not None else {}
+        return show_scaling(options, scaling_run(wish))
+    fit = choose_fit(wish, place.setting)
+    made = plan_around(fit, wish, place.setting, config)
+    best_config = config_of(fit.case, config) if fit.fits else {}
+    ignored = unused_keys(config)
     files = []
     if options.html is not None:
-        write_whole(options.html, plan_page(made, place.text, best_config))
+        write_whole(options.html, plan_page(made, fit, place.text, best_config, ignored))
         files.append(f"page: {options.html}")
     if options.write_config is not None and best_config:
         try:
@@ -59,35 +68,61 @@ def _show(options: PlanOptions) -> int:
             raise unusable_path("--write-config", options.write_config, "a file that can be written", error) from None
         files.append(f"config: {options.write_config}")
     if options.as_json:
-        typer.echo(json.dumps(to_dict(made, place.text, best_config)))
+        typer.echo(json.dumps(to_dict(made, fit, place.text, best_config, ignored)))
     else:
-        print_plan(made, place.text)
+        print_plan(made, fit, place.text, ignored)
         for line in files:
             typer.echo(line)
-    return 0 if made.best is not None else 1
+    return 0 if fit.fits else 1
+
+
+def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any]) -> Plan:
+    """The chosen run beside the other ways to place its state, with the same batch."""
+    formats = wish.formats if wish.states is None else (wish.states,)
+    run, ratio = fit.case.run, config_ratio(config)
+    given = None
+    if ratio is not None:
+        offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        given = case_at(
+            "config's", replace(run, states=offload.get("states", "fp32"), offload_params=False), setting, ratio
+        )
+    made = make_plan(run, setting, formats, given, places(wish))
+    # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
+    cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]
+    return replace(made, cases=cases, best=fit.case if fit.fits else None)
 
 
 def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     """A config for the engine: the config file with the values that the plan recommends."""
-    made = deepcopy(dict(config))
+    run, made = case.run, deepcopy(dict(config))
     made.pop("train_batch_size", None)
-    made["train_micro_batch_size_per_gpu"] = case.run.batch
-    made["gradient_accumulation_steps"] = case.run.micro_batches
-    if case.run.weights != "fp32" and not any(name in made for name in ("fp16", "bf16")):
-        made[case.run.weights] = {"enabled": True}
-    if case.run.clips and case.run.weights != "fp16":
+    made["train_micro_batch_size_per_gpu"] = run.batch
+    made["gradient_accumulation_steps"] = run.micro_batches
+    if run.weights != "fp32" and not any((made.get(name) or {}).get("enabled") for name in ("fp16", "bf16")):
+        made[run.weights] = {**(made.get(run.weights) or {}), "enabled": True}
+    if run.clips and run.weights != "fp16":
         made.setdefault("gradient_clipping", 1.0)
-    elif case.run.weights == "bf16":
-        # The check for overflow would delay every update until the last gradient, as clipping does.
-        made["bf16"] = {**made["bf16"], "check_grad_overflow": False}
+    elif not run.clips:
+        made["gradient_clipping"] = 0.0
+        if run.weights == "bf16":
+            # The check for overflow would delay every update until the last gradient, as clipping does.
+            made["bf16"] = {**made["bf16"], "check_grad_overflow": False}
+    if not made.get("optimizer"):
+        made["optimizer"] = {"type": "AdamW", "params": {"lr": LEARNING_RATE[bool(run.adapter_rank)]}}
+    if run.checkpointing and "activation_checkpointing" not in made:
+        # This key turns checkpointing on. With one tensor rank, it has no other effect.
+        made["activation_checkpointing"] = {"partition_activations": True}
     zero = made["zero_optimization"] = dict(made.get("zero_optimization") or {})
-    zero.setdefault("stage", case.run.stage if case.run.world > 1 else 2)
+    if run.offload_params:
+        zero["stage"] = 3
+        zero["offload_param"] = {**(zero.get("offload_param") or {}), "device": "cpu"}
+    zero.setdefault("stage", run.stage if run.world > 1 else 2)
     offload = zero["offload_optimizer"] = dict(zero.get("offload_optimizer") or {})
-    offload |= {"device": "cpu", "states": case.run.states, "ratio": round(case.ratio, 3)}
+    offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}
     return made
 
 
-def to_dict(made: Plan, machine: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def to_dict(made: Plan, fit: Fit, machine: str, config: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
     run, model, memory = made.run, made.run.model, made.setting.memory
     settings = asdict(run)
     settings.pop("model")
@@ -100,7 +135,10 @@ def to_dict(made: Plan, machine: str, config: Mapping[str, Any]) -> dict[str, An
         "largest": {
             name: {"layers": layers, "params": made.largest_numel(name)} for name, layers in made.largest.items()
         },
+        "changes": list(fit.changes),
+        "helps": list(fit.helps),
         "config": config,
+        "unused_keys": list(ignored),
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,21 +18,39 @@ import torch
 from torch import nn
 
 from twinflow.cli import check_whole, option
+from twinflow.cli.memory import rule_of
 from twinflow.cli.settings import BATCH_KEYS, option_name, parse_bytes
-from twinflow.config import load_config, resolve_batch
-from twinflow.errors import invalid_value
+from twinflow.config import Config, load_config, resolve_batch
+from twinflow.config.resolve import optimizer_choice
+from twinflow.errors import incompatible, invalid_value
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.blocks import find_blocks, owners
 from twinflow.parallel.tensor import tensor_units
 from twinflow.planner.cases import Setting
-from twinflow.planner.costs import Memory, Run
-from twinflow.planner.formats import STATES
-from twinflow.planner.machines import GPUS, Gpu, Host, Machine, gpu_named, link_rate, rates_of, recognise
-from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
+from twinflow.planner.costs import Memory
+from twinflow.planner.fit import DEFAULT_RANK, METHODS, Wish
+from twinflow.planner.machines import (
+    GPUS,
+    PCIE_GENERATIONS,
+    Gpu,
+    Host,
+    Machine,
+    Rates,
+    any_gpu,
+    gpu_named,
+    link_rate,
+    rates_of,
+    recognise,
+)
+from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like, is_known
 from twinflow.planner.scaling import Cluster, default_network
+from twinflow.rules import RULES
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+_NO_LIMIT: Final = 1 << 60
+_NO_RATES: Final = Rates(0.0, 0.0, 0.0, {}, {}, 0.0, 0.0)  # of a machine without a GPU
 _UNITS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -50,27 +70,49 @@ class PlanOptions:
 
     preset: str | None = option(None, "A preset of `twinflow train`: gpt-350m, gpt2-1.5b, gpt2-10b, ...")
     model: str | None = option(
-        None, "A Hugging Face config.json or its folder, or module:function that returns a module."
+        None,
+        "A Hugging Face config.json or its folder, a model of the Hugging Face hub such as Qwen/Qwen2.5-7B, or "
+        "module:function that returns a module.",
     )
     params: str | None = option(None, "Plan a GPT-2 shape with this number of parameters, for example 13b.")
     config: Path | None = option(None, "A DeepSpeed config with batch sizes, states, clipping and ratio.")
+    method: str = option("full", "What is trained: full (all parameters), lora, or qlora (base in 4 bits).")
+    rank: int = option(DEFAULT_RANK, "Rank of the adapters of lora and qlora.")
     gpu: str | None = option(None, f"GPU: {', '.join(GPUS)}. Default: the GPU of this machine, measured.")
+    gpu_memory: str | None = option(None, "GPU memory that the run may use, for example 24GB. Default: all of the GPU.")
+    gpu_tflops: float | None = option(
+        None, "For a GPU that is not in the list, with --gpu-memory: dense bf16 TFLOPS of its data sheet."
+    )
+    pcie: int | None = option(None, "For a GPU that is not in the list: generation of its PCIe.  [default: 4]")
     ram: str | None = option(None, "Host memory, for example 128GB.  [default: 128GB with --gpu, else the free memory]")
     cores: int | None = option(None, "CPU cores of the host.  [default: 16 with --gpu]")
     dram: str | None = option(None, "Bandwidth of the host memory, for example 150GB/s.  [default: 150GB/s with --gpu]")
     gpus: int = option(1, "Number of GPUs. They share the optimizer state. For several machines see --per-node.")
-    batch_size: int | None = option(None, "Sequences in a micro-batch of each GPU.", "--batch-size --micro-batch-size")
-    seq_length: int | None = option(
-        None, "Tokens in a sequence. Default: the context length of the model, but at most 2048.", "--seq-length --seq"
+    sequences: int | None = option(
+        None, "Sequences in a step of each GPU. The plan divides them into micro-batches.  [default: 4]"
     )
-    accumulation: int | None = option(None, "Micro-batches in a step.")
+    batch_size: int | None = option(
+        None,
+        "Sequences in a micro-batch of each GPU. Default: the plan chooses.",
+        "--batch-size --micro-batch-size",
+    )
+    seq_length: str | None = option(
+        None,
+        "Tokens in a sequence, for example 4096, 32k or 1m (k: 1024, m: 1024 x 1024). Default: the context length of "
+        "the model, but at most 2048.",
+        "--seq-length --seq",
+    )
+    accumulation: int | None = option(None, "Micro-batches in a step. Default: the plan chooses.")
     checkpoint_activations: bool | None = option(
         None,
-        "Recompute activations in backward. Default: on for models of width 1600 and more.",
+        "Recompute activations in backward. Default: the plan chooses.",
         "--checkpoint-activations/--no-checkpoint-activations",
     )
+    offload_params: bool | None = option(
+        None, "Keep the weights on the host too. Default: the plan chooses.", "--offload-params/--no-offload-params"
+    )
     states: str | None = option(None, "Plan only this state format: fp32, bf16 or int8.")
-    grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1]")
+    grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1 if it fits]")
     as_json: bool = option(False, "Print one JSON object instead of the tables.", "--json")
     html: Path | None = option(None, "Also write an HTML page to this file.")
     write_config: Path | None = option(None, "Write the recommended config to this file.")
@@ -114,22 +156,65 @@ def choose_model(options: PlanOptions) -> tuple[ModelCost, int]:
 
 
 def _named_model(model: str) -> ModelCost:
-    """The model of a config.json of transformers, of a folder with one, or of `module:function`."""
+    """The model of a config.json of transformers, of a folder with one, of the hub, or of `module:function`."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise invalid_value("--model", model, "a folder with a config.json")
     if path.is_file():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}.") from None
-        if not isinstance(config, dict):
-            raise invalid_value("--model", str(path), "a file with a JSON object, like the config.json of transformers")
-        return from_hf(config, path.parent.name if path.name == "config.json" else path.stem)
+        return model_of_file(path, path.parent.name if path.name == "config.json" else path.stem)
+    if _HUB_ID.fullmatch(model) and path.suffix != ".json":
+        return model_of_file(_from_hub(model), model.rpartition("/")[2])
     if ":" not in model:
-        expected = "an existing config.json, a folder with a config.json, or a Python function as module:function"
+        expected = (
+            "an existing config.json, a folder with a config.json, a model of the hub as owner/name, or a Python "
+            "function as module:function"
+        )
         raise invalid_value("--model", model, expected)
     return _built_model(model)
+
+
+def _from_hub(name: str) -> Path:
+    """The config.json of a model of the hub, from the local cache or else from the hub."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        remedy = "This needs the package huggingface_hub, which is not installed. Install it, or give a config.json."
+        raise invalid_value("--model", name, "an existing file or folder", remedy) from None
+    # The library raises errors of several packages. All of them mean that there is no file.
+    with suppress(Exception):  # a model in the cache needs no network
+        return Path(hf_hub_download(name, "config.json", local_files_only=True))
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        remedy = f"It is not in the local cache, and the hub did not return it: {reason}. Give a folder or config.json."
+        raise invalid_value("--model", name, "an existing file or folder, or a model of the hub", remedy) from None
+
+
+def model_of_file(path: Path, name: str) -> ModelCost:
+    """The costs of the model that a config.json describes. Models that are not known here are built without memory, if
+    transformers is installed."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise invalid_value("--model", str(path), "a valid JSON file", f"Correct the file: {error}.") from None
+    if not isinstance(config, dict):
+        raise invalid_value("--model", str(path), "a file with a JSON object, like the config.json of transformers")
+    if is_known(config):
+        return from_hf(config, name)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        return from_hf(config, name)  # raises an error that names the model types
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
+        remedy = f"transformers cannot build this model: {str(error).splitlines()[0]}"
+        raise invalid_value("--model", str(path), "the config.json of a causal language model", remedy) from None
+    return count_module(built, name)
 
 
 def _built_model(name: str) -> ModelCost:
@@ -170,6 +255,7 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         expected = "the name of a model whose layers are in an nn.ModuleList or nn.Sequential"
         raise invalid_value("--model", name, expected, "Put the layers of the model into such a list.")
     config = getattr(model, "config", None)  # of a transformers model or of twinflow's GPT
+    linears = [[m for m in block.module.modules() if isinstance(m, nn.Linear)] for block in blocks]
     return from_counts(
         name,
         [n for n in numel if n],
@@ -181,6 +267,8 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         num_heads=getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None) or 0,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or 0,
         tensor_units=tensor_units(model) if hasattr(config, "model_type") else 0,
+        context=min(2048, getattr(config, "max_position_embeddings", None) or 1024),
+        adapter_unit=max((sum(m.in_features + m.out_features for m in each) for each in linears), default=0),
     )
 
 
@@ -196,6 +284,18 @@ def parse_count(name: str, text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise invalid_value(name, text, "a number above 0 such as 13b, 350m or 1.3b")
     return float(found[1]) * _UNITS.get(found[2].upper(), 1.0)
+
+
+def sequence_length(options: PlanOptions) -> int | None:
+    """Tokens in a sequence, from --seq-length. None if it is not given."""
+    text = options.seq_length
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([km]?)", text.strip().lower())
+    tokens = float(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2]] if found else 0.0
+    if tokens < 1 or tokens != int(tokens):
+        raise invalid_value("--seq-length", text, "a whole number >= 1 such as 4096, 32k or 1m")
+    return int(tokens)
 
 
 def parse_rate(name: str, text: str | None) -> int | None:
@@ -228,9 +328,46 @@ def choose_cluster(options: PlanOptions, host: Host, num_gpus: int, why: str) ->
 def choose_place(options: PlanOptions) -> Place:
     """The machine that the options name, or this machine."""
     check_whole("--gpus", options.gpus)
+    memory = parse_bytes("--gpu-memory", options.gpu_memory)
+    if options.gpu_tflops is not None:
+        if options.gpu is not None:
+            reason = "the data sheet of this GPU says how fast it is"
+            raise incompatible(f"--gpu-tflops {options.gpu_tflops:g}", f"--gpu {options.gpu}", reason, "Leave one out.")
+        if memory is None:
+            raise ValueError("--gpu-tflops describes a GPU that is not in the list. Give its --gpu-memory too.")
+        if not 0 < options.gpu_tflops < math.inf:
+            raise invalid_value("--gpu-tflops", options.gpu_tflops, "a number above 0")
+        if options.pcie not in (None, *PCIE_GENERATIONS):
+            raise invalid_value("--pcie", options.pcie, PCIE_GENERATIONS)
+        card = any_gpu(memory, options.gpu_tflops, options.pcie or 4)
+        return _sheet(card, choose_host(options), options.gpus, "as given, not measured")
+    if options.pcie is not None:
+        raise ValueError("--pcie describes a GPU that is not in the list. Give its --gpu-memory and --gpu-tflops too.")
     if options.gpu is None:
-        return _this_machine(choose_host(options, 0, 0, 0.0), options.gpus)
-    return _sheet(gpu_named(options.gpu), choose_host(options), options.gpus, "from a data sheet, not measured")
+        place = _this_machine(choose_host(options, 0, 0, 0.0), options.gpus)
+    else:
+        source = "from a data sheet, not measured"
+        place = _sheet(gpu_named(options.gpu), choose_host(options), options.gpus, source)
+    present = place.setting.memory
+    if memory is None or memory >= present.gpu_bytes:
+        return place
+    limited = replace(place.setting, memory=replace(present, gpu_bytes=memory))
+    return replace(place, setting=limited, text=f"{place.text}, {memory / 1e9:g} GB of GPU memory used")
+
+
+def this_setting(gpu_bytes: int | None = None, host_bytes: int | None = None) -> Place:
+    """This machine, for a run that is planned before it starts. The arguments limit the memory of the run.
+
+    Without a GPU, `setting.memory.gpu_bytes` is 0, and the speed of the machine is not known.
+    """
+    if not torch.cuda.is_available():
+        free = min(free_host_bytes(), host_bytes or _NO_LIMIT)
+        setting = Setting(_NO_RATES, Memory(0, free))
+        return Place(setting, f"no GPU, {free / 1e9:.0f} GB RAM free", 1, "fp32")
+    place = _this_machine(Host(0, 0, 0.0), 1)
+    memory = place.setting.memory
+    limited = Memory(min(memory.gpu_bytes, gpu_bytes or _NO_LIMIT), min(memory.host_bytes, host_bytes or _NO_LIMIT))
+    return replace(place, setting=replace(place.setting, memory=limited))
 
 
 def _sheet(card: Gpu, host: Host, num_gpus: int, source: str) -> Place:
@@ -269,48 +406,128 @@ def _this_machine(given: Host, num_gpus: int) -> Place:
     return Place(Setting(rates, Memory(free, host_bytes)), text, 1, "bf16")
 
 
-def make_run(
+# Keys of a config that determine the plan. The plan names all others that a file contains.
+_USED_KEYS: Final = (
+    *BATCH_KEYS,
+    "gradient_clipping",
+    "bf16.enabled",
+    "bf16.check_grad_overflow",
+    "fp16.enabled",
+    "optimizer.type",
+    "optimizer.params.momentum",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.offload_optimizer.states",
+    "zero_optimization.offload_optimizer.delayed_update",
+    "zero_optimization.offload_param.device",
+    "activation_checkpointing",
+)
+
+
+def unused_keys(config: Mapping[str, Any], at: str = "") -> list[str]:
+    """Keys of a config that do not influence the plan."""
+    found: list[str] = []
+    for key, value in config.items():
+        name = f"{at}{key}"
+        if name in _USED_KEYS:
+            continue
+        if isinstance(value, dict) and value:
+            found += unused_keys(value, f"{name}.")
+        else:
+            found.append(name)
+    return found
+
+
+def make_wish(
     model: ModelCost, default_batch: int, options: PlanOptions, config: Mapping[str, Any], place: Place
-) -> Run:
-    """The run, from the options, then the config file, then defaults."""
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    micro, parts = _batch(options, config, default_batch, place.num_gpus)
-    states = options.states or offload.get("states") or "fp32"
-    if states not in STATES:
-        raise invalid_value("--states", states, STATES)
-    tokens = options.seq_length if options.seq_length is not None else model.context
-    check_whole("--batch-size", micro)
-    check_whole("--seq-length", tokens)
-    check_whole("--accumulation", parts)
-    clip = options.grad_clip if options.grad_clip is not None else config.get("gradient_clipping", 1.0)
-    if not clip >= 0.0:
+) -> Wish:
+    """The run to plan, from the options, then the config file, then defaults. What they leave open is chosen."""
+    checked = load_config({**config, "optimizer": config.get("optimizer") or {"type": "AdamW"}})
+    zero, activations = checked.zero_optimization, checked.activation_checkpointing
+    offload = zero.offload_optimizer
+    formats, num_moments = rule_of(checked)
+    sequences, micro_batch, accumulation = _batch(options, config, default_batch, place.num_gpus)
+    for name, value in (("--batch-size", micro_batch), ("--accumulation", accumulation), ("--sequences", sequences)):
+        check_whole(name, value)
+    check_whole("--rank", options.rank)
+    if options.method not in METHODS:
+        raise invalid_value("--method", options.method, METHODS)
+    if options.states is not None and options.states not in formats:
+        raise invalid_value("--states", options.states, formats)
+    clip = options.grad_clip if options.grad_clip is not None else config.get("gradient_clipping")
+    if clip is not None and not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
-    weights = next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled")), place.weights)
+    weights = "fp16" if checked.fp16.enabled else "bf16" if checked.bf16.enabled else place.weights
+    # Clipping waits for the norm of all gradients, and so do a loss scale and a check that all gradients are finite.
+    waits = weights == "fp16" or (config.get("bf16") or {}).get("check_grad_overflow", False)
+    parks = options.offload_params
+    if parks is None and "offload_param" in (config.get("zero_optimization") or {}):
+        parks = zero.offload_param is not None and zero.offload_param.device == "cpu"
+    if _is_foreign(checked):
+        parks = False  # weights on the host need one of twinflow's rules
     checkpointing = options.checkpoint_activations
-    return Run(
+    if checkpointing is None and "activation_checkpointing" in config:
+        checkpointing = activations.is_asked_for
+    return Wish(
         model=model,
-        batch=micro,
-        tokens=tokens,
-        micro_batches=parts,
-        states=states,
-        clips=clip > 0 or weights == "fp16",
-        delayed=bool(offload.get("delayed_update")),
-        checkpointing=model.hidden >= 1600 if checkpointing is None else checkpointing,
+        tokens=sequence_length(options) or model.context,
+        sequences=sequences,
+        method=options.method,
+        rank=options.rank,
+        clips=True if waits else None if clip is None else clip > 0,
+        delayed=offload is not None and offload.delayed_update,
         weights=weights,
+        num_moments=num_moments,
         world=place.num_gpus,
-        stage=int((config.get("zero_optimization") or {}).get("stage", 2)) if place.num_gpus > 1 else 0,
+        stage=(zero.stage if "stage" in (config.get("zero_optimization") or {}) else 2) if place.num_gpus > 1 else 0,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        states=options.states,
+        formats=formats,
+        offload_params=parks,
     )
 
 
-def _batch(options: PlanOptions, config: Mapping[str, Any], default: int, num_gpus: int) -> tuple[int, int]:
-    """Sequences in a micro-batch and micro-batches in a step."""
+def _is_foreign(config: Config) -> bool:
+    """Whether the optimizer is one of torch.optim."""
+    return optimizer_choice(config)[0] not in RULES
+
+
+def config_ratio(config: Mapping[str, Any]) -> float | None:
+    """The ratio of a config file, if it is a number."""
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if offload.get("device") == "none":
+        return 0.0
+    ratio = offload.get("ratio")
+    return float(ratio) if isinstance(ratio, (int, float)) else None
+
+
+def _batch(
+    options: PlanOptions, config: Mapping[str, Any], default: int, num_gpus: int
+) -> tuple[int, int | None, int | None]:
+    """Sequences in a step of a GPU, sequences in a micro-batch, and micro-batches in a step. None: not given."""
     whole, micro, parts = BATCH_KEYS
     named = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
-    if options.batch_size is not None or options.accumulation is not None:
-        named.pop(whole, None)  # the flag replaces the batch size of the file
-    named |= {micro: options.batch_size} if options.batch_size is not None else {}
-    named |= {parts: options.accumulation} if options.accumulation is not None else {}
-    if whole not in named:
-        return int(named.get(micro, default)), int(named.get(parts, 1))
-    batch = resolve_batch(load_config(named), world_size=num_gpus)
-    return batch.micro_batch_size, batch.accumulation_steps
+    if options.sequences is not None:
+        named.clear()  # the flags replace the batch sizes of the file
+    elif options.given("batch_size", "accumulation"):
+        named.pop(whole, None)
+    size = options.batch_size if options.batch_size is not None else named.get(micro)
+    count = options.accumulation if options.accumulation is not None else named.get(parts)
+    if options.sequences is not None:
+        wanted = f"--sequences {options.sequences}"
+        if size is not None and count is not None and size * count != options.sequences:
+            raise incompatible(wanted, f"{count} micro-batches of {size}", f"these are {size * count} sequences")
+        if options.sequences % (size or count or 1):
+            raise incompatible(wanted, f"parts of {size or count}", "the number is not a multiple of them")
+        return options.sequences, size, count
+    if whole in named:
+        if size is None and count is None:
+            return max(1, named[whole] // num_gpus), None, None
+        batch = resolve_batch(load_config(named), world_size=num_gpus)
+        return batch.micro_batch_size * batch.accumulation_steps, batch.micro_batch_size, batch.accumulation_steps
+    if size is not None:
+        return size * (count or 1), size, count or 1
+    return default * (count or 1), None, count

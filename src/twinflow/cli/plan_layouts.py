@@ -21,6 +21,7 @@ from twinflow.cli.plan_input import (
     choose_host,
     choose_model,
     parse_count,
+    sequence_length,
 )
 from twinflow.cli.plan_scaling import cluster_text
 from twinflow.cli.plan_text import count, gb, make_console, make_table, seconds
@@ -34,7 +35,19 @@ SHOWN: Final = 5  # default of --layouts
 LEAST_BATCH: Final = 512  # default number of sequences in a step, without --total-batch
 SEQUENCE: Final = 2048
 _DRAM_RATE: Final = 300e9  # bytes/s of a machine with two sockets
-_UNUSED: Final = ("config", "states", "accumulation", "grad_clip", "html", "write_config")
+_UNUSED: Final = (
+    "config",
+    "states",
+    "accumulation",
+    "sequences",
+    "offload_params",
+    "grad_clip",
+    "gpu_memory",
+    "gpu_tflops",
+    "pcie",
+    "html",
+    "write_config",
+)
 
 
 def wants_layouts(options: PlanOptions) -> bool:
@@ -79,11 +92,11 @@ def show_layouts(options: PlanOptions) -> int:
 
 def choose_shape(options: PlanOptions) -> Shape:
     """The model that the options name. With --params, a shape that is typical for published models of this size."""
-    check_whole("--seq-length", options.seq_length)
+    tokens = sequence_length(options)
     if options.params is not None and options.preset is None and options.model is None:
-        return shape_like(parse_count("--params", options.params), options.seq_length or SEQUENCE)
+        return shape_like(parse_count("--params", options.params), tokens or SEQUENCE)
     cost, _ = choose_model(options)
-    return shape_of(cost, options.seq_length or cost.context)
+    return shape_of(cost, tokens or cost.context)
 
 
 def _per_node(options: PlanOptions) -> int:

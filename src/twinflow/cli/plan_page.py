@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from twinflow.cli.plan_text import BOUND, CASE_COLUMNS, advice, case_cells, count, gb, how, largest_rows, seconds, title
+from twinflow.cli.plan_text import (
+    BOUND,
+    CASE_COLUMNS,
+    advice,
+    case_cells,
+    count,
+    gb,
+    how,
+    ignored_text,
+    largest_rows,
+    seconds,
+    title,
+)
 from twinflow.monitor.page import config_text, framed, notes, number_table, render_page, table, tiles
 from twinflow.planner.cases import Case, Plan
+from twinflow.planner.fit import Fit
 from twinflow.planner.machines import Rates
 
 _COLORS: Final = {
@@ -43,15 +56,15 @@ main > .notes, main > figure { margin: 0 0 16px; }
 """
 
 
-def plan_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
+def plan_page(plan: Plan, fit: Fit, machine: str, config: Mapping[str, Any], ignored: Sequence[str]) -> str:
     """The HTML text of the page. `machine`: the description of the machine. `config`: the recommended config, empty if
-    nothing fits.
+    nothing fits. `ignored`: keys of the given config that are not used.
     """
     run, memory = plan.run, plan.setting.memory
     largest = table("Largest model of this shape that fits", largest_rows(plan))
     parts = [
-        tiles(_numbers(plan)),
-        notes("Recommendation", f'<p style="margin:0">{escape(advice(plan))}</p>'),
+        tiles(_numbers(plan, fit)),
+        notes("Recommendation", f'<p style="margin:0">{escape(advice(plan, fit))}</p>'),
         _stacks("GPU memory", plan, "gpu", memory.gpu_bytes),
         _stacks("Host memory", plan, "host", memory.host_bytes),
         _steps(plan),
@@ -59,13 +72,13 @@ def plan_page(plan: Plan, machine: str, config: Mapping[str, Any]) -> str:
         f'<section class="tables">{largest}{table("Rates", _rates(plan.setting.rates))}</section>',
         config_text(json.dumps(config, indent=2) if config else ""),
     ]
-    badge = ("finished", "fits") if plan.best is not None else ("stopped", "does not fit")
-    name = f"Plan: {run.model.name}"
-    return render_page(name, title(run), badge, [machine, how(run)], parts, brand="twinflow plan", style=_STYLE)
+    badge = ("finished", "fits") if fit.fits else ("stopped", "does not fit")
+    name, facts = f"Plan: {run.model.name}", [machine, how(run), *([ignored_text(ignored)] if ignored else [])]
+    return render_page(name, title(run), badge, facts, parts, brand="twinflow plan", style=_STYLE)
 
 
-def _numbers(plan: Plan) -> list[tuple[str, str]]:
-    shown, deepest = plan.nearest, max(map(plan.largest_numel, plan.largest))
+def _numbers(plan: Plan, fit: Fit) -> list[tuple[str, str]]:
+    shown, deepest = fit.case, max(map(plan.largest_numel, plan.largest))
     return [
         ("step", f"{seconds(shown.prediction.step_s)} s"),
         ("tokens/s", f"{shown.tokens_s:,.0f}"),

@@ -15,6 +15,7 @@ from twinflow.cli.plan_input import PlanOptions, choose_cluster, choose_host
 from twinflow.cli.plan_text import BOUND, gb, make_console, make_table, seconds, title
 from twinflow.errors import incompatible
 from twinflow.planner.costs import Run
+from twinflow.planner.fit import Wish
 from twinflow.planner.machines import link_rate
 from twinflow.planner.scaling import (
     OFFLOAD,
@@ -32,12 +33,32 @@ from twinflow.planner.scaling import (
 TOTAL_BATCH: Final = 512  # sequences, as in the papers on offload
 
 
+def scaling_run(wish: Wish) -> Run:
+    """The run whose speed is compared. `scaling` chooses its batch for each number of GPUs."""
+    wide = wish.model.hidden >= 1600
+    return Run(
+        model=wish.model,
+        batch=wish.micro_batch or wish.sequences,
+        tokens=wish.tokens,
+        micro_batches=wish.accumulation or 1,
+        states=wish.states or "fp32",
+        clips=wish.clips is not False,
+        delayed=wish.delayed,
+        checkpointing=wide if wish.checkpointing is None else wish.checkpointing,
+        weights=wish.weights,
+        world=wish.world,
+        stage=wish.stage,
+        num_moments=wish.num_moments,
+    )
+
+
 def show_scaling(options: PlanOptions, run: Run) -> int:
     """Print the table or the JSON object, and return the exit code: 1 if nothing fits on any number of GPUs."""
     assert options.scaling is not None
     why = "--scaling is computed from data sheets, so name the GPU."
     cluster = choose_cluster(options, choose_host(options), options.gpus, why)
-    unused = options.given("html", "write_config", "tokens", "layouts", "per_node")
+    names = ("html", "write_config", "tokens", "layouts", "per_node", "sequences", "offload_params")
+    unused = options.given(*names, "gpu_memory", "gpu_tflops", "pcie")
     if unused:
         reason = "--scaling prints one table for all numbers of GPUs"
         remedy = f"Leave {' and '.join(unused)} out. To save the table, use --json."

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from twinflow.planner.cases import Case, Plan
 from twinflow.planner.costs import Run
+from twinflow.planner.fit import Fit
 
 PIPE_WIDTH: Final = 100  # width of the output into a pipe
 BOUND: Final = {"gpu": "GPU", "host": "host update", "copies": "PCIe", "gate": "clipping norm"}
@@ -35,9 +36,9 @@ def make_table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
     return table
 
 
-def print_plan(plan: Plan, machine: str) -> None:
-    """Print the tables. `machine`: the description of the machine."""
-    console, shown, memory = make_console(), plan.nearest, plan.setting.memory
+def print_plan(plan: Plan, fit: Fit, machine: str, ignored: Sequence[str]) -> None:
+    """Print the tables. `machine`: the description of the machine. `ignored`: keys of the config that are not used."""
+    console, shown, memory = make_console(), fit.case, plan.setting.memory
     console.print(Text(title(plan.run), style="bold"))
     console.print(Text(f"{machine}\n{how(plan.run)}\n", style="dim"))
     console.print(case_table(plan))
@@ -48,17 +49,26 @@ def print_plan(plan: Plan, machine: str) -> None:
     console.print(Text("\nlargest model of this shape that fits", style="bold"))
     for states, text in largest_rows(plan):
         console.print(Text(f"  {states}  {text}"))
-    console.print(Text(f"\n{advice(plan)}", style="bold green" if plan.best is not None else "bold red"))
+    if ignored:
+        console.print(Text(f"\n{ignored_text(ignored)}", style="dim"))
+    console.print(Text(f"\n{advice(plan, fit)}", style="bold green" if fit.fits else "bold red"))
+
+
+def ignored_text(ignored: Sequence[str]) -> str:
+    return f"Keys of the config that do not influence the plan: {', '.join(ignored)}."
 
 
 def title(run: Run) -> str:
     model = run.model
-    return f"{model.name}: {count(model.numel)} parameters, {len(model.blocks)} blocks of width {model.hidden}"
+    text = f"{model.name}: {count(model.numel)} parameters, {len(model.blocks)} blocks of width {model.hidden}"
+    if not run.adapter_rank:
+        return text
+    base = "base in 4 bits" if run.four_bits else "frozen base"
+    return f"{text}, {base}, {count(sum(run.trained_blocks))} trained in adapters of rank {run.adapter_rank}"
 
 
 def how(run: Run) -> str:
-    parts = [f"micro-batches of {run.batch} x {run.tokens} tokens"]
-    parts += [f"{run.micro_batches} micro-batches in a step"] if run.micro_batches > 1 else []
+    parts = [batch(run)]
     parts += [f"{run.weights} weights", "clipping" if run.clips else "no clipping"]
     parts.append("activations recomputed" if run.checkpointing else "activations kept")
     parts += ["updates delayed by one step"] if run.delayed else []
@@ -86,15 +96,16 @@ def case_cells(case: Case, empty: str) -> list[str]:
 
 
 def lacks(case: Case) -> str:
-    missing = [("GPU", case.missing.gpu_bytes / 1e9), ("host", case.missing.host_bytes / 1e9)]
-    return ", ".join(f"{where} +{amount:.{amount < 10:d}f}" for where, amount in missing if amount) + " GB"
+    missing = [("GPU", case.missing.gpu_bytes), ("host", case.missing.host_bytes)]
+    parts = [f"{where} {gb(amount)} GB" for where, amount in missing if amount]
+    return f"short by {' + '.join(parts)}"
 
 
 def bars(used: Mapping[str, int], limit: int) -> Table:
     """A table of bytes by kind, with bars relative to the available memory."""
     table = Table.grid(padding=(0, 2))
     table.add_column(width=13)
-    table.add_column(justify="right", width=8)
+    table.add_column(justify="right", width=10)
     table.add_column(no_wrap=True)
     for kind, amount in used.items():
         if amount:
@@ -118,41 +129,42 @@ def largest_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: Plan, fit: Fit) -> str:
     """The recommendation, or the reason why nothing fits and what to change."""
-    best, nearest = plan.best, plan.nearest
-    if best is None:
-        case = f"{nearest.kind} with {nearest.run.states} states"
-        sides = (("GPU", nearest.missing.gpu_bytes), ("host", nearest.missing.host_bytes))
-        missing = " and ".join(f"{gb(amount)} GB of {side} memory" for side, amount in sides if amount)
-        return f"Nothing fits. The closest is {case}, which lacks {missing}. {_remedy(plan)}"
-    keys = f'"ratio": {best.ratio:.3g}, "states": "{best.run.states}"'
-    gain = _gain(best, plan.cases)
-    bound = BOUND[best.prediction.bound_by]
-    return f"Use {keys}. A step takes {seconds(best.prediction.step_s)} s and is bound by {bound}{gain}."
+    if not fit.fits:
+        sides = (("GPU", fit.short_gpu_bytes), ("host", fit.short_host_bytes))
+        missing = " and ".join(f"short by {gb(amount)} GB of {side} memory" for side, amount in sides if amount)
+        closest = f"{fit.case.kind}, {fit.states} states, {batch(fit.case.run)}"
+        helps = f" What would help: {', or '.join(fit.helps)}." if fit.helps else ""
+        return f"Nothing fits. The closest run ({closest}) is {missing}.{helps}"
+    changes = "".join(f" {change}" for change in fit.changes)
+    bound, step_s = BOUND[fit.bound_by], seconds(fit.step_s)
+    speed = (
+        f"A step takes {step_s} s ({fit.tokens_s:,.0f} tokens/s) and is bound by {bound}{_gain(fit.case, plan.cases)}."
+    )
+    return f"Use {', '.join(chosen(fit))}. {speed}{changes}"
+
+
+def chosen(fit: Fit) -> list[str]:
+    """The settings of a fit as phrases."""
+    where = "weights on the host" if fit.offload_params else "weights on the GPU"
+    again = "activation checkpointing" if fit.checkpointing else "no activation checkpointing"
+    ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
+    return [ratio, batch(fit.case.run), again, where, *([] if fit.clips else ["no gradient clipping"])]
+
+
+def batch(run: Run) -> str:
+    """The batch of a step of a GPU, as text."""
+    if run.micro_batches == 1:
+        return f"1 micro-batch of {run.batch} x {run.tokens} tokens"
+    return f"{run.micro_batches} micro-batches of {run.batch} x {run.tokens} tokens"
 
 
 def _gain(best: Case, cases: Sequence[Case]) -> str:
     """The speedup over full offload in the same state format, as text."""
     full = [c for c in cases if c.kind == "full offload" and c.run.states == best.run.states and c.fits]
-    if not full or best.kind == "full offload":
-        return ""
-    return f". It is {full[0].prediction.step_s / best.prediction.step_s:.2f} times as fast as full offload"
-
-
-def _remedy(plan: Plan) -> str:
-    """Changes that reduce memory, as a sentence. Smaller activations only if these exceed the missing GPU memory."""
-    case, found = plan.nearest, []
-    if case.missing.gpu_bytes:
-        if case.used.gpu["activations"] > case.missing.gpu_bytes:
-            found += ["a smaller --batch-size", *([] if case.run.checkpointing else ["--checkpoint-activations"])]
-        found.append("a larger --gpu")
-    if case.run.clips and case.used.host["gradients"]:
-        found.append("--grad-clip 0")
-    found += ["more --ram"] if case.missing.host_bytes else []
-    if largest := max(map(plan.largest_numel, plan.largest)):
-        found.append(f"a model of at most {count(largest)} parameters")
-    return f"Try {' or '.join(found)}."
+    gain = full[0].prediction.step_s / best.prediction.step_s if full and not best.run.offload_params else 1.0
+    return f". It is {gain:.2f} times as fast as full offload" if gain >= 1.005 else ""
 
 
 def gb(amount: float) -> str:

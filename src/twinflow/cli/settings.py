@@ -460,10 +460,14 @@ def read_config(path: Path | None, name: str) -> dict[str, Any]:
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:
-    """Parse a size such as 32GB, 24GiB or 500MB. `name`: the option, for the error message."""
+    """Parse a size such as 32GB, 24GiB or 500MB. `name`: the option, for the error message.
+
+    A number without a unit is a number of bytes. It is refused below a million, because 64 probably means 64GB.
+    """
     if text is None:
         return None
-    units = {"GIB": 2**30, "GB": 10**9, "G": 10**9, "MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1, "": 1}
+    units = {"TIB": 2**40, "TB": 10**12, "T": 10**12, "GIB": 2**30, "GB": 10**9, "G": 10**9}
+    units |= {"MIB": 2**20, "MB": 10**6, "M": 10**6, "B": 1, "": 1}
     upper = text.strip().upper()
     unit = next(unit for unit in units if upper.endswith(unit))
     try:
@@ -472,6 +476,8 @@ def parse_bytes(name: str, text: str | None) -> int | None:
         raise invalid_value(name, text, "a size like 32GB, 24GiB or 500MB") from None
     if not 0 < value < math.inf:
         raise invalid_value(name, text, "a size above 0")
+    if not unit and value < 10**6:
+        raise invalid_value(name, text, "a size with a unit", f"Write {text}GB if you mean gigabytes.")
     return int(value)
 
 

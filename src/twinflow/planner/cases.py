@@ -15,6 +15,7 @@ from twinflow.planner.placement import at_ratio, best_ratio
 from twinflow.planner.simulate import Prediction, predict
 
 WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this many times as long
+ON_HOST: Final = "weights on host"  # the kind of a case whose weights are on the host too
 _MAX_LAYERS: Final = 1 << 18
 
 
@@ -67,22 +68,45 @@ class Plan:
         return self.run.model.with_layers(num_layers).numel if num_layers else 0
 
 
-def make_plan(run: Run, setting: Setting, states: Sequence[str] = STATES, ratio: float | None = None) -> Plan:
-    """The plan of a run. `ratio`: also add a case with this share of the state on the host. This case is never the
+def make_plan(
+    run: Run,
+    setting: Setting,
+    states: Sequence[str] = STATES,
+    given: Case | None = None,
+    ways: Sequence[bool] = (False,),
+) -> Plan:
+    """The plan of a run, with the cases of `all_cases`. `given`: a case of the config file, which is never the
     recommended one.
     """
-    cases = all_cases(run, setting, states)
-    largest = {name: largest_layers(replace(run, states=name), setting.memory) for name in states}
-    given = [case_at("config's", run, setting, float(ratio))] if ratio is not None else []
-    return Plan(run, setting, [*cases, *given], recommended(cases), largest)
+    cases = all_cases(run, setting, states, ways)
+    largest = {
+        name: max(largest_layers(_with_weights(run, name, on_host), setting.memory) for on_host in ways)
+        for name in states
+    }
+    return Plan(run, setting, [*cases, *([given] if given is not None else [])], recommended(cases), largest)
 
 
-def all_cases(run: Run, setting: Setting, states: Sequence[str] = STATES) -> list[Case]:
-    """A case for each pair of a way to place the state and a state format, grouped by way."""
-    runs = [replace(run, states=name) for name in states]
-    none = [case_at("no offload", r, setting, 0.0) for r in runs]
-    full = [case_at("full offload", r, setting, 1.0) for r in runs]
-    return [*none, *full, *(best_case(r, setting) for r in runs)]
+def all_cases(
+    run: Run, setting: Setting, states: Sequence[str] = STATES, ways: Sequence[bool] = (False,)
+) -> list[Case]:
+    """A case for each pair of a way to place the state and a state format, grouped by way.
+
+    `ways`: whether weights are on the host. (False, True): cases of both.
+    """
+    cases: list[Case] = []
+    if False in ways:
+        runs = [_with_weights(run, name, False) for name in states]
+        cases += [case_at("no offload", r, setting, 0.0) for r in runs]
+        cases += [case_at("full offload", r, setting, 1.0) for r in runs]
+        cases += [best_case(r, setting) for r in runs]
+    if True in ways:
+        cases += [case_at(ON_HOST, _with_weights(run, name, True), setting, 1.0) for name in states]
+    return cases
+
+
+def _with_weights(run: Run, states: str, on_host: bool) -> Run:
+    stage = 3 if on_host and run.world > 1 else run.stage
+    return replace(run, states=states, offload_params=on_host, stage=stage)
 
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
@@ -113,8 +137,8 @@ def best_case(run: Run, setting: Setting) -> Case:
 def recommended(cases: Sequence[Case]) -> Case | None:
     """The recommended case: the fastest that fits.
 
-    A wider state format is preferred if it is nearly as fast. Of the cases that are then about equally fast, the one
-    without offload is preferred, and otherwise the one with the least GPU memory.
+    A wider state format is preferred if it is nearly as fast, and then weights on the GPU. Of the cases that are then
+    about equally fast, the one without offload is preferred, and otherwise the one with the least GPU memory.
     """
     fitting = [case for case in cases if case.fits]
     if not fitting:
@@ -123,10 +147,11 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     good = [case for case in fitting if case.prediction.step_s <= WIDER * fastest]
     widest = min(STATES.index(case.run.states) for case in good)
     good = [case for case in good if STATES.index(case.run.states) == widest]
+    good = [case for case in good if not case.run.offload_params] or good
     least = min(case.prediction.step_s for case in good)
     close = [case for case in good if case.prediction.step_s <= 1.01 * least]
     # The case without offload is the simplest one, so it is preferred if it is as fast.
-    return min(close, key=lambda case: (case.run.offload_params, case.kind != "no offload", case.used.gpu_total))
+    return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
 
 
 def largest_layers(run: Run, memory: Memory) -> int:
@@ -135,4 +160,8 @@ def largest_layers(run: Run, memory: Memory) -> int:
     def is_too_large(num_layers: int) -> bool:
         return not costs.fits(replace(run, model=run.model.with_layers(num_layers)), memory)
 
-    return bisect_left(range(1, _MAX_LAYERS), True, key=is_too_large)
+    # Shapes near the answer are cheap to count, so the search does not start with the deepest ones.
+    limit = 64
+    while limit < _MAX_LAYERS and not is_too_large(limit):
+        limit *= 4
+    return bisect_left(range(1, limit), True, key=is_too_large)

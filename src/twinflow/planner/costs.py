@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, state_bytes
@@ -84,7 +85,7 @@ class Run:
         """Elements of the weights that one GPU computes with."""
         return -(-self.model.numel // self.tensor_parallel)
 
-    @property
+    @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
         """Trained elements of each block."""
         if self.adapter_rank:
@@ -101,7 +102,7 @@ class Run:
         """Elements whose optimizer state belongs to one GPU."""
         return -(-(sum(self.trained_blocks) + sum(self.trained_root)) // self.world)
 
-    @property
+    @cached_property
     def frozen_bytes(self) -> tuple[int, ...]:
         """Bytes of the frozen weights of each block. Zeros without adapters."""
         if not self.adapter_rank:
@@ -113,7 +114,7 @@ class Run:
             for numel, products in zip(model.blocks, model.block_products, strict=True)
         )
 
-    @property
+    @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of all weights of each block on one GPU that has them whole."""
         width = WEIGHT_BYTES[self.weights]
@@ -285,7 +286,11 @@ def placing_size(run: Run, memory: Memory) -> StateBytes:
 
 
 def fits(run: Run, memory: Memory) -> bool:
-    """Whether there is a share of the state on the host (0 to 1) with which the run fits."""
+    """Whether there is a share of the state on the host (0 to 1) with which the run fits. With weights on the host, the
+    share is always 1.
+    """
+    if run.offload_params:
+        return bytes_of(run, placed_at(run, 1.0), memory).missing(usable(memory)).is_zero
     room, size = room_of(run, memory), placing_size(run, memory)
     resident = min(run.own_numel, room.gpu_bytes / size.resident)
     return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes

@@ -23,7 +23,7 @@ from typing import Final
 
 from twinflow.errors import invalid_value
 from twinflow.planner import costs
-from twinflow.planner.cases import Case, Setting, best_case, case_at, recommended
+from twinflow.planner.cases import ON_HOST, Case, Setting, best_case, case_at, recommended
 from twinflow.planner.costs import Bytes, Memory, Run
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
 from twinflow.planner.machines import GB
@@ -56,6 +56,7 @@ class Wish:
     accumulation: int | None = None
     checkpointing: bool | None = None
     states: str | None = None
+    formats: tuple[str, ...] = STATES  # state formats of the update rule, if `states` is None
     ratio: float | None = None
     offload_params: bool | None = None
 
@@ -99,6 +100,15 @@ class Fit:
     @property
     def fits(self) -> bool:
         return not (self.short_gpu_bytes or self.short_host_bytes)
+
+
+def places(wish: Wish) -> tuple[bool, ...]:
+    """Whether weights may be on the host: False, True or both. They are refused there with delayed updates and with a
+    ratio other than 1.
+    """
+    if wish.offload_params is None and (wish.delayed or wish.ratio not in (None, 1.0)):
+        return (False,)
+    return _either(wish.offload_params)
 
 
 def choose_fit(wish: Wish, setting: Setting) -> Fit:
@@ -164,7 +174,7 @@ def _case(run: Run, wish: Wish, setting: Setting) -> Case:
     """The case of a run with the ratio of `_ratio`, simulated."""
     ratio = _ratio(run, wish, setting)
     if setting.memory.gpu_bytes:
-        kind = "weights on the host" if run.offload_params else "best ratio" if ratio > 0.0 else "no offload"
+        kind = ON_HOST if run.offload_params else "best ratio" if ratio > 0.0 else "no offload"
         return case_at(kind, run, setting, ratio)
     unknown = Prediction(0.0, "host", 0.0, 0.0, 0.0, 0.0)
     return Case("no GPU", run, ratio, _used(run, wish, setting), _missing(run, wish, setting), unknown)
@@ -198,7 +208,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
     """All combinations of the settings that the wish leaves open."""
     for states in _formats(wish):
         for checkpointing in _either(wish.checkpointing):
-            for offload_params in _places(wish):
+            for offload_params in places(wish):
                 for micro_batch, accumulation in _batches(wish):
                     yield Run(
                         model=wish.model,
@@ -220,18 +230,11 @@ def _runs(wish: Wish) -> Iterator[Run]:
 
 
 def _formats(wish: Wish) -> tuple[str, ...]:
-    return STATES if wish.states is None else (wish.states,)
+    return wish.formats if wish.states is None else (wish.states,)
 
 
-def _either(given: bool | None) -> list[bool]:
-    return [False, True] if given is None else [given]
-
-
-def _places(wish: Wish) -> list[bool]:
-    """Weights on the host are refused with delayed updates and with a ratio other than 1."""
-    if wish.offload_params is None and (wish.delayed or wish.ratio not in (None, 1.0)):
-        return [False]
-    return _either(wish.offload_params)
+def _either(given: bool | None) -> tuple[bool, ...]:
+    return (False, True) if given is None else (given,)
 
 
 def _batches(wish: Wish) -> list[tuple[int, int]]:

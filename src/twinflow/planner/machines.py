@@ -12,6 +12,7 @@ measured, PCIe 4 and 3 are a half and a quarter of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -72,21 +73,53 @@ GPUS: Final = {
     "a100-40": Gpu("A100 40 GB", int(41.9 * GB), 240, 1.25e12, 4, 240e9),
     "v100-32": Gpu("V100 32 GB", int(33.5 * GB), 70, 0.75e12, 3, 120e9, "fp16"),
     "v100-16": Gpu("V100 16 GB", int(16.4 * GB), 70, 0.75e12, 3, 120e9, "fp16"),
-    "l40s": Gpu("L40S 48 GB", int(47.7 * GB), 240, 0.7e12, 4),
-    "a6000": Gpu("RTX A6000 48 GB", int(50.9 * GB), 110, 0.62e12, 4),
+    "a40": Gpu("A40 48 GB", int(47.7 * GB), 105, 0.56e12, 4),
+    "a30": Gpu("A30 24 GB", int(25.2 * GB), 115, 0.75e12, 4),
+    "a10": Gpu("A10 24 GB", int(23.6 * GB), 75, 0.48e12, 4),
     "a10g": Gpu("A10G 24 GB", int(23.6 * GB), 55, 0.48e12, 4),
+    "t4": Gpu("T4 16 GB", int(15.4 * GB), 36, 0.26e12, 3, 0.0, "fp16"),
+    "l40s": Gpu("L40S 48 GB", int(47.7 * GB), 240, 0.7e12, 4),
+    "l40": Gpu("L40 48 GB", int(47.7 * GB), 120, 0.7e12, 4),
     "l4": Gpu("L4 24 GB", int(23.6 * GB), 60, 0.24e12, 4),
+    # Workstations.
+    "rtxpro6000": Gpu("RTX PRO 6000 Blackwell 96 GB", int(102.4 * GB), 340, 1.4e12, 5),
+    "rtx6000ada": Gpu("RTX 6000 Ada 48 GB", int(50.9 * GB), 240, 0.77e12, 4),
+    "rtx5000ada": Gpu("RTX 5000 Ada 32 GB", int(33.6 * GB), 180, 0.46e12, 4),
+    "rtx4000ada": Gpu("RTX 4000 Ada 20 GB", int(20.8 * GB), 75, 0.29e12, 4),
+    "a6000": Gpu("RTX A6000 48 GB", int(50.9 * GB), 110, 0.62e12, 4),
+    "a5000": Gpu("RTX A5000 24 GB", int(25.2 * GB), 80, 0.61e12, 4),
+    "a4000": Gpu("RTX A4000 16 GB", int(16.5 * GB), 55, 0.36e12, 4),
+    # Desktops. Cards with 8 lanes of PCIe have the rate of 16 lanes of the generation before.
     "rtx5090": Gpu("RTX 5090 32 GB", int(33.6 * GB), 180, 1.4e12, 5),
+    "rtx5080": Gpu("RTX 5080 16 GB", int(16.5 * GB), 96, 0.77e12, 5),
+    "rtx5070ti": Gpu("RTX 5070 Ti 16 GB", int(16.5 * GB), 75, 0.72e12, 5),
+    "rtx5070": Gpu("RTX 5070 12 GB", int(12.2 * GB), 52, 0.54e12, 5),
+    "rtx5060ti": Gpu("RTX 5060 Ti 16 GB", int(16.5 * GB), 40, 0.36e12, 4),
     "rtx4090": Gpu("RTX 4090 24 GB", int(25.2 * GB), 140, 0.8e12, 4),
+    "rtx4080super": Gpu("RTX 4080 SUPER 16 GB", int(16.5 * GB), 88, 0.59e12, 4),
+    "rtx4080": Gpu("RTX 4080 16 GB", int(16.5 * GB), 83, 0.57e12, 4),
+    "rtx4070tisuper": Gpu("RTX 4070 Ti SUPER 16 GB", int(16.5 * GB), 75, 0.54e12, 4),
+    "rtx4070ti": Gpu("RTX 4070 Ti 12 GB", int(12.2 * GB), 68, 0.4e12, 4),
+    "rtx4070super": Gpu("RTX 4070 SUPER 12 GB", int(12.2 * GB), 60, 0.4e12, 4),
+    "rtx4070": Gpu("RTX 4070 12 GB", int(12.2 * GB), 49, 0.4e12, 4),
+    "rtx4060ti": Gpu("RTX 4060 Ti 16 GB", int(16.5 * GB), 37, 0.23e12, 3),
+    "rtx4060": Gpu("RTX 4060 8 GB", int(7.9 * GB), 26, 0.22e12, 3),
+    "rtx3090ti": Gpu("RTX 3090 Ti 24 GB", int(25.2 * GB), 66, 0.81e12, 4),
     "rtx3090": Gpu("RTX 3090 24 GB", int(25.2 * GB), 58, 0.75e12, 4),
+    "rtx3080ti": Gpu("RTX 3080 Ti 12 GB", int(12.2 * GB), 56, 0.73e12, 4),
+    "rtx3080": Gpu("RTX 3080 10 GB", int(10.1 * GB), 49, 0.61e12, 4),
+    "rtx3070": Gpu("RTX 3070 8 GB", int(7.9 * GB), 33, 0.36e12, 4),
+    "rtx3060": Gpu("RTX 3060 12 GB", int(12.2 * GB), 21, 0.29e12, 4),
 }
 # Other names of these GPUs, with the memory size in the name.
 _WITH_SIZE: Final = {"h100-80": "h100", "h200-141": "h200", "b200-192": "b200"}
 # Bytes/s: to the host, to the device, in each direction when both run.
 _PCIE: Final = {5: (55e9, 55e9, 50e9), 4: (26e9, 26e9, 23e9), 3: (12.8e9, 12.8e9, 11e9)}
+PCIE_GENERATIONS: Final = tuple(_PCIE)
 # Bandwidth of an update kernel relative to plain reads and writes. Without other work it is 0.92 to 0.97. The value 0.9
 # fits training steps.
 _OF_DRAM: Final = 0.9
+_OF_PEAK: Final = 0.8  # matrix products of a training step relative to the peak
 # Updates per second and core if memory is no limit (AVX-512). int8: measured 8.9e9 on 16 cores; others: estimates.
 _A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
 
@@ -99,14 +132,25 @@ def gpu_named(name: str, option: str = "--gpu") -> Gpu:
     return GPUS[plain]
 
 
+def any_gpu(memory_bytes: int, tflops: float, pcie: int = 4) -> Gpu:
+    """A GPU that has no data sheet here. `tflops`: dense matrix products in bf16 as on its data sheet.
+
+    The bandwidth of its memory is estimated. The GPUs above have 2 to 14 GB/s for each TFLOPS, and most about 6.
+    """
+    reached = _OF_PEAK * tflops
+    return Gpu(f"GPU of {tflops:g} TFLOPS, {memory_bytes / GB:g} GB", memory_bytes, reached, reached * 6e9, pcie)
+
+
 def recognise(title: str) -> Gpu | None:
     """The GPU that a driver calls `title`, for example "NVIDIA A100-SXM4-40GB". Returns None if there is no data sheet
     for it.
     """
-    plain = title.lower().replace(" ", "").replace("-", "")
+    whole = title.lower().replace(" ", "").replace("-", "")
+    plain = re.sub(r"[ -]*[0-9]+ ?gb", "", title.lower()).replace(" ", "").replace("-", "")
     for name in sorted(GPUS, key=len, reverse=True):
         model, _, size = name.partition("-")
-        if model in plain and (not size or f"{size}gb" in plain):
+        # "A10" is not part of "A100", and "A30" is not part of "A3000".
+        if re.search(f"{model}(?![0-9])", plain) and (not size or f"{size}gb" in whole):
             return GPUS[name]
     return None
 

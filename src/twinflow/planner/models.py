@@ -173,6 +173,11 @@ def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> Mo
     return gpt_cost(f"GPT-2 shape, {num_layers} x {hidden}", vocab_size, context, num_layers, hidden, heads)
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether `from_hf` knows the type of this model."""
+    return config.get("model_type") in _FAMILIES
+
+
 def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
     """Costs of a transformers model with its language-model head, from its config.json."""
     kind = config.get("model_type")
@@ -187,7 +192,7 @@ def from_hf(config: Mapping[str, Any], name: str = "") -> ModelCost:
 
 
 def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
-    """Llama, Mistral and Qwen2: rotary positions, gated MLP, RMS norms."""
+    """Llama, Mistral, Qwen2 and Qwen3: rotary positions, gated MLP, RMS norms."""
     h, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or h // heads
@@ -196,6 +201,8 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
     biases = 2 * h  # the two norms
     if config["model_type"] == "qwen2":
         biases += wide + 2 * narrow
+    elif config["model_type"] == "qwen3":
+        biases += 2 * width  # the norms of queries and keys
     elif config.get("attention_bias"):
         biases += wide + 2 * narrow + h
     if config.get("mlp_bias"):
@@ -279,6 +286,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = 
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _llama,
+    "qwen3": _llama,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,

@@ -1,0 +1,145 @@
+"""The chooser of `twinflow plan` and `twinflow finetune`: what it recommends fits, and what it proposes helps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from twinflow.models.gpt import PRESETS, cost_of
+from twinflow.planner.cases import Setting, case_at
+from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, timing_of, usable
+from twinflow.planner.fit import Wish, choose_fit
+from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
+from twinflow.planner.models import from_hf
+
+LLAMA_8B = from_hf(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "llama3-8b",
+)
+
+
+def setting_of(gpu: str, ram_gb: int, gpu_gb: float | None = None) -> Setting:
+    machine = Machine(GPUS[gpu], Host(ram_gb * GB, 16, 150e9))
+    gpu_bytes = machine.gpu.memory_bytes if gpu_gb is None else int(gpu_gb * GB)
+    return Setting(rates_of(machine), Memory(gpu_bytes, ram_gb * GB))
+
+
+@pytest.mark.parametrize(("gpu", "ram_gb"), [("rtx4070", 32), ("rtx4090", 64), ("rtx4090", 128), ("h200", 64)])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_what_is_recommended_fits_with_a_margin(gpu: str, ram_gb: int, method: str) -> None:
+    setting = setting_of(gpu, ram_gb)
+    fit = choose_fit(Wish(LLAMA_8B, 2048, sequences=8, method=method), setting)
+    limit = usable(setting.memory)
+    assert limit.gpu_bytes < 0.99 * setting.memory.gpu_bytes
+    if fit.fits:
+        assert fit.gpu_bytes <= limit.gpu_bytes
+        assert fit.host_bytes - fit.case.used.host["shadows"] <= limit.host_bytes
+        assert fit.helps == ()
+        assert fit.changes or fit.micro_batch * fit.accumulation == 8
+    else:
+        assert fit.short_gpu_bytes + fit.short_host_bytes > 0
+        assert fit.helps
+    assert fit.fits == (method != "full" or ram_gb > 32)
+
+
+def test_clipping_goes_before_sequences_and_both_are_named() -> None:
+    setting = setting_of("rtx4090", 64)
+    few = choose_fit(Wish(LLAMA_8B, 2048), setting)
+    assert (few.clips, few.states, few.offload_params, few.micro_batch) == (False, "int8", True, 4)
+    assert few.changes == ("Gradients are not clipped: those that wait for their norm would not fit.",)
+    many = choose_fit(Wish(LLAMA_8B, 2048, sequences=64), setting)
+    assert many.fits
+    assert many.changes[0].startswith(f"A step has {many.micro_batch} sequences, not 64")
+    assert not choose_fit(Wish(LLAMA_8B, 2048, clips=True), setting).fits
+
+
+def test_exact_formats_are_preferred() -> None:
+    assert choose_fit(Wish(LLAMA_8B, 2048), setting_of("rtx4090", 256)).states == "fp32"
+    assert choose_fit(Wish(LLAMA_8B, 2048), setting_of("rtx4090", 128)).states == "bf16"
+
+
+def test_what_is_given_is_kept() -> None:
+    wish = Wish(LLAMA_8B, 512, sequences=4, states="int8", micro_batch=1, checkpointing=True, offload_params=True)
+    fit = choose_fit(wish, setting_of("h200", 256))
+    assert (fit.states, fit.micro_batch, fit.accumulation) == ("int8", 1, 4)
+    assert fit.checkpointing
+    assert fit.offload_params
+    assert fit.ratio == 1.0
+    assert choose_fit(replace(wish, offload_params=None, ratio=0.5), setting_of("h200", 256)).ratio == 0.5
+
+
+def test_each_help_is_enough() -> None:
+    setting, wish = setting_of("rtx4090", 32), Wish(LLAMA_8B, 65536, sequences=2)
+    fit = choose_fit(wish, setting)
+    assert not fit.fits
+    text = "; ".join(fit.helps)
+    host = int(re.findall(r"at least (\d+) GB of host", choose_fit(replace(wish, tokens=2048), setting).helps[-2])[0])
+    assert choose_fit(replace(wish, tokens=2048), setting_of("rtx4090", host)).fits
+    assert not choose_fit(replace(wish, tokens=2048), setting_of("rtx4090", host - 1)).fits
+    assert "GPU memory" in text or "host memory" in text or "tokens" in text
+
+
+def test_without_a_gpu_the_host_has_everything() -> None:
+    tiny = cost_of(PRESETS["tiny"], "tiny")
+    setting = Setting(Rates(0.0, 0.0, 0.0, {}, {}, 0.0, 0.0), Memory(0, 8 * GB))
+    fit = choose_fit(Wish(tiny, 64, sequences=8, weights="fp32"), setting)
+    assert fit.fits
+    assert (fit.gpu_bytes, fit.step_s, fit.states, fit.micro_batch, fit.checkpointing) == (0, 0.0, "fp32", 8, False)
+    assert not choose_fit(Wish(LLAMA_8B, 64, weights="fp32"), setting).fits
+
+
+def test_weights_on_the_host_as_measured() -> None:
+    """2026-11-15-offload-param.md: 8.67 B parameters, bf16 state, clipping, 16 GB of GPU memory."""
+    run = Run(cost_of(replace(PRESETS["gpt2-10b"], num_layers=42), "gpt"), 8, 1024, states="bf16", offload_params=True)
+    setting = setting_of("h200", 135, 16)
+    case = case_at("", run, setting, 1.0)
+    assert case.used.gpu_total / 1e9 == pytest.approx(7.643, rel=0.05)
+    assert case.used.host["shadows"] / 1e9 == pytest.approx(19.27, rel=0.17)
+    assert case.prediction.step_s == pytest.approx(1.758, rel=0.15)
+
+
+def test_fetches_take_their_time() -> None:
+    setting = setting_of("rtx4090", 128)
+    for batches in (1, 2, 9):
+        run = Run(LLAMA_8B, 1, 512, micro_batches=batches, states="int8", clips=False, offload_params=True)
+        timing = timing_of(run, setting.rates)
+        fetched = sum(fetch.nbytes for fetch in fetches_of(run, timing))
+        step_s = case_at("", run, setting, 1.0).prediction.step_s
+        # The last block stays on the GPU between forward and backward.
+        least = batches * (2 * fetched - run.block_bytes[-1]) / setting.rates.in_bytes
+        assert least <= step_s <= 1.6 * max(least, timing.gpu_s) + run.own_numel / 4e9
+
+
+def test_frozen_weights_have_no_state_and_four_bits_a_quarter_of_the_bytes() -> None:
+    full = Run(LLAMA_8B, 1, 2048)
+    lora, qlora = replace(full, adapter_rank=16), replace(full, adapter_rank=16, four_bits=True)
+    assert lora.own_numel == 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # as peft counts
+    memory = Memory(100 * GB, 100 * GB)
+    sizes = [bytes_of(run, Placed(run.own_numel), memory) for run in (full, lora, qlora)]
+    assert sizes[1].host["state"] < 0.01 * sizes[0].host["state"]
+    assert sizes[2].gpu["weights"] < 0.4 * sizes[1].gpu["weights"]
+    on_host = bytes_of(replace(qlora, offload_params=True), Placed(qlora.own_numel), memory)
+    assert on_host.host["weights"] == sum(qlora.frozen_bytes)
+
+
+def test_cards_of_the_longer_list_are_recognised() -> None:
+    for title, name in (
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA A10", "a10"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA L40", "l40"),
+    ):
+        assert recognise(title) is gpu_named(name)
+    assert recognise("NVIDIA RTX A3000 Laptop GPU") is None
