@@ -38,6 +38,7 @@ from twinflow.cli.finetune_settings import (
     as_json,
     make_settings,
 )
+from twinflow.cli.plan_input import this_setting
 from twinflow.cli.ranks import USER_ERRORS
 from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
@@ -182,19 +183,6 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
             ("planned", f"{memory}{speed}"),
         ],
         notes=list(fit.changes),
-    )
-
-
-def this_setting(gpu_bytes: int | None) -> Any:
-    from twinflow.planner.cases import Setting
-    from twinflow.planner.costs import Memory
-    from twinflow.planner.machines import Rates
-    from twinflow.native.cgroup import free_host_bytes
-    from types import SimpleNamespace
-
-    return SimpleNamespace(
-        setting=Setting(Rates(1, 1, 1, {}, {}, 1, 0), Memory(0, free_host_bytes())),
-        text=f"no GPU, {free_host_bytes() / 1e9:.0f} GB RAM free",
     )
 
 

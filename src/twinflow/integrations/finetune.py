@@ -25,6 +25,7 @@ from twinflow.data.chats import Examples, Row
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
 from twinflow.integrations.huggingface import TwinMixin
+from twinflow.integrations.pretrained import from_pretrained
 from twinflow.monitor.metrics import LoadMeter, StepRecord, ValidRecord
 from twinflow.monitor.timers import Clock
 
@@ -314,7 +315,7 @@ def load_model(model: str, dtype: torch.dtype, method: str) -> nn.Module:
             bnb_4bit_compute_dtype=dtype,
         )
     try:
-        loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **more)
+        loaded: nn.Module = from_pretrained(transformers.AutoModelForCausalLM, model, dtype=dtype, **more)
     except OSError as error:
         raise _no_model(model, error) from None
     return _quantized(loaded) if method == "qlora" and not by_kernels else loaded
@@ -374,10 +375,6 @@ class TuneMixin(TwinMixin):
         self.clock = Clock(device)
         self._schedule = schedule
         super().__init__(*args, **kwargs)
-
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        if not self._twin_options.get("offload_params"):  # the GPU may be too small for all weights
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         trainer: Any = self
