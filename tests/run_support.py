@@ -1,4 +1,4 @@
-"""Runs of `twinflow train` in processes of their own, which a test may kill: forked from one that has torch loaded.
+"""Runs of `twinflow train` and other commands in processes of their own, which a test may kill: forked from one that has torch loaded.
 
 The fork server costs one start of the interpreter for all runs. Each run is a process like any other: its death by
 SIGKILL is real, and it has been reaped when `wait` returns, as a shell would have done.
@@ -20,14 +20,16 @@ _DISK_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # as 
 
 
 class TrainProcess:
-    """`twinflow train` with these options, started. `log` takes what it prints.
+    """`twinflow train`, or another command, with these options, started. `log` takes what it prints.
 
     `die_at`: a folder and a number; the process kills itself as it is about to do the n-th thing to that folder.
     """
 
-    def __init__(self, options: Sequence[Any], log: Path, die_at: tuple[Path, int] | None = None) -> None:
+    def __init__(
+        self, options: Sequence[Any], log: Path, die_at: tuple[Path, int] | None = None, command: str = "train"
+    ) -> None:
         self.log = log
-        args = ["train", *(str(option) for option in options)]
+        args = [command, *(str(option) for option in options)]
         self._process = fork_context().Process(target=_run, args=(args, str(log), die_at), daemon=True)
         self._process.start()
 
