@@ -2,7 +2,7 @@
 chat template, and questions and answers of a synthetic task.
 
     python examples/tiny_models.py tiny
-    twinflow finetune tiny/qwen tiny/train.jsonl --steps 300 --out tiny/run
+    twinflow finetune tiny/qwen tiny/train.jsonl --steps 250 --lr 1e-3 --out tiny/run
 
 The models are pretrained here, for some seconds, on plain text that counts: "After 41 comes 42." They have never
 seen a question. `train.jsonl` has chats that ask for the numbers after a number. `test.jsonl` asks about other numbers.
@@ -168,7 +168,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes tiny pretrained models and data for `twinflow finetune`.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("tiny"))
-    parser.add_argument("--steps", type=int, default=300, help="steps of pretraining (default: 300)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of pretraining (default: 600)")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     write_data(given.folder)
@@ -181,7 +181,7 @@ def main() -> None:
         tokenizer.save_pretrained(given.folder / kind)
         share = exact_share(model.eval(), tokenizer, test)
         print(f"{given.folder / kind}: loss {loss:.3f}, answers {share:.0%} of the questions exactly")
-    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 300")
+    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 250 --lr 1e-3")
 
 
 if __name__ == "__main__":

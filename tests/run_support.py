@@ -1,4 +1,5 @@
-"""Runs of `twinflow train` and other commands in processes of their own, which a test may kill: forked from one that has torch loaded.
+"""Runs of `twinflow train` and of other commands in processes of their own, which a test may kill: forked from one that
+has torch loaded.
 
 The fork server costs one start of the interpreter for all runs. Each run is a process like any other: its death by
 SIGKILL is real, and it has been reaped when `wait` returns, as a shell would have done.

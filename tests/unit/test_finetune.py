@@ -8,6 +8,7 @@ import importlib.util
 import json
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -338,26 +339,75 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(folder: Path, tmp_path: P
     assert ending(out) == ending(tmp_path / "straight")
 
 
+@pytest.fixture(scope="module")
+def pretrained(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script of the docs writes."""
+    path = tmp_path_factory.mktemp("pretrained")
+    with pytest.MonkeyPatch.context() as patch, quick_torch():
+        patch.setattr(sys, "argv", ["tiny_models.py", str(path)])
+        tiny.main()
+    return path
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tuning_teaches_the_task(kind: str, tiny: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "lr", "least"), [("sft", 1e-3, 0.9), ("lora", 5e-3, 0.7), ("qlora", 5e-3, 0.7)])
+def test_tuning_teaches_the_task(
+    kind: str, method: str, lr: float, least: float, tiny: ModuleType, pretrained: Path, tmp_path: Path
+) -> None:
     """A model that was pretrained here answers nothing before, and nearly everything after, about unseen numbers."""
-    tiny.write_data(tmp_path)
-    test = tiny.read_rows(tmp_path / "test.jsonl")
-    tokenizer = tiny.make_tokenizer(kind)
-    model = tiny.make_model(kind, tokenizer)
-    tiny.pretrain(model, tokenizer, 600)
-    model.save_pretrained(tmp_path / kind)
-    tokenizer.save_pretrained(tmp_path / kind)
-    shares = {"base": tiny.exact_share(model.eval(), tokenizer, test)}
-    for method, lr in (("sft", 1e-3), ("lora", 5e-3)):
-        out = tmp_path / method
-        finished(
-            tmp_path / kind, tmp_path / "train.jsonl", "--method", method, "--steps", 250, "--lr", lr, "--out", out
-        )
-        shares[method] = tiny.exact_share(*loaded(out / "model"), test)
-    print(kind, shares)
-    assert shares["base"] < 0.05
-    assert shares["sft"] > 0.9
-    assert shares["lora"] > 0.7
+    test, out = tiny.read_rows(pretrained / "test.jsonl"), tmp_path / "run"
+    before = tiny.exact_share(*loaded(pretrained / kind), test)
+    options = ("--method", method, "--steps", 250, "--lr", lr, "--out", out)
+    finished(pretrained / kind, pretrained / "train.jsonl", *options)
+    after = tiny.exact_share(*loaded(out / "model"), test)
+    print(f"{kind} {method}: {before:.0%} before, {after:.0%} after")
+    assert before < 0.05
+    assert after > least
+
+
+@pytest.mark.matrix
+def test_grpo_of_trl_with_the_mixin(folder: Path, tmp_path: Path) -> None:
+    """The recipe of docs/finetune.md."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import twinflow
+    from twinflow.integrations.huggingface import TwinMixin
+
+    class TwinGRPO(TwinMixin, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
+        pass
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    model = twinflow.from_pretrained(AutoModelForCausalLM, folder / "qwen")
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    config = trl.GRPOConfig(
+        str(tmp_path / "run"),
+        bf16=False,
+        beta=0.0,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = TwinGRPO(
+        model,
+        reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": "After 41 comes"}] * 16),
+        processing_class=AutoTokenizer.from_pretrained(folder / "qwen"),
+        twin={"states": "bf16"},
+    )
+    trainer.train()
+    assert trainer.twin is not None
+    assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
+    trainer.twin.close()

@@ -411,6 +411,11 @@ class SFT(TuneMixin, trl.SFTTrainer):  # type: ignore[name-defined,misc]
 class DPO(TuneMixin, trl.DPOTrainer):  # type: ignore[name-defined,misc]
     """TRL's DPOTrainer with TwinOptimizer."""
 
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        if self.twin is None and self._twin_options.get("offload_params"):
+            self.create_optimizer()  # TRL runs the model in its constructor, and the weights are not on the device
+        return super()._precompute_ref_logps(*args, **kwargs)
+
 
 class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
     """Measures steps, and decides when to validate, to save and to stop."""
