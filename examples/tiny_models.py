@@ -2,7 +2,7 @@
 chat template, and questions and answers of a synthetic task.
 
     python examples/tiny_models.py tiny
-    twinflow finetune tiny/qwen tiny/train.jsonl --steps 250 --lr 1e-3 --out tiny/run
+    twinflow finetune tiny/qwen tiny/train.jsonl --steps 150 --lr 1e-3 --out tiny/run
 
 The models are pretrained here, for some seconds, on plain text that counts: "After 41 comes 42." They have never
 seen a question. `train.jsonl` has chats that ask for the numbers after a number. `test.jsonl` asks about other numbers.
@@ -181,7 +181,7 @@ def main() -> None:
         tokenizer.save_pretrained(given.folder / kind)
         share = exact_share(model.eval(), tokenizer, test)
         print(f"{given.folder / kind}: loss {loss:.3f}, answers {share:.0%} of the questions exactly")
-    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 250 --lr 1e-3")
+    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 150 --lr 1e-3")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_packed_examples_do_not_see_each_other(folder: Path, tmp_path: Path) -> 
     """The loss of a packed batch is that of its examples alone."""
     given = (folder / "qwen", folder / "train.jsonl", "--steps", 1, "--lr", 0, "--samples", 0)
     for name, options in {"plain": ("--batch-size", 131), "packed": ("--batch-size", 1, "--packing")}.items():
-        size = ("--seq-length", 256, "--accumulation", 1 if name == "plain" else 14)
+        size = ("--seq-length", 256, "--accumulation", 1 if name == "plain" else 13)
         finished(*given, *options, *size, "--out", tmp_path / name)
     losses = [next(iter(read_metrics(tmp_path / name / "metrics.jsonl")[1:])).loss for name in ("plain", "packed")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -352,14 +352,14 @@ def pretrained(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("method", "lr", "least"), [("sft", 1e-3, 0.9), ("lora", 5e-3, 0.7), ("qlora", 5e-3, 0.7)])
+@pytest.mark.parametrize(("method", "lr", "least"), [("sft", 1e-3, 0.9), ("lora", 5e-3, 0.7)])
 def test_tuning_teaches_the_task(
     kind: str, method: str, lr: float, least: float, tiny: ModuleType, pretrained: Path, tmp_path: Path
 ) -> None:
     """A model that was pretrained here answers nothing before, and nearly everything after, about unseen numbers."""
     test, out = tiny.read_rows(pretrained / "test.jsonl"), tmp_path / "run"
     before = tiny.exact_share(*loaded(pretrained / kind), test)
-    options = ("--method", method, "--steps", 250, "--lr", lr, "--out", out)
+    options = ("--method", method, "--steps", 150, "--lr", lr, "--out", out)
     finished(pretrained / kind, pretrained / "train.jsonl", *options)
     after = tiny.exact_share(*loaded(out / "model"), test)
     print(f"{kind} {method}: {before:.0%} before, {after:.0%} after")

@@ -179,7 +179,7 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
         rows=[
             ("machine", place.text),
             ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length) + recomputed),
-            ("state", f"{fit.states}{share}{weights}"),
+            ("state", f"AdamW in {fit.states}{share}{weights}"),
             ("planned", f"{memory}{speed}"),
         ],
         notes=list(fit.changes),
@@ -209,7 +209,8 @@ def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_len
 
 
 def _batch_text(batch: int, parts: int, seq_length: int) -> str:
-    return f"{parts} micro-batches of {batch} sequences of at most {seq_length:,} tokens"
+    micro = f"1 micro-batch of {batch}" if parts == 1 else f"{parts} micro-batches of {batch}"
+    return f"{micro} sequences, each of at most {seq_length:,} tokens"
 
 
 def _short(fit: Fit, machine: str) -> str:
@@ -414,8 +415,10 @@ def print_example(console: Console, parts: Sequence[tuple[str, str]], place: str
     """One example as the model sees it. A column says which part is context and which is learned."""
     lines = [f"Example ({place}): what the model gets (context) and what it learns"]
     for use, text in parts:
-        for index, line in enumerate(text.split("\n")):
-            lines.append(f"  {use if index == 0 else '':<8} | {printable(line).strip() if line.strip() else ''}")
+        if text.strip():  # a line break alone is not shown
+            shown = text.rstrip("\n").split("\n")
+            names = [use, *[""] * (len(shown) - 1)]
+            lines += [f"  {name:<8} | {printable(line).strip()}" for name, line in zip(names, shown, strict=True)]
     if len(lines) > NUM_LINES:
         half = NUM_LINES // 2
         lines = [*lines[:half], f"  ... {len(lines) - 2 * half} more lines", *lines[-half:]]
