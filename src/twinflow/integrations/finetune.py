@@ -554,7 +554,9 @@ def make_trainer(
         config = trl.DPOConfig(**common, beta=settings.beta, precompute_ref_log_probs=True)
         trainer: Any = DPO(args=config, **given)
     else:
-        config = trl.SFTConfig(**common, packing=settings.packing, eval_packing=False)
+        # The data is prepared. A second preparation would pack the packed sequences, without the bounds of examples.
+        is_prepared = {"skip_prepare_dataset": True}
+        config = trl.SFTConfig(**common, packing=settings.packing, dataset_kwargs=is_prepared)
         lora = adapters(settings.rank) if settings.method in ("lora", "qlora") else None
         trainer = SFT(args=config, peft_config=lora, **given)
     trainer.remove_callback(transformers.PrinterCallback)
