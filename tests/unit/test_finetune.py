@@ -220,6 +220,16 @@ def test_every_method_on_every_model(kind: str, method: str, folder: Path, tmp_p
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_weights_on_the_host_give_the_same_bits(method: str, folder: Path, tmp_path: Path) -> None:
+    data = folder / ("pairs.jsonl" if method == "dpo" else "train.jsonl")
+    options = ("--method", method, "--steps", 2, "--lr", 1e-2, "--batch-size", 2, "--accumulation", 2, "--samples", 1)
+    for name in ("offload-params", "no-offload-params"):
+        finished(folder / "qwen", data, *options, f"--{name}", "--out", tmp_path / name)
+    assert ending(tmp_path / "offload-params") == ending(tmp_path / "no-offload-params")
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_data(form: str, kind: str, folder: Path, tmp_path: Path) -> None:
