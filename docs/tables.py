@@ -22,9 +22,11 @@ from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
 from twinflow.config.schema import RENAMES, Key, keys
 from twinflow.conflicts import CONFLICTS
 from twinflow.parallel.support import LIMITS, Combination, broken
+from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Bytes, Memory, Run, bytes_of, fits, placed_at
+from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.formats import STATES, WEIGHT_BYTES, state_bytes
-from twinflow.planner.machines import GPUS
+from twinflow.planner.machines import GPUS, Host, Machine, rates_of
 from twinflow.planner.models import ModelCost, from_hf
 from twinflow.rules import RULES
 
@@ -299,6 +301,13 @@ SHAPES: Final = {
 RATIOS: Final = (1.0, 0.5, 0.0)
 CARDS: Final = ("rtx4090", "rtx5090", "l40s", "h100", "h200", "b200")
 RAM_GB: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Cards and host memory of docs/what-fits.md: desktops, a workstation and servers.
+PLANNED_MODELS: Final = ("Qwen2.5-1.5B", "Llama-3.2-3B", "Llama-3-8B", "Qwen2.5-14B", "Qwen2.5-32B")
+PLANNED_CARDS: Final = ("rtx4070", "rtx4080", "rtx4090", "rtx6000ada", "h100", "h200")
+PLANNED_RAM_GB: Final = (32, 64, 128, 256)
+DESKTOP_DRAM, SERVER_DRAM = 70e9, 150e9  # bytes/s: two channels of DDR5, and a share of a server as measured
+# Tokens a second of cells that were measured with the settings of the plan: model, card, host memory, method.
+MEASURED_CELLS: Final[dict[tuple[str, str, int, str], int]] = {}
 # GPU and host bytes of a machine: gradients that wait for the norm fit on the GPU, and no speculative stores are made.
 ENOUGH: Final = Memory(10**15, 0)
 
@@ -460,14 +469,72 @@ def support_table() -> str:
     return "\n".join(rows)
 
 
-def architecture_table() -> str:
-    """The models of tests/architectures.py, which tests split over two tensor ranks and over two stages."""
-    spec = spec_from_file_location("architectures", DOCS.parent / "tests" / "architectures.py")
+def loaded(path: str) -> Any:
+    """A Python file of the repository as a module."""
+    spec = spec_from_file_location(Path(path).stem, DOCS.parent / path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks for the module there
+    sys.modules[spec.name] = module  # its dataclasses look for the module there
     spec.loader.exec_module(module)
+    return module
+
+
+# docs/plan.md and docs/what-fits.md
+
+
+def error_table() -> str:
+    return f"\n{loaded('benchmarks/plan_errors.py').table('../benchmarks/results/')}\n\n"
+
+
+def fit_tables() -> str:
+    """What fits if all parameters are trained: a table for each model, with a row for each card and a column for each
+    size of host memory.
+    """
+    parts = []
+    for name in PLANNED_MODELS:
+        rows = [
+            [GPUS[card].title, *(fit_cell(name, card, ram, "full") for ram in PLANNED_RAM_GB)] for card in PLANNED_CARDS
+        ]
+        head = ["card", *(f"{ram} GB RAM" for ram in PLANNED_RAM_GB)]
+        parts.append(f"\n### {name} ({models()[name].numel / 1e9:.2f} B parameters)\n{markdown(head, rows)}")
+    return "".join(parts).rstrip("\n") + "\n\n"
+
+
+def adapter_tables() -> str:
+    """What fits with adapters, with 64 GB of host memory."""
+    parts = []
+    for method, title in (("lora", "LoRA"), ("qlora", "QLoRA")):
+        rows = [
+            [GPUS[card].title, *(fit_cell(name, card, 64, method) for name in PLANNED_MODELS)] for card in PLANNED_CARDS
+        ]
+        parts.append(f"\n### {title}\n{markdown(['card', *PLANNED_MODELS], rows)}")
+    return "".join(parts).rstrip("\n") + "\n\n"
+
+
+def fit_cell(name: str, card: str, ram_gb: int, method: str) -> str:
+    """Tokens a second and the settings of the plan, or by how much it is short."""
+    gpu, dram_rate = GPUS[card], DESKTOP_DRAM if card.startswith("rtx") else SERVER_DRAM
+    setting = Setting(
+        rates_of(Machine(gpu, Host(ram_gb * 10**9, 16, dram_rate))), Memory(gpu.memory_bytes, ram_gb * 10**9)
+    )
+    fit = choose_fit(Wish(models()[name], tokens=2048, sequences=4, method=method), setting)
+    if not fit.fits:
+        return "-"
+    marks = [fit.states] if method == "full" else []
+    marks += ["W"] if fit.offload_params else []
+    marks += ["C"] if fit.checkpointing else []
+    marks += [] if fit.clips else ["N"]
+    count = fit.micro_batch * fit.accumulation
+    marks += [f"{count} x"] if count != 4 else []
+    measured = MEASURED_CELLS.get((name, card, ram_gb, method))
+    seen = f", measured {measured:,}" if measured else ""
+    return f"{fit.tokens_s:,.0f} ({' '.join(marks)}){seen}" if marks else f"{fit.tokens_s:,.0f}{seen}"
+
+
+def architecture_table() -> str:
+    """The models of tests/architectures.py, which tests split over two tensor ranks and over two stages."""
+    module = loaded("tests/architectures.py")
     rows = []
     for one in module.ARCHITECTURES.values():
         kind = "PeftModel" if one.lora else one.head
@@ -499,6 +566,14 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
 }
 
 
+# Tables that are simulated, which takes minutes. `make test` does not compare them, `make test-all` does.
+SLOW_TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {
+    ("plan.md", "errors"): error_table,
+    ("what-fits.md", "full"): fit_tables,
+    ("what-fits.md", "adapters"): adapter_tables,
+}
+
+
 def with_table(text: str, name: str, table: str) -> str:
     """The text of a page, with the table between the comments of its name."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
@@ -507,6 +582,6 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    for (page, name), table in TABLES.items():
+    for (page, name), table in (TABLES | SLOW_TABLES).items():
         path = DOCS / page
         path.write_text(with_table(path.read_text(), name, table()))

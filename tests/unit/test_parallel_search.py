@@ -196,7 +196,7 @@ def test_what_does_not_fit_says_so() -> None:
         ((*MANY[:6], "--batch", "0"), "--batch is 0"),
         ((*MANY[:6], "--batch", "3", "--batch-size", "2"), "a micro-batch (2) times a possible number of data"),
         ((*MANY, "--states", "bf16"), "--states bf16 cannot be used with a plan of parallel layouts"),
-        ((*MANY, "--seq", "0"), "--seq-length is 0"),
+        ((*MANY, "--seq", "0"), "--seq-length is '0'"),
         ((*MANY, "--cores", "0"), "--cores is 0"),
         ((*MANY, "--network", "fast"), "--network is 'fast'"),
         ((*MANY, "--preset", "gpt2-10b"), "--preset and --params"),

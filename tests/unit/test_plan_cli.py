@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,7 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return str(path)
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     assert plan_json("--model", "someone/model-8b", "--gpu", "h200")["model"]["name"] == "model-8b"
     assert asked == [True]  # from the cache, without the network
     result = plan("--model", "someone/else", "--gpu", "h200")

@@ -21,11 +21,12 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
-from twinflow.planner.costs import FLAT_BYTES, GPU_RESERVE, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
+from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
 from twinflow.planner.models import activation_bytes
 from twinflow.rules import RULES
 
+_GPU_SHARE: Final = 0.98  # usable share of the GPU memory; the rest is left for gaps between tensors
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
 _NO_LIMIT: Final = 1 << 60
 _SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
@@ -201,9 +202,8 @@ def bytes_at(case: Case, available: Available, ratio: float | None = None) -> By
     """
     run, gpu_bytes = case.run, available.gpu_bytes
     placed = placed_at(run, start_ratio(case, available) if ratio is None else ratio)
-    # Gradients wait on the GPU if there is room beside the resident state.
-    left = _NO_LIMIT if gpu_bytes is None else gpu_bytes - int(placed.resident * run.size.resident)
-    found = bytes_of(run, placed, Memory(left, available.host_bytes // case.num_copies))
+    limit = _NO_LIMIT if gpu_bytes is None else gpu_bytes
+    found = bytes_of(run, placed, Memory(limit, available.host_bytes // case.num_copies))
     host = {kind: count * case.num_copies for kind, count in found.host.items()}
     activations = activation_bytes(run.model, run.batch * run.tokens, run.checkpointing)
     gpu = {**found.gpu, "activations": int(activations * case.kept)}
@@ -228,7 +228,7 @@ def _rooms_at(case: Case, available: Available, ratio: float | None = None) -> t
     used, gpu_bytes = bytes_at(case, available, ratio), available.gpu_bytes
     host = used.host_total - used.host["shadows"]  # copies for speculative updates use only memory that is free
     return (
-        gpu_bytes is None or used.gpu_total <= (1.0 - GPU_RESERVE) * gpu_bytes,
+        gpu_bytes is None or used.gpu_total <= _GPU_SHARE * gpu_bytes,
         not available.host_bytes or host <= _HOST_SHARE * available.host_bytes,
     )
 

@@ -7,12 +7,15 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch import nn
@@ -178,7 +181,7 @@ def _named_model(model: str) -> ModelCost:
 def _from_hub(name: str) -> Path:
     """The config.json of a model of the hub, from the local cache or else from the hub."""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download
     except ImportError:
         remedy = "This needs the package huggingface_hub, which is not installed. Install it, or give a config.json."
         raise invalid_value("--model", name, "an existing file or folder", remedy) from None
@@ -186,6 +189,8 @@ def _from_hub(name: str) -> Path:
     with suppress(Exception):  # a model in the cache needs no network
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     try:
+        if not getproxies():  # without a network, the library would try again for half a minute
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -123,15 +123,19 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 def best_case(run: Run, setting: Setting) -> Case:
     """The case with the ratio of `best_ratio`. If no ratio fits, the case with as much state on the GPU as fits."""
     room, size = costs.room_of(run, setting.memory), costs.placing_size(run, setting.memory)
-    if not costs.fits(run, setting.memory):
-        resident = min(1.0, max(0, room.gpu_bytes) / (size.resident * run.own_numel))
-        return case_at("best ratio", run, setting, 1.0 - resident)
+    least = case_at("best ratio", run, setting, costs.least_ratio(run, setting.memory))
+    if not least.fits or room.gpu_bytes < 0:
+        return least
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     decision = costs.clip_decision_of(run, costs.bytes_of(run, costs.Placed(run.own_numel), setting.memory))
-    ratio, _ = best_ratio(
-        costs.items_of(run, timing), timing, setting.rates, run.states, decision, room, size, costs.ways_of(run, timing)
-    )
-    return case_at("best ratio", run, setting, ratio)
+    items, ways = costs.items_of(run, timing), costs.ways_of(run, timing)
+    try:
+        ratio, _ = best_ratio(items, timing, setting.rates, run.states, decision, room, size, ways)
+    except MemoryError:
+        # `room` counts gradients as if all state were on the host, and with resident state fewer of them wait there.
+        return least
+    best = case_at("best ratio", run, setting, ratio)
+    return best if best.fits else least
 
 
 def recommended(cases: Sequence[Case]) -> Case | None:

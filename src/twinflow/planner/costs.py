@@ -22,9 +22,10 @@ NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
 CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
+_MOST_TRIES: Final = 8
 _MOST_ITEMS: Final = 2048  # simulated buckets; a model of more than 137 B parameters is simulated with larger ones
-GPU_RESERVE: Final = 0.02  # share of the GPU memory that is left free for gaps between tensors
-HOST_RESERVE: Final = 0.03  # share of the host memory that is left to other processes
+GPU_RESERVE: Final = 0.04  # share of the GPU memory that is left free: for gaps, and for plans that are too low
+HOST_RESERVE: Final = 0.05  # share of the host memory that is left to other processes
 _FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
@@ -172,7 +173,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     weights = _weight_bytes(run)
     resident = int(placed.resident * size.resident)
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
-    grads = gradient_plan(run, placed, _free_at_start(run, memory))
+    # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
+    grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory) - resident))
     gpu = {
         "weights": weights,
         "gradients": grads.gpu_bytes,
@@ -285,15 +287,25 @@ def placing_size(run: Run, memory: Memory) -> StateBytes:
     return replace(run.size, resident=run.size.resident + beside)
 
 
-def fits(run: Run, memory: Memory) -> bool:
-    """Whether there is a share of the state on the host (0 to 1) with which the run fits. With weights on the host, the
-    share is always 1.
-    """
+def least_ratio(run: Run, memory: Memory) -> float:
+    """The least share of the state on the host with which the GPU has room. With weights on the host, it is 1."""
     if run.offload_params:
-        return bytes_of(run, placed_at(run, 1.0), memory).missing(usable(memory)).is_zero
-    room, size = room_of(run, memory), placing_size(run, memory)
-    resident = min(run.own_numel, room.gpu_bytes / size.resident)
-    return room.gpu_bytes >= 0 and (run.own_numel - resident) * size.host <= room.host_bytes
+        return 1.0
+    numel, limit, width = run.own_numel, usable(memory).gpu_bytes, placing_size(run, memory).resident
+    resident = min(numel, int(max(0, room_of(run, memory).gpu_bytes) / width))
+    for _ in range(_MOST_TRIES):
+        over = bytes_of(run, Placed(numel - resident, resident), memory).gpu_total - limit
+        if over <= 0 or not resident:
+            break
+        # Beside much resident state, gradients that wait on the host take more GPU memory than without it.
+        resident = max(0, resident - int(over / width) - numel // 1000)
+    return 1.0 - resident / numel
+
+
+def fits(run: Run, memory: Memory) -> bool:
+    """Whether there is a share of the state on the host (0 to 1) with which the run fits."""
+    used = bytes_of(run, placed_at(run, least_ratio(run, memory)), memory)
+    return used.missing(usable(memory)).is_zero
 
 
 def clip_decision_of(run: Run, used: Bytes) -> ClipDecision:

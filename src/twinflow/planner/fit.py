@@ -181,14 +181,10 @@ def _case(run: Run, wish: Wish, setting: Setting) -> Case:
 
 
 def _ratio(run: Run, wish: Wish, setting: Setting) -> float:
-    """The given ratio. Otherwise 1 with weights on the host, whose state is there too, else the least that fits."""
+    """The given ratio, else the least that fits."""
     if wish.ratio is not None:
         return wish.ratio
-    if run.offload_params or not setting.memory.gpu_bytes:
-        return 1.0
-    room, size = costs.room_of(run, setting.memory), costs.placing_size(run, setting.memory)
-    resident = max(0, room.gpu_bytes) / (size.resident * run.own_numel)
-    return 0.0 if resident >= 1.0 else 1.0 - 0.9999 * resident  # placed elements are rounded
+    return costs.least_ratio(run, setting.memory) if setting.memory.gpu_bytes else 1.0
 
 
 def _used(run: Run, wish: Wish, setting: Setting) -> Bytes:

@@ -14,10 +14,12 @@ from twinflow.planner.formats import Activations, gpt_activations, hf_activation
 # fitted on an H200. HF_TRAFFIC fits two Llama shapes of transformers, which would give 372 and 240 separately.
 # GPT_TRAFFIC fits the GPT of `twinflow train`.
 HF_TRAFFIC: Final = 300.0
+CLASSIC_TRAFFIC: Final = 225.0  # as in steps of GPT-2 350M; forward and backward alone of OPT-13B would give 94
 GPT_TRAFFIC: Final = 52.0
-# Time to launch the kernels of a block's forward, which is the shortest time of a block. Two Llama shapes with 26
-# blocks took 57 and 70 ms.
-HF_LAUNCH_S: Final = 2.2e-3
+# Time to launch the kernels of a block's forward, which is the shortest time of a block. It depends on the CPU: Qwen2.5
+# 0.5B gives 1.4 to 2.2 ms in five runs, and OPT-13B 1.0 to 1.6 ms.
+HF_LAUNCH_S: Final = 1.6e-3
+CLASSIC_LAUNCH_S: Final = 1.3e-3
 GPT_LAUNCH_S: Final = 6e-4  # an estimate: the GPT has a third of the operations
 # Widths of GPT-2 shapes in papers on offload, and the numbers of parameters from which the next width is used.
 _WIDTHS: Final = (768, 1024, 1600, 2048, 2304, 3072, 4096, 8192, 9216, 12288)
@@ -242,7 +244,8 @@ def _gpt2(config: Mapping[str, Any], name: str) -> ModelCost:
     h, positions = config["n_embd"], config["n_positions"]
     embedding = (config["vocab_size"] + positions) * h
     inner, layers, heads = config.get("n_inner") or 4 * h, config["n_layer"], config["n_head"]
-    return _classic(name, config, h, heads, inner, layers, embedding, 2 * h, positions)
+    # Its GELU consists of several operations, each of which keeps its input. Measured with the 350M shape.
+    return _classic(name, config, h, heads, inner, layers, embedding, 2 * h, positions, num_wide=3)
 
 
 def _gpt_neox(config: Mapping[str, Any], name: str) -> ModelCost:
@@ -273,13 +276,15 @@ def _classic(
     embedding: int,
     head: int,
     context: int,
+    num_wide: int = 2,
 ) -> ModelCost:
     """A model whose blocks have equally many query, key and value heads, a plain MLP, biases and two layer norms."""
     products = 4 * h * h + 2 * h * inner
     blocks, vocab_size = [products + 9 * h + inner] * layers, config["vocab_size"]
     sizes: dict[str, int] = {"products": products, "inner": inner, "num_heads": heads}
-    sizes["adapter_unit"] = 8 * h + 2 * (h + inner)
-    return from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
+    sizes |= {"adapter_unit": 8 * h + 2 * (h + inner), "num_wide": num_wide}
+    found = from_counts(name, blocks, embedding, head, h, vocab_size, context, **sizes)
+    return replace(found, traffic_bytes=CLASSIC_TRAFFIC * h, launch_s=CLASSIC_LAUNCH_S)
 
 
 _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = {
