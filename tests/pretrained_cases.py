@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.offload.quantised import inner_tensors
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.zero import Zero
-from twinflow.zero.building import ClosedParameter
+from twinflow.zero.building import ClosedParameter, take_unread
+from twinflow.zero.unread import unread
 
 LLAMA = {
     **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "use_cache": False},
@@ -135,7 +138,95 @@ def train(rank: int, world: int, folder: str, way: str, plain: bool, num_steps: 
         step()
         losses.append(loss.item())
     last = digest(dict(whole_weights(optimizer)))
+    engine.destroy() if "stage" in options else optimizer.close()
     return {"closed": closed, "first": first, "losses": losses, "last": last, "still closed": num_closed(model)}
+
+
+def train_both(rank: int, world: int, folder: str, way: str) -> Any:
+    """`train` with the model of transformers, and with ours."""
+    return [train(rank, world, folder, way, plain) for plain in (True, False)]
+
+
+class Memory:
+    """A leaf of unread tensors, and how much of it was read."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.clone()
+        self.num_read = 0
+
+    def read(self, start: int, into: Tensor) -> None:
+        into.view(-1).copy_(self.values.view(-1)[start : start + into.numel()])
+        self.num_read += into.numel()
+
+
+def train_unread(rank: int, world: int, way: str) -> Any:
+    """A small GPT that is trained from memory, and one whose parameters have not been read before. Without packages of
+    others, whose imports take seconds.
+    """
+    results = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, num_heads=2))
+        leaves: list[Memory] = []
+        if not plain:
+            tensors: dict[Tensor, Tensor] = {}
+            for module in model.modules():
+                for name, param in module._parameters.items():
+                    if param is not None:
+                        if param not in tensors:
+                            leaves.append(Memory(param.detach()))
+                            tensors[param] = nn.Parameter(unread(leaves[-1], param.shape, param.dtype))
+                        module._parameters[name] = tensors[param]  # type: ignore[assignment]
+            take_unread(model)
+        config = {
+            **{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "steps_per_print": 1000},
+            **{"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": WAYS[way]},
+        }
+        engine, optimizer, *_ = twinflow.initialize(model=model, config=config)
+        assert optimizer is not None
+        draws = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(3):
+            tokens = torch.randint(0, 64, (2, 9), generator=draws)
+            loss = engine(tokens[:, :-1], tokens[:, 1:]).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        results.append({"losses": losses, "last": digest(dict(whole_weights(optimizer)))})
+        engine.destroy()
+        if leaves:
+            total = sum(leaf.values.numel() for leaf in leaves)
+            results[-1]["read"] = sum(leaf.num_read for leaf in leaves) / total
+    return results
+
+
+def train_adapters(rank: int, world: int, stage: int) -> Any:
+    """Checksums of a quantised model and of its adapters, before and after training, and the losses."""
+    import peft
+    import torchao.quantization as torchao
+    from integrations_support import llama, rows
+
+    model: Any = llama()
+    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig())
+    if rank:  # the first rank's values count
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.scale.zero_()
+    torch.manual_seed(1 + rank)
+    options: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    zero = None if world == 1 else Zero(stage=stage, parks=stage == 3)
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-2, max_grad_norm=1.0, zero=zero, offload_params=stage == 3)
+    losses = []
+    for row in rows(8).view(4, 2, -1):
+        loss = model(input_ids=row, labels=row).loss
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = dict(whole_weights(optimizer))
+    inner = {f"{name}:{key}": one for name, value in found.items() for key, one in inner_tensors(value)}
+    optimizer.close()
+    return {"losses": losses, "weights": digest(inner)}
 
 
 def peak_mb(rank: int, world: int, folder: str, way: str, plain: bool) -> Any:

@@ -62,12 +62,21 @@ def test_training_has_the_bits_of_a_model_that_transformers_has_loaded(way: str,
     assert ours["still closed"] == 0
 
 
+@pytest.mark.parametrize("way", [way for way in cases.WAYS if "engine" in way])
+def test_one_process_reads_each_parameter_once(way: str) -> None:
+    wanted, found = cases.train_unread(0, 1, way)
+    assert found.pop("read") == 1.0
+    assert found == wanted
+
+
 def test_a_model_is_used_before_training(folder: Path) -> None:
     cls = transformers.AutoModelForCausalLM
     theirs, ours = cls.from_pretrained(folder), twinflow.from_pretrained(cls, folder)
     tokens = torch.arange(6)[None]
     assert torch.equal(ours.generate(tokens, max_new_tokens=3), theirs.generate(tokens, max_new_tokens=3))
     some = twinflow.from_pretrained(transformers.LlamaForCausalLM, folder)
+    some.cpu().to("cpu:0").train().requires_grad_(True)
+    assert cases.num_closed(some) == len(list(some.parameters()))
     with torch.no_grad():
         some.model.norm.weight.mul_(2)  # stays
     assert torch.equal(some.model.norm.weight, 2 * theirs.model.norm.weight)
@@ -91,6 +100,50 @@ def test_the_trainer_reads_the_model_when_it_builds_its_optimizer(folder: Path, 
         found.append(cases.digest(model.state_dict()))
         trainer.twin.close()
     assert found[0] == found[1]
+
+
+def test_adapters_over_a_model_that_was_not_read_train_with_the_same_bits(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    cls, found = transformers.AutoModelForCausalLM, []
+    for plain in (True, False):
+        given = {"attn_implementation": "eager", "torch_dtype": torch.bfloat16}
+        model = cls.from_pretrained(folder, **given) if plain else twinflow.from_pretrained(cls, folder, **given)
+        assert model.config._attn_implementation == "eager"
+        torch.manual_seed(1)
+        options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+        adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**options))
+        assert plain or cases.num_closed(adapted) == len(list(cls.from_config(model.config).parameters()))
+        optimizer = twinflow.TwinOptimizer(adapted, "adamw", lr=1e-2, offload_params=True)
+        for _ in range(3):
+            tokens = torch.arange(12).view(2, 6)
+            optimizer.backward(adapted(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.digest(adapted.state_dict()))
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+def test_a_quantised_model_is_loaded_by_transformers(folder: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    given = {"quantization_config": transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig())}
+    cls = transformers.AutoModelForCausalLM
+    theirs, ours = cls.from_pretrained(folder, **given), twinflow.from_pretrained(cls, folder, **given)
+    assert type(ours.model.layers[0].mlp.up_proj.weight) is type(theirs.model.layers[0].mlp.up_proj.weight)
+    assert type(ours.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+    tokens = torch.arange(6)[None]
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_weights_for_the_host_are_not_moved_to_the_device_by_the_trainer(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    model = twinflow.from_pretrained(transformers.AutoModelForCausalLM, folder)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = TwinTrainer(model, arguments, twin={"offload_params": True})
+    trainer._move_model_to_device(model, torch.device("meta"))
+    assert not any(p.is_meta for p in model.parameters())
 
 
 # Errors.
@@ -154,6 +207,13 @@ def test_a_broken_file_is_named(tmp_path: Path, folder: Path) -> None:
         twinflow.from_pretrained(cls, tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match="must be in files of safetensors"):
+        twinflow.from_pretrained(cls, tmp_path)
+
+
+def test_an_adapter_is_not_left_out(tmp_path: Path) -> None:
+    cls = cases.save("llama", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has an adapter .* which from_pretrained does not load"):
         twinflow.from_pretrained(cls, tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import twinflow
 from twinflow.offload.quantised import inner_tensors, is_quantised, quantised_in
+from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import TwinOptimizer
 
 pytest.importorskip("transformers")
@@ -22,14 +24,19 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torchao = pytest.importorskip("torchao.quantization")
 STEPS = 4
+_UP = "base_model.model.model.layers.1.mlp.up_proj.weight"
 CPU = {"device": "cpu"}
 
 
 def quantised(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A tiny Llama whose blocks are quantised, with LoRA adapters."""
     model = llama(dtype)
-    by_group = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
-    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig() if kind == "int8" else by_group)
+    kinds = {
+        "int8": torchao.Int8WeightOnlyConfig(),
+        "int4": torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)),
+        "float8": torchao.Float8WeightOnlyConfig(),
+    }
+    torchao.quantize_(model.model.layers, kinds[kind])
     torch.manual_seed(1)
     options = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
     adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -86,6 +93,41 @@ def test_adapters_over_a_quantised_base_train_as_with_torch(kind: str) -> None:
             assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
         assert kinds == [type(p) for p in quantised_in(model).values()]
         assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_quantised_weights_are_on_the_host_and_can_be_read_anywhere(kind: str) -> None:
+    model = quantised(kind)
+    values = {name: param.dequantize() for name, param in quantised_in(model).items()}
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-2, offload_params=True)
+    offload = optimizer.runtime.param_offload
+    assert offload is not None
+
+    def check() -> None:
+        assert offload is not None
+        with plain():
+            inner = [one for p in quantised_in(model).values() for _, one in inner_tensors(p)]
+            assert all(offload.holds(one) for one in inner)
+            assert all(one.untyped_storage().nbytes() <= one.element_size() for one in inner), "on the device"
+        for name, param in quantised_in(model).items():
+            assert torch.equal(param.dequantize(), values[name])
+        saved = model.state_dict()
+        assert all(torch.equal(saved[name].dequantize(), value) for name, value in values.items())
+        copied = copy.deepcopy(model.get_submodule("base_model.model.model.layers.1.mlp"))
+        assert torch.equal(copied.up_proj.weight.dequantize(), values[_UP])
+
+    check()
+    train(model, optimizer.backward, optimizer.step)
+    check()
+    param = quantised_in(model)[_UP]
+    with pytest.raises(RuntimeError, match="A quantised weight cannot be written"):
+        param.data = param.detach()
+    with torch.no_grad():
+        param.data.copy_(quantised_in(model)[_UP.replace("1", "0")])  # raises when the optimizer would store the values
+    with pytest.raises(RuntimeError, match="A quantised weight cannot be written"):
+        train(model, optimizer.backward, optimizer.step)
+    optimizer.close()
+    assert all(torch.equal(p.dequantize(), values[name]) for name, p in quantised_in(model).items())
 
 
 @pytest.mark.parametrize("section", [{"stage": 2}, {"stage": 3, "offload_param": CPU}])

@@ -376,9 +376,8 @@ def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[
     """Parameters whose weights are on the host, by every name of the parameter."""
     if param_offload is None:
         return {}
-    return {
-        name: param for name, param in module.named_parameters(remove_duplicate=False) if param_offload.holds(param)
-    }
+    found = {**dict(module.named_parameters(remove_duplicate=False)), **tensors_in(quantised_in(module))}
+    return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and param_offload.holds(p)}
 
 
 def tensors_of(module: nn.Module, quantised: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -66,19 +66,28 @@ def from_pretrained(
     _check(cls, kwargs)
     _join_ranks()
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
+    dtype = kwargs.pop("torch_dtype", dtype)  # the older name in transformers
+    allows_other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
+    has_generation_config = kwargs.get("generation_config") is not None
     config = kwargs.pop("config", None)
     if not isinstance(config, transformers.PreTrainedConfig):
-        config, kwargs = _read_config(model if config is None else config, hub, kwargs)
+        config, kwargs = _read_config(cls, model if config is None else config, hub, kwargs)
     quantization = getattr(config, "quantization_config", None) or kwargs.get("quantization_config")
     if quantization is not None:
         given = {**hub, **kwargs, "config": config, "dtype": dtype, "output_loading_info": True}
-        made, info = cls.from_pretrained(model, **given)
-        _check_names(info, {}, model, strict)
+        made, info = cls.from_pretrained(model, ignore_mismatched_sizes=allows_other_shapes, **given)
+        _check_names(info, {}, model, strict, allows_other_shapes)
         return made
+    if _file(model, "adapter_config.json", hub) is not None:
+        raise ValueError(
+            f"{str(model)!r} has an adapter (adapter_config.json), which from_pretrained does not load. Load its base "
+            "model, and then the adapter with PeftModel.from_pretrained()."
+        )
     tensors = _find_tensors(model, kwargs.pop("variant", None), hub)
     files = {name: leaf.path for name, leaf in tensors.items()}
     given = {name: unread(leaf, leaf.info.shape, leaf.info.dtype) for name, leaf in tensors.items()}
-    made, info = _class_of(cls, config, kwargs).from_pretrained(
+    kind, config = _class_of(cls, config, kwargs)
+    made, info = kind.from_pretrained(
         None,
         config=config,
         dtype=dtype,
@@ -87,11 +96,11 @@ def from_pretrained(
         ignore_mismatched_sizes=True,  # reported below, with the names of the files
         **kwargs,
     )
-    _check_names(info, files, model, strict)
+    _check_names(info, files, model, strict, allows_other_shapes)
     _check_dtypes(made)
     take_unread(made)
     made.config._name_or_path = made.name_or_path = str(model)
-    if made.can_generate():
+    if made.can_generate() and not has_generation_config:
         _read_generation_config(made, model, hub)
     return made
 
@@ -117,21 +126,24 @@ def _join_ranks() -> None:
             init_distributed(timeout_s=TIMEOUT_S)
 
 
-def _read_config(source: Any, hub: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _read_config(cls: Any, source: Any, hub: Mapping[str, Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The config, in which `kwargs` replace values, and the arguments that are not values of the config."""
     own = {name: kwargs.pop(name) for name in ("quantization_config", "key_mapping", "variant") if name in kwargs}
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    config, left = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **hub, **kwargs)
+    kind = getattr(cls, "config_class", None) or transformers.AutoConfig
+    config, left = kind.from_pretrained(source, return_unused_kwargs=True, **hub, **kwargs)
     return config, {**left, **own, **trust}
 
 
-def _class_of(cls: Any, config: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The class of the model. A class such as AutoModelForCausalLM chooses it by the config."""
+def _class_of(cls: Any, config: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class of the model and its config. A class such as AutoModelForCausalLM chooses both by the config."""
     if issubclass(cls, transformers.PreTrainedModel):
-        return cls
+        return cls, config
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
     with torch.device("meta"):
-        return type(cls.from_config(config, **trust))
+        found = cls.from_config(config, **trust)
+    # Of a model for texts and images, some classes are for the texts only.
+    return type(found), config if type(found.config) is type(config) else config.get_text_config()
 
 
 def _read_generation_config(made: Any, model: object, hub: Mapping[str, Any]) -> None:
@@ -226,9 +238,11 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, _FileTensor]]:
 # Checks of the loaded model.
 
 
-def _check_names(info: Mapping[str, Any], files: Mapping[str, Path], model: object, strict: bool) -> None:
+def _check_names(
+    info: Mapping[str, Any], files: Mapping[str, Path], model: object, strict: bool, allows_other_shapes: bool
+) -> None:
     """Raises ValueError for tensors of a wrong shape and, if `strict`, for those that are missing or unknown."""
-    for name, found, expected in sorted(info.get("mismatched_keys", ())):
+    for name, found, expected in () if allows_other_shapes else sorted(info.get("mismatched_keys", ())):
         raise ValueError(
             f"The tensor {name!r} in {_where(name, files, model)} has the shape {tuple(found)}, but the model of this "
             f"config has {tuple(expected)}. Use the config that belongs to the files."

@@ -19,6 +19,7 @@ this rank's part and gathers the other parts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -36,6 +37,7 @@ from twinflow.offload.fetch_hooks import check_transform, put_hooks
 from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, SharedFetcher, WeightBuffer
 from twinflow.offload.hooks import Hook, in_backward
 from twinflow.offload.plan import padded
+from twinflow.offload.quantised import inner_tensors, is_wrapper, rebuilt
 from twinflow.offload.sync import FORWARD
 from twinflow.offload.weight_guard import cover, plain, uncover
 
@@ -51,6 +53,7 @@ class BlockWeights:
     fetch: Fetch | None = None  # the fetch that was asked for and that the model does not wait for yet
     due: int = 0  # sum of the buckets' job numbers (`_due`) when the weights were fetched; it changes with each step
     num_written: int = 0  # number of writes by the user
+    quantised: list[nn.Parameter] = field(default_factory=list)  # weights that consist of other parameters
 
 
 class Loan(NamedTuple):
@@ -99,6 +102,8 @@ class ParamOffload:
         self._blocks: dict[int, BlockWeights] = {}
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
+        self._quantised: dict[Tensor, type] = {}  # classes of quantised weights
+        self._registered: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]] = []  # quantised weights
         self._order: list[int] = []  # order of the blocks in a forward
         self._trail: list[int] = []  # blocks that have run forward and whose backward has not begun
         self._begun: set[int] = set()  # blocks whose backward has begun
@@ -123,10 +128,18 @@ class ParamOffload:
                 self._add(bucket.plan.block, buffer)
         world, rank = (gather.world, gather.rank) if gather is not None else (1, 0)
         self._rank = rank
-        for block, params in frozen.items():
+        for block, given in frozen.items():
+            params = [param for param in given if not is_wrapper(param)]
+            quantised = [param for param in given if is_wrapper(param)]
+            inner = [one for param in quantised for _, one in inner_tensors(param)]
+            params += [one for one in inner if isinstance(one, nn.Parameter) and one in values]
             for dtype in dict.fromkeys(param.dtype for param in params):
                 same = [param for param in params if param.dtype == dtype]
                 self._add(block, self._offload_frozen(same, values, where, world, rank))
+            if quantised:
+                self._blocks.setdefault(block, BlockWeights()).quantised = quantised
+                self._quantised.update((weight, type(weight)) for weight in quantised)
+                cover(quantised)
         self._order = sorted(self._blocks)
         self.fetcher: NativeFetcher | SharedFetcher = NativeFetcher(executor)
         self.threads: list[SharedFetcher] = []
@@ -178,7 +191,11 @@ class ParamOffload:
     @property
     def tensors(self) -> list[Tensor]:
         """All parameters whose weights are offloaded."""
-        return list(self._places)
+        return [*self._places, *self._quantised]
+
+    def is_away(self, param: Tensor) -> bool:
+        """Whether a parameter has no values outside of its block."""
+        return (param in self._places and param not in self._shown) or param in self._quantised
 
     # Whole values for some time, as in DeepSpeed's GatheredParameters. A block all of whose weights are shown runs
     # with them: it fetches nothing, so ranks may run it different numbers of times.
@@ -215,9 +232,14 @@ class ParamOffload:
 
     def copy_of(self, param: Tensor) -> Tensor:
         """A copy of a parameter's weights in separate device memory. It includes all updates that are due."""
+        if param in self._quantised:
+            return rebuilt(param, self._quantised[param], self._copy_of_inner)
         buffer, view = self._places[param]
         self._check_whole(buffer)
         return host_view(buffer, view).to(buffer.flat.device, copy=True)
+
+    def _copy_of_inner(self, tensor: Tensor) -> Tensor:
+        return self.copy_of(tensor) if tensor in self._places else tensor.clone()
 
     def store(
         self,
@@ -234,6 +256,12 @@ class ParamOffload:
         parameter's version, so the backward of older graphs must fail. If it is false, the backward of older graphs
         uses the new values. Both are as with torch.
         """
+        if param in self._quantised:
+            raise wrong_state(
+                "A quantised weight cannot be written",
+                "it is on the host (offload_param), in the format of its library",
+                "Write to it after close() of the optimizer, or train without offload_param.",
+            )
         buffer, _ = self._places[param]
         if not is_on_all_ranks:
             self._check_whole(buffer)
@@ -361,6 +389,10 @@ class ParamOffload:
         """Registers the hooks. They run after the runtime's own hooks, which are registered later with `prepend`."""
         owners = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
         handles: list[RemovableHandle] = []
+        for module in model.modules() if self._quantised else ():
+            for name, param in module._parameters.items():
+                if param is not None and param in self._quantised:
+                    self._registered.append((weakref.ref(module), name, param))
         for module in owners:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
@@ -450,6 +482,8 @@ class ParamOffload:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor uses the memory of a block's device buffers."""
+        if self._quantised:  # autograd may save a quantised weight, or a tensor of which it consists
+            return any(one.untyped_storage()._cdata in self._storages for _, one in inner_tensors(tensor))
         return tensor.untyped_storage()._cdata in self._storages
 
     # Device memory of a block.
@@ -472,6 +506,7 @@ class ParamOffload:
             return
         for buffer in weights.buffers:
             uncover(param for param, _ in buffer.views)
+        uncover(weights.quantised)
 
     def _hold(self, fetch: Fetch) -> None:
         """Makes the model's stream wait for a fetch."""
@@ -511,6 +546,7 @@ class ParamOffload:
     def _give_back(self, weights: BlockWeights) -> None:
         for buffer in weights.buffers:
             self._empty(buffer)
+        cover(weights.quantised)
         weights.is_here = False
 
     def _empty(self, buffer: WeightBuffer) -> None:
@@ -540,6 +576,16 @@ class ParamOffload:
                     for param, view in buffer.views:
                         with plain():
                             param.data = host_view(buffer, view).clone()
+        uncover(self.tensors)
+        for reference, name, param in self._registered:
+            module = reference()
+            if module is not None and param.device.type != "cpu":  # a quantised weight cannot change its device
+                made = rebuilt(param, self._quantised[param], _on_host)
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:

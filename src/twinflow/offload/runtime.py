@@ -384,7 +384,7 @@ class Runtime:
 
     def _lives_away(self, tensor: Tensor) -> bool:
         offload = self.param_offload
-        return offload is not None and offload.holds(tensor) and not offload.is_shown(tensor)
+        return offload is not None and offload.is_away(tensor)
 
     # Reads and writes of weights outside of forwards (weight_guard.py).
 

@@ -214,7 +214,8 @@ class TwinOptimizer(Outcomes):
         aside = None
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            aside = build.set_aside(self.model, [param for group in self.param_groups for param in group["params"]])
+            trained = [param for group in self.param_groups for param in group["params"]]
+            aside = build.set_aside(self.model, trained, takes_quantised=self.zero is None or not self.zero.parks)
         else:
             # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
             frozen = self.model.parameters() if self.model is not None else ()

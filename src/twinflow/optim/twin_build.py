@@ -22,7 +22,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.materialize import build
 from twinflow.offload.param_offload import take_aside
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
-from twinflow.offload.quantised import inner_tensors, is_quantised, move_quantised
+from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.streamed import StreamedUpdater
@@ -154,7 +154,7 @@ class Aside:
         self.values.rows.clear()
 
 
-def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
+def set_aside(model: nn.Module, trained: Iterable[nn.Parameter], takes_quantised: bool) -> Aside:
     """Takes the weights of blocks, trained or frozen, from the model. Moves the rest to the GPU if there is one.
 
     Raises ValueError if no block has a parameter to train.
@@ -168,17 +168,18 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter]) -> Aside:
             "offload_params is True, but the model has no block with a parameter to train. A block is a member of a "
             "ModuleList or Sequential, and only the weights of blocks can be offloaded. Use offload_params=False."
         )
-    move_quantised(model, where)
-    for param, block in owners(model, blocks, frozen=True).items():
-        if block != ROOT and not is_quantised(param):
-            frozen.setdefault(block, []).append(param)
-    every = [*found, *(param for params in frozen.values() for param in params)]
+    frozen_in = {param: block for param, block in owners(model, blocks, frozen=True).items() if block != ROOT}
+    moved, quantised = move_quantised(model, where, {p for p in frozen_in if takes_quantised and is_wrapper(p)})
+    for param, block in frozen_in.items():
+        if not is_quantised(param) or (takes_quantised and is_wrapper(param)):
+            frozen.setdefault(block, []).append(moved.get(param, param))
+    every = [*found, *(param for params in frozen.values() for param in params if not is_quantised(param))]
     rows = take_rows(every)
     make_whole(model.parameters())  # the weights outside of blocks
     for tensor in rows:
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=where).expand(tensor.shape)
     whole = take_aside(model, [param for param in every if param not in rows], where)
-    return Aside(HostValues(whole, rows), frozen)
+    return Aside(HostValues({**whole, **quantised}, rows), frozen)
 
 
 def params_of(

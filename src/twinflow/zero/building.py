@@ -89,6 +89,8 @@ class ClosedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func is Tensor.to and _changes_nothing(args, kwargs):
             return args[0]
+        if func is Tensor.cpu and isinstance(args[0], ClosedParameter) and args[0].device.type == "cpu":
+            return args[0]
         if func == _SET_DATA and args[0] is args[1]:  # `Module.to` without a change
             return None
         open_all(one for one in tensors_in((args, kwargs)) if type(one) is ClosedParameter)
@@ -120,7 +122,11 @@ def _changes_nothing(args: Sequence[object], kwargs: Mapping[str, object]) -> bo
         device, dtype, _, memory_format = parse(*args[1:], **kwargs)
     except (TypeError, RuntimeError):  # torch raises the error for these arguments
         return False
-    return device in (None, param.device) and dtype in (None, param.dtype) and memory_format is None
+    # Accelerate calls the CPU cpu:0.
+    is_here = device in (None, param.device) or (
+        isinstance(device, torch.device) and device.type == param.device.type == "cpu"
+    )
+    return is_here and dtype in (None, param.dtype) and memory_format is None
 
 
 @contextmanager
@@ -438,6 +444,9 @@ class Rows(Mapping[Tensor, Tensor]):
     def __getitem__(self, param: Tensor) -> Tensor:
         """The rows. Those of a file are read for each call."""
         return _values(self._rows[param])
+
+    def __contains__(self, param: object) -> bool:  # without reading the rows
+        return param in self._rows
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._rows)
