@@ -158,11 +158,12 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
     monkeypatch.setattr(command, "_load_libraries", forbidden)
     path = tmp_path / "data.jsonl"
     path.write_text('{"messages": [}\n')
-    assert "line 1: it is not JSON" in refused("no/such/model", path)
+    assert "line 1: it is not JSON" in refused("no/model", path)
     path.write_text(json.dumps(FORMS["text"][0]) + "\n")
-    assert "'preference' for --method dpo" in refused("no/such/model", path, "--method", "dpo")
+    assert "There is no file or folder at" in refused("./no/such/model", path)
+    assert "'preference' for --method dpo" in refused("no/model", path, "--method", "dpo")
     path.write_text(json.dumps(FORMS["preference"][0]) + "\n")
-    assert "Use --method dpo" in refused("no/such/model", path)
+    assert "Use --method dpo" in refused("no/model", path)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
 def test_wrong_options_are_refused(options: tuple[Any, ...], reason: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(FORMS["text"][0]) + "\n")
-    assert reason in refused("no/such/model", path, *options)
+    assert reason in refused("no/model", path, *options)
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert "The number of processes" in refused("no/such/model", "data.jsonl")
+    assert "The number of processes" in refused("no/model", "data.jsonl")
 
 
 @pytest.mark.matrix

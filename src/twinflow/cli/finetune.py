@@ -44,6 +44,7 @@ from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_sig
 from twinflow.cli.settings import lr_factor, option_name
 from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, print_rows, printable, where
 from twinflow.data.chats import Examples, check_rows, read_examples
+from twinflow.data.files import missing_path
 from twinflow.errors import invalid_value, unusable_path
 from twinflow.files import write_whole
 from twinflow.launch.environment import rank_environment
@@ -96,6 +97,9 @@ def check_files(settings: FinetuneSettings) -> dict[str, Examples]:
     if (settings.out / METRICS).exists() and not settings.resume:
         remedy = "Choose another folder, remove this folder, or continue the earlier run with --resume."
         raise invalid_value("--out", str(settings.out), "a folder without an earlier run", remedy)
+    # No name of the hub: without this, the hub would be asked for it, for a minute where there is no network.
+    if not Path(settings.model).exists() and (settings.model[0] in "./~" or settings.model.count("/") > 1):
+        raise missing_path("MODEL", Path(settings.model), "the folder or the hub name of a causal language model")
     named = [name for name in (settings.data, settings.valid_data) if name is not None and _is_file(name)]
     checked = {name: read_examples(Path(name), as_chat=True) for name in named}
     if settings.data in checked:
