@@ -64,7 +64,13 @@ unit: $(VENV)/.installed
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not matrix"
 
-test-all: lint
+# Only the large matrices fine-tune models.
+$(VENV)/.finetune: pyproject.toml constraints.txt $(VENV)/.installed
+	$(BIN)/python tests/requirements.py finetune > $(VENV)/finetune.txt
+	$(PIP) install $(QUIET) --no-compile -c constraints.txt -r $(VENV)/finetune.txt
+	@touch $@
+
+test-all: lint $(VENV)/.finetune
 	$(BIN)/python tests/run_parts.py
 
 test-gpu: $(VENV)/.installed

@@ -1,4 +1,5 @@
-"""Prints the packages that twinflow and its tests need, one requirement on each line.
+"""Prints the packages that twinflow and its tests need, one requirement on each line. The names of other extras may be
+given instead of `test`.
 
 The Makefile installs them while the library is compiled. `pip install .[test]` would do one after the other.
 """
@@ -14,4 +15,6 @@ else:
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-print(*project["dependencies"], *project["optional-dependencies"]["test"], sep="\n")
+extras = sys.argv[1:] or ["test"]
+wanted = [one for extra in extras for one in project["optional-dependencies"][extra]]
+print(*project["dependencies"], *wanted, sep="\n")

@@ -1,4 +1,5 @@
-"""Runs of `twinflow train` in processes of their own, which a test may kill: forked from one that has torch loaded.
+"""Runs of `twinflow train` and of other commands in processes of their own, which a test may kill: forked from one that
+has torch loaded.
 
 The fork server costs one start of the interpreter for all runs. Each run is a process like any other: its death by
 SIGKILL is real, and it has been reaped when `wait` returns, as a shell would have done.
@@ -21,7 +22,7 @@ _DISK_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # as 
 
 
 class TrainProcess:
-    """`twinflow train` with these options, started. `log` takes what it prints.
+    """`twinflow train`, or another command, with these options, started. `log` takes what it prints.
 
     `die_at`: a folder and a number; the process kills itself as it is about to do the n-th thing to that folder.
     `file_bytes`: no file may grow beyond this, as on a full disk. `stdout`: a file other than the log.

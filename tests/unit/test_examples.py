@@ -32,7 +32,7 @@ PROMISES = {
     "accelerate_loop.py": "the loss fell",
     "peft_lora.py": "the adapters have learned",
 }
-OTHERS = ("ray_train.py",)  # test_integrations_ray.py runs it
+OTHERS = ("ray_train.py", "tiny_models.py")  # test_integrations_ray.py and test_finetune.py run them
 
 
 def test_there_are_examples() -> None:

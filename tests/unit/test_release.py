@@ -39,7 +39,7 @@ def test_the_version_has_one_place_and_wheels_two_architectures() -> None:
     [
         ("twinflow train --pipeline-s", {"--pipeline-schedule"}),
         ("twinflow tr", {"train"}),
-        ("twinflow ", {"train", "plan", "doctor", "launch", "export", "import", "bench", "attention"}),
+        ("twinflow ", {"train", "finetune", "plan", "doctor", "launch", "export", "import", "bench", "attention"}),
     ],
 )
 def test_the_shell_completes(words: str, completed: set[str], tmp_path: Path) -> None:

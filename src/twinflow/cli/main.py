@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import MISSING
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -28,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "train", "Pretrain a GPT with the optimizer on the host, and write a report page."),
+    "finetune": Command("finetune", "finetune", "Tune a pretrained model of Hugging Face on your data."),
     "plan": Command("plan", "plan", "Estimate the memory that a model needs and the time of a step."),
     "doctor": Command("doctor", "doctor", "Check this machine and say how to fix what is missing."),
     "launch": Command("launch", "launch", "Start a script on several processes, on this machine or over ssh."),
@@ -105,7 +107,8 @@ def _spread(function: Callable[..., Any], options: type[Any]) -> Callable[..., A
     for name, kind in get_type_hints(options).items():
         field = options.__dataclass_fields__[name]
         annotation = Annotated[kind, field.metadata["option"]]  # type: ignore[valid-type]
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation))
+        default = Parameter.empty if field.default is MISSING else field.default  # without a default: an argument
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = function.__doc__
     return command

@@ -147,7 +147,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         check_settings(settings)
         saved = _saved(settings) if ranks.is_first else {}  # only the first rank reads and writes the folder
-        gpu_bytes = _cap_gpu(settings)
+        gpu_bytes = cap_gpu(settings.gpu_memory)
         set_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     saved = ranks.first(saved)
@@ -270,17 +270,17 @@ def _tokenizing(console: Console) -> Callable[[int, int], None]:
     return show
 
 
-def _cap_gpu(settings: TrainSettings) -> int | None:
-    """Bytes of the GPU that this run may use, or None without a GPU."""
+def cap_gpu(limit: int | None) -> int | None:
+    """Bytes of the GPU that this run may use, or None without a GPU. `limit`: the value of --gpu-memory."""
     if not torch.cuda.is_available():
         return None
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if settings.gpu_memory is None:
+    if limit is None:
         return int(total)
-    if settings.gpu_memory > total:
-        raise invalid_value("--gpu-memory", settings.gpu_memory, f"at most {total} bytes, the memory of this GPU")
-    torch.cuda.set_per_process_memory_fraction(settings.gpu_memory / total)
-    return settings.gpu_memory
+    if limit > total:
+        raise invalid_value("--gpu-memory", limit, f"at most {total} bytes, the memory of this GPU")
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    return limit
 
 
 def run_training(run: Run, console: Console) -> Outcome:
@@ -309,7 +309,7 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
     with (
         TrainProgress(console, settings.steps, plain_every, first_step=run.first_step + 1) as progress,
         _metrics(run, path, outcome, progress) if ranks.is_first else nullcontext() as metrics,
-        _stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
+        stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0) as stop,
     ):
         earlier = read_metrics(path) if ranks.is_first else []  # records of the run that is resumed
         outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
@@ -468,7 +468,7 @@ def _verify(run: Run) -> None:
 
 
 @contextmanager
-def _stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
+def stop_signals(console: Console, one_s: float) -> Iterator[list[float]]:
     """Yield a list that gets an entry when Ctrl-C or SIGTERM arrives.
 
     The first signal ends the run after the current step, when weights and state agree. A second signal ends it at once.

@@ -641,11 +641,14 @@ def check_saved(saved: object, path: str) -> None:
     if not isinstance(saved, dict):
         raise invalid_value(f"The content of {path}", Shown(saved), "the JSON object that `twinflow train` wrote")
     counts = {"batch_size": True, "accumulation": True, "world": False, "num_valid": False}
-    counts |= {"num_resumes": False, "num_repeated_steps": False}
     for name, is_needed in counts.items():
         value = saved.get(name)
         if (is_needed or name in saved) and (type(value) is not int or not 1 <= value <= MAX_COUNT):
             raise invalid_value(f"{name} in {path}", Shown(value), f"a whole number from 1 to {MAX_COUNT}")
+    for name in ("num_resumes", "num_repeated_steps"):
+        value = saved.get(name, 0)
+        if type(value) is not int or not 0 <= value <= MAX_COUNT:
+            raise invalid_value(f"{name} in {path}", Shown(value), f"a whole number from 0 to {MAX_COUNT}")
     for name in ("model", "file_config"):
         if not isinstance(saved.get(name, {}), dict):
             raise invalid_value(f"{name} in {path}", Shown(saved[name]), "an object")

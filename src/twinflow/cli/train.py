@@ -89,7 +89,8 @@ def final_numbers(outcome: Outcome) -> list[tuple[str, str]]:
     if losses:
         rows.append(("tokens/s", f"{tokens_per_second(steps):,.0f}"))
         steady = steps[1:] or steps
-        rows.append(("TFLOPS", f"{sum(r.tflops for r in steady) / len(steady):,.3g}"))
+        if any(record.tflops for record in steady):  # not measured by `twinflow finetune`
+            rows.append(("TFLOPS", f"{sum(r.tflops for r in steady) / len(steady):,.3g}"))
         rows.append(("host memory", f"{max(record.host_bytes for record in steps) / 2**20:,.0f} MiB"))
         if (gpu := max(record.gpu_bytes for record in steps)) > 0:
             rows.append(("GPU memory", f"{gpu / 2**20:,.0f} MiB"))

@@ -1,0 +1,259 @@
+"""Settings of `twinflow finetune`: the options of the command line, their defaults and checks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import typer
+
+from twinflow.cli import check_whole, option
+from twinflow.cli.settings import PRECISIONS, option_name, parse_bytes, parse_ratio
+from twinflow.errors import incompatible, invalid_value
+from twinflow.native import get_threads
+from twinflow.native.threads import check_threads
+from twinflow.rules import RULES
+
+METHODS: Final = ("sft", "lora", "qlora", "dpo")
+ADAPTERS: Final = ("lora", "qlora")
+SETTINGS: Final = "settings.json"
+# Peak learning rates that are usual for these methods.
+LRS: Final = {"sft": 1e-5, "lora": 2e-4, "qlora": 2e-4, "dpo": 1e-6}
+EPOCHS: Final = 3.0
+SEQUENCES: Final = 16  # sequences in a step, if neither --batch-size nor --accumulation is given
+RANK, BETA = 16, 0.1
+MAX_LENGTH: Final = 2048  # default limit of --seq-length
+VALID_SHARE, MAX_VALID, MIN_ROWS = 0.05, 100, 20  # rows held out for validation; none of fewer rows than MIN_ROWS
+# Settings that may change when a run is resumed. All others are those of the run.
+FREE: Final = ("resume", "dry_run", "out", "gpu_memory", "threads", "merge", "num_samples", "keep_last", "save_every")
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    model: str = field(
+        metadata={"option": typer.Argument(metavar="MODEL", help="Folder or hub name of a causal language model.")}
+    )
+    data: str = field(
+        metadata={"option": typer.Argument(metavar="DATA", help="A .jsonl or .json file, or the name of a dataset.")}
+    )
+    method: str | None = option(
+        None,
+        "sft: all parameters. lora: adapters. qlora: adapters on a base in 4 bits. dpo: all parameters, from pairs of "
+        "answers.  [default: sft]",
+    )
+    steps: int | None = option(None, "Number of training steps. Default: as many as --epochs needs.")
+    epochs: float | None = option(None, "Passes over the data.  [default: 3]")
+    batch_size: int | None = option(
+        None, "Sequences in a micro-batch. Default: chosen for the machine.", "--batch-size --micro-batch-size"
+    )
+    accumulation: int | None = option(None, "Micro-batches in a step. Default: as many as make 16 sequences in a step.")
+    seq_length: int | None = option(
+        None,
+        "Tokens to which an example is cut. Default: the longest example, at most 2048.",
+        "--seq-length --context",
+    )
+    packing: bool | None = option(None, "Put several examples into one sequence.", "--packing/--no-packing")
+    lr: float | None = option(None, "Peak learning rate.  [default: sft 1e-5, lora and qlora 2e-4, dpo 1e-6]")
+    warmup: int | None = option(None, "Steps of linear warmup. Default: 5% of the steps.")
+    weight_decay: float | None = option(None, "Weight decay.  [default: 0]")
+    grad_clip: float | None = option(
+        None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip --clip-grad"
+    )
+    rank: int | None = option(None, "Rank of the adapters of lora and qlora.  [default: 16]")
+    beta: float | None = option(None, "Strength with which dpo keeps to the untuned model.  [default: 0.1]")
+    merge: bool = option(False, "Write whole weights with the adapters merged, instead of the adapters.", "--merge")
+    states: str | None = option(None, "Format of optimizer state: fp32, bf16 or int8. Default: chosen for the machine.")
+    ratio: str | None = option(
+        None, "Share of the optimizer state on the host, 0 to 1. Default: chosen for the machine."
+    )
+    offload_params: bool | None = option(
+        None, "Keep the weights on the host. Default: chosen for the machine.", "--offload-params/--no-offload-params"
+    )
+    checkpoint_activations: bool | None = option(
+        None,
+        "Recompute activations in backward. Default: chosen for the machine.",
+        "--checkpoint-activations/--no-checkpoint-activations",
+    )
+    precision: str | None = option(None, "Data type of the weights: bf16 or fp32. Default: bf16 on a GPU, else fp32.")
+    template: bool | None = option(
+        None,
+        "Write prompts and answers that are texts as turns of a chat. Default: if the model has a chat template.",
+        "--template/--no-template",
+    )
+    chat_template: Path | None = option(None, "A Jinja file with the chat template, for a model that has none.")
+    split: str | None = option(None, "Split of a dataset.  [default: train]")
+    valid_data: str | None = option(None, "Data for validation. Default: 5% of DATA, at most 100 rows.")
+    valid_every: int | None = option(
+        None,
+        "Steps between validations. 0: only before the first and after the last step.  [default: 100]",
+        "--valid-every --eval-interval",
+    )
+    num_samples: int | None = option(None, "Sample answers before and after.  [default: 3]", "--samples")
+    seed: int | None = option(None, "Seed of the adapters and of the order of the data.  [default: 0]")
+    save_every: int | None = option(
+        None, "Steps between checkpoints. 0: only one at the end.  [default: 0]", "--save-every --save-interval"
+    )
+    keep_last: int | None = option(None, "How many checkpoints to keep.  [default: 2]")
+    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    dry_run: bool = option(False, "Check the data and show the plan, without loading the model.", "--dry-run")
+    gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 24GB.")
+    threads: int | None = option(None, "CPU threads. Default: all that this process may use.")
+    out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """Settings of a run, with all defaults filled in. None: not given, and chosen later for the data or the machine."""
+
+    model: str
+    data: str
+    method: str
+    steps: int | None
+    epochs: float
+    batch_size: int | None
+    accumulation: int | None
+    seq_length: int | None
+    packing: bool
+    lr: float
+    warmup: int | None
+    weight_decay: float
+    grad_clip: float | None
+    rank: int
+    beta: float
+    merge: bool
+    states: str | None
+    ratio: float | None
+    offload_params: bool | None
+    checkpoint_activations: bool | None
+    precision: str
+    template: bool | None
+    chat_template: str | None
+    split: str
+    valid_data: str | None
+    valid_every: int
+    num_samples: int
+    seed: int
+    save_every: int
+    keep_last: int
+    resume: bool
+    dry_run: bool
+    gpu_memory: int | None
+    threads: int
+    out: Path
+
+
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "method": "sft",
+    "epochs": EPOCHS,
+    "packing": False,
+    "weight_decay": 0.0,
+    "rank": RANK,
+    "beta": BETA,
+    "split": "train",
+    "valid_every": 100,
+    "num_samples": 3,
+    "seed": 0,
+    "save_every": 0,
+    "keep_last": 2,
+}
+
+
+def make_settings(options: FinetuneOptions) -> tuple[FinetuneSettings, dict[str, Any]]:
+    """The settings of a run, and what a run to resume has saved. A resumed run takes its settings from there."""
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    given |= {"chat_template": None if options.chat_template is None else str(options.chat_template)}
+    given["ratio"] = _ratio(options.ratio)
+    given["gpu_memory"] = parse_bytes("--gpu-memory", options.gpu_memory)
+    given = {name: value for name, value in given.items() if value is not None}
+    saved: dict[str, Any] = {}
+    if options.resume:
+        if options.out is None:
+            raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
+        saved = read_saved(options.out)
+        _check_same(given, saved)
+    values = {**_DEFAULTS, **{name: value for name, value in saved.items() if value is not None}, **given}
+    method = values["method"]
+    if method not in METHODS:
+        raise invalid_value("--method", method, METHODS)
+    values.setdefault("lr", LRS[method])
+    values.setdefault("precision", "bf16" if torch.cuda.is_available() else "fp32")
+    values.setdefault("threads", get_threads())
+    if "out" not in values:
+        values["out"] = Path("runs") / f"{Path(values['model']).name}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    known: dict[str, Any] = {one.name: values.get(one.name) for one in fields(FinetuneSettings)}
+    settings = FinetuneSettings(**known)
+    check_settings(settings)
+    return settings, saved
+
+
+def _ratio(text: str | None) -> float | None:
+    found = parse_ratio(text)
+    if isinstance(found, str):
+        raise invalid_value("--ratio", text, "a number from 0 to 1", "Leave --ratio out to have it chosen.")
+    return found
+
+
+def read_saved(out: Path) -> dict[str, Any]:
+    """The settings of the run to resume."""
+    path = out / SETTINGS
+    if not path.exists():
+        remedy = "Give the folder of an earlier run, or start a new run without --resume."
+        raise invalid_value("--out", str(out), f"the folder of a run with a file {SETTINGS}", remedy)
+    remedy = "Restore the file from a copy, or start a new run in another --out."
+    try:
+        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged and contains no valid JSON ({error}). {remedy}") from None
+    if not isinstance(saved, dict) or "method" not in saved:
+        raise invalid_value(str(path), saved, "the JSON object that `twinflow finetune` wrote", remedy)
+    return saved
+
+
+def _check_same(given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises a ValueError that names the first option that differs from the run to resume."""
+    for name, value in given.items():
+        if name not in FREE and saved.get(name) != value:
+            what = name.upper() if name in ("model", "data") else option_name(name)
+            expected = f"{saved.get(name)!r}, as when the run began"
+            raise invalid_value(what, value, expected, "Use the same value, or start a new run in another --out.")
+
+
+def check_settings(settings: FinetuneSettings) -> None:
+    """Raise a ValueError that names the option if a value cannot work."""
+    if settings.out.exists() and not settings.out.is_dir():
+        raise invalid_value("--out", str(settings.out), "a folder", "This is a file. Choose another --out.")
+    for name in ("steps", "batch_size", "accumulation", "seq_length", "rank", "keep_last"):
+        check_whole(option_name(name), getattr(settings, name))
+    for name in ("warmup", "seed", "valid_every", "save_every", "num_samples"):
+        check_whole("--samples" if name == "num_samples" else option_name(name), getattr(settings, name), least=0)
+    for name in ("lr", "weight_decay", "grad_clip"):
+        if getattr(settings, name) is not None and not 0.0 <= getattr(settings, name) < math.inf:
+            raise invalid_value(option_name(name), getattr(settings, name), "a finite number >= 0")
+    for name in ("epochs", "beta"):
+        if not 0.0 < getattr(settings, name) < math.inf:
+            raise invalid_value(option_name(name), getattr(settings, name), "a finite number above 0")
+    if settings.precision == "fp16" or settings.precision not in PRECISIONS:
+        raise invalid_value("--precision", settings.precision, ("bf16", "fp32"))
+    if settings.states not in (None, *RULES["adamw"].formats):
+        raise invalid_value("--states", settings.states, RULES["adamw"].formats)
+    if settings.gpu_memory is not None and not torch.cuda.is_available() and not settings.dry_run:
+        raise ValueError("--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out.")
+    if settings.merge and settings.method not in ADAPTERS:
+        raise incompatible("--merge", f"--method {settings.method}", "it trains no adapters", "Leave --merge out.")
+    if settings.packing and settings.method == "dpo":
+        raise incompatible("--packing", "--method dpo", "TRL does not pack pairs of answers", "Leave --packing out.")
+    if settings.chat_template is not None and not Path(settings.chat_template).is_file():
+        raise invalid_value("--chat-template", settings.chat_template, "an existing Jinja file")
+    check_threads(settings.threads, "--threads")
+
+
+def as_json(settings: FinetuneSettings) -> dict[str, Any]:
+    """All settings as plain values, for the run's folder."""
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    return {name: value for name, value in values.items() if name not in ("resume", "dry_run", "out")}
