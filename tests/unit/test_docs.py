@@ -132,7 +132,7 @@ def test_a_wrong_option_is_found() -> None:
 
 
 def test_the_kubernetes_job_starts_torchrun_on_every_pod() -> None:
-    (text,) = [block.values[0] for block in blocks("yaml")]
+    (text,) = [block.values[0] for block in blocks("yaml") if "pytorchReplicaSpecs" in block.values[0]]
     job = yaml.safe_load(text)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert set(replicas) == {"Master", "Worker"}

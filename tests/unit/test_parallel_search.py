@@ -193,7 +193,7 @@ def test_what_does_not_fit_says_so() -> None:
         ((*MANY, "--layouts", "0"), "--layouts is 0"),
         ((*MANY, "--per-node", "0"), "--per-node is 0"),
         ((*MANY, "--per-node", "5"), "a multiple of 5, because a machine has 5 GPUs. Use --gpus 30 for 6 machines"),
-        ((*MANY[:6], "--batch", "0"), "--batch is 0"),
+        ((*MANY[:6], "--batch", "0"), "--total-batch is 0"),
         ((*MANY[:6], "--batch", "3", "--batch-size", "2"), "a micro-batch (2) times a possible number of data"),
         ((*MANY, "--states", "bf16"), "--states bf16 cannot be used with a plan of parallel layouts"),
         ((*MANY, "--seq", "0"), "--seq-length is '0'"),
