@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("messages", raw('"a"'), "it is a text, but must be a JSON object"),
     ("messages", raw("null"), "it is null, but must be a JSON object"),
     ("messages", raw('{"text": "a", "text": "b"}'), "the field 'text' occurs twice in an object"),
-    ("messages", raw("[" * 100_000), "it is nested too deeply"),
+    ("messages", raw("[" * 100_000), "nested more than 100 levels deep"),
     ("messages", {"question": "a", "reply": "b"}, "its fields ('question', 'reply') are those of no known form"),
     ("messages", {}, "its fields (none) are those of no known form"),
     ("messages", {"text": "a"}, "the form 'text', but the rows before have the form 'messages'"),
@@ -124,6 +125,13 @@ def test_a_missing_file_is_named_with_a_similar_one(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("{}")
     with pytest.raises(ValueError, match=r"there is 'chats.jsonl' in that folder"):
         read_examples(tmp_path / "chat.jsonl", as_chat=True)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="regular file"):
+        read_examples(path, as_chat=True)
 
 
 def test_all_broken_rows_are_counted_and_the_first_are_listed() -> None:

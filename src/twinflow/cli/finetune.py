@@ -46,7 +46,7 @@ from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, print_ro
 from twinflow.data.chats import Examples, check_rows, read_examples
 from twinflow.data.files import missing_path
 from twinflow.errors import invalid_value, unusable_path
-from twinflow.files import write_whole
+from twinflow.files import read_json, write_whole
 from twinflow.launch.environment import rank_environment
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
@@ -445,7 +445,7 @@ class Watcher:
 
         samples = self._run.settings.out / SAMPLES
         if self._run.checkpoint is not None:
-            self.before = json.loads(samples.read_text(encoding="utf-8")) if samples.exists() else []
+            self.before = read_json(samples) if samples.exists() else []
             return
         self.before = [answer(trainer.model, self._run.tokenizer, prompt) for prompt, _, _ in self._run.questions]
         write_whole(samples, json.dumps(self.before) + "\n")

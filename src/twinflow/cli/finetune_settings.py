@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import typer
 from twinflow.cli import check_whole, option
 from twinflow.cli.settings import PRECISIONS, option_name, parse_bytes, parse_ratio
 from twinflow.errors import incompatible, invalid_value
+from twinflow.files import read_json
 from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.rules import RULES
@@ -207,9 +207,9 @@ def read_saved(out: Path) -> dict[str, Any]:
         raise invalid_value("--out", str(out), f"the folder of a run with a file {SETTINGS}", remedy)
     remedy = "Restore the file from a copy, or start a new run in another --out."
     try:
-        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+        saved: Any = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged and contains no valid JSON ({error}). {remedy}") from None
+        raise ValueError(f"{error} {remedy}") from None
     if not isinstance(saved, dict) or "method" not in saved:
         raise invalid_value(str(path), saved, "the JSON object that `twinflow finetune` wrote", remedy)
     return saved

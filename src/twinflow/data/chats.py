@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from twinflow.data.files import FINGERPRINT_BYTES, missing_path, reading
 from twinflow.errors import invalid_value
+from twinflow.files import open_regular, parse_json
 
 JSONL: Final = (".jsonl", ".ndjson")
 ROLES: Final = ("system", "user", "assistant")
@@ -52,8 +53,8 @@ def read_examples(path: Path, as_chat: bool) -> Examples:
         raise invalid_value("DATA", str(path), "a .jsonl or .json file, or the name of a dataset", remedy)
     if not path.exists():
         raise missing_path("DATA", path, "a .jsonl or .json file, or the name of a dataset")
-    with reading(path):
-        raw = path.read_bytes()
+    with reading(path), open_regular(path) as file:
+        raw = file.read()
     if not raw.strip():
         raise ValueError(f"{path} is empty. Write one JSON object on each line.")
     found = _lines(raw) if path.suffix.lower() in JSONL else _array(raw, path)
@@ -84,16 +85,15 @@ def _array(raw: bytes, path: Path) -> Iterable[Found]:
 def _parse(raw: bytes, kind: type = dict) -> Any:
     """The JSON value of a line or file, or the reason why it has none."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        value = parse_json(raw.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         return f"it is not UTF-8 text (byte {error.start + 1})"
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if kind is dict else f"line {error.lineno}, column {error.colno}"
         return f"it is not JSON: {error.msg[0].lower()}{error.msg[1:]} ({where})"
-    except RecursionError:
-        return "it is nested too deeply"
     except ValueError as error:
-        return str(error)
+        text = str(error)
+        return f"{text[0].lower()}{text[1:]}"
     return _checked_object(value) if kind is dict else value if isinstance(value, kind) else "it is no JSON array"
 
 

@@ -7,7 +7,6 @@ add `TwinMixin`, measure every step, and save checkpoints and the tuned model.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import time
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.data.chats import Examples, Row
 from twinflow.errors import invalid_value
+from twinflow.files import read_json, read_text
 from twinflow.integrations import need
 from twinflow.integrations.huggingface import TwinMixin
 from twinflow.integrations.pretrained import from_pretrained
@@ -78,7 +78,7 @@ def load_tokenizer(model: str, chat_template: str | None) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(Path(chat_template))
     return tokenizer
 
 
@@ -565,22 +565,24 @@ def make_trainer(
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint. Incomplete ones, of a run that was killed while it saved, are removed."""
+    """The newest complete checkpoint. Those without their last file, of a run that was killed while it saved, are
+    removed. Damaged ones are left out.
+    """
     found: dict[int, Path] = {}
     for path in folder.glob("checkpoint-*"):
         step = _step_of(path)
-        if step is None:
-            shutil.rmtree(path)
-        else:
+        if step is not None:
             found[step] = path
+        elif not (path / STATE_FILE).exists():  # the process ended while it was being written
+            shutil.rmtree(path)
     return found[max(found)] if found else None
 
 
 def _step_of(checkpoint: Path) -> int | None:
     """The step of a complete checkpoint, else None."""
     try:
-        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError):
+        return int(read_json(checkpoint / STATE_FILE)["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
