@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import planner_support
 import pytest
 
 from twinflow.models.gpt import PRESETS, cost_of
@@ -18,18 +19,7 @@ from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import from_hf
 
-LLAMA_8B = from_hf(
-    {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "llama3-8b",
-)
+LLAMA_8B = from_hf(planner_support.LLAMA_8B, "llama3-8b")
 
 
 def setting_of(gpu: str, ram_gb: int, gpu_gb: float | None = None) -> Setting:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planner_support import LLAMA_8B
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -208,18 +209,6 @@ def test_without_a_gpu_here_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 1
     assert "--gpu is not given, but must be one of b200" in result.output
     assert "name the GPU to plan for" in result.output
-
-
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
 
 
 def test_eight_billion_parameters_on_a_desktop_card(tmp_path: Path) -> None:

@@ -537,7 +537,9 @@ def _tune_settings(settings: FinetuneSettings) -> Any:
 
 
 def _twin(settings: FinetuneSettings) -> dict[str, Any]:
-    """Options of the TwinOptimizer."""
+    """Arguments of TwinOptimizer that the settings determine. With weights on the host all state is there, and a ratio
+    would be refused.
+    """
     options: dict[str, Any] = {"states": settings.states, "host_threads": settings.threads}
     if settings.offload_params:
         return {**options, "offload_params": True}

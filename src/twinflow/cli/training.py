@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from twinflow.engine import Engine
 from twinflow.engine.pipeline import PipelineEngine
 from twinflow.engine.reports import LateScalar
 from twinflow.models.gpt import flops_per_token
-from twinflow.monitor.metrics import LoadMeter, Record, StepRecord, ValidRecord
+from twinflow.monitor.metrics import LoadMeter, Record, StepMeter, StepRecord, ValidRecord
 from twinflow.monitor.timers import Clock
 
 VALID_BATCHES: Final = 16
@@ -201,10 +202,9 @@ class Loop:
         self._data = data
         self._talk = talk
         self._num_valid = num_valid
-        self._meter = LoadMeter(engine.device)
+        self._meter = StepMeter(engine.device)
         self._clock = Clock(engine.device)
         self._tell = talk.after_step if talk.ranks.group is not None else None
-        self._busy_s = self._waited_s = 0.0  # totals of the optimizer: busy time of the host, waiting time of forwards
         self._flops = flops_per_token(settings.model) * settings.tokens
         # With --global-batch-size, micro-batches may differ in size. The loss of a step is the mean of its sequences.
         self._sizes = settings.micro_sizes(engine.dp_rank)
@@ -256,29 +256,15 @@ class Loop:
         counts = engine.optimizer.metrics()  # waits for the gradient norm, so the device has finished backward
         mean = done.loss()
         wall_s = time.perf_counter() - start
-        wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
-        forward_s, backward_s = done.seconds(self._clock, wait_s)
-        load = self._meter.look()
-        host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
-        record = StepRecord(
+        record = self._meter.record(
+            counts,
+            wall_s,
+            partial(done.seconds, self._clock),
             step=engine.global_steps,
             loss=mean,
             lr=lr,
-            grad_norm=counts["grad_norm"],
             num_tokens=settings.tokens,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            update_s=max(0.0, wall_s - forward_s - backward_s),
-            host_bytes=load.host_bytes,
-            num_ahead=int(counts["gate_speculated"]),
-            num_dropped=int(counts["gate_dropped"]),
-            num_held=int(counts["gate_held"]),
             tflops=self._flops / wall_s / 1e12,
-            gpu_bytes=load.gpu_peak_bytes,
-            host_available_bytes=load.host_available_bytes,
-            cores_busy=load.cores_busy,
-            host_update_s=host_s,
-            wait_s=wait_s,
             loss_scale=engine.optimizer.current_loss_scale,
             skipped=not engine.was_step_applied(),
             tokens_total=engine.global_steps * settings.tokens,

@@ -26,7 +26,7 @@ from twinflow.files import read_json, read_text
 from twinflow.integrations import need
 from twinflow.integrations.huggingface import TwinMixin
 from twinflow.integrations.pretrained import from_pretrained
-from twinflow.monitor.metrics import LoadMeter, StepRecord, ValidRecord
+from twinflow.monitor.metrics import StepMeter, StepRecord, ValidRecord
 from twinflow.monitor.timers import Clock
 
 _EXTRA: Final = '"twinflow[finetune]"'
@@ -193,13 +193,13 @@ class Preparation:
         return [(use, decode(tokens)) for use, tokens in parts]
 
     def lengths(self, data: Any) -> list[int]:
-        """Tokens of each example."""
+        """The number of tokens of each example, prompt included. For a pair of answers, that with the longer answer."""
         if self._is_dpo:
             return [len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in data]
         return [len(tokens) for tokens in data["input_ids"]]
 
     def learned(self, data: Any) -> int:
-        """Tokens whose loss is learned."""
+        """The number of tokens of all examples that contribute to the loss: those of answers, not of prompts."""
         if self._is_dpo:
             return sum(len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in data)
         return sum(label != IGNORED for labels in data["labels"] for label in labels)
@@ -405,11 +405,13 @@ class TuneMixin(TwinMixin):
 
 
 class SFT(TuneMixin, trl.SFTTrainer):  # type: ignore[name-defined,misc]
-    """TRL's SFTTrainer with TwinOptimizer."""
+    """Supervised fine-tuning by TRL, on data that `Preparation` has tokenized, with `TuneMixin`'s measurements."""
 
 
 class DPO(TuneMixin, trl.DPOTrainer):  # type: ignore[name-defined,misc]
-    """TRL's DPOTrainer with TwinOptimizer."""
+    """Direct preference optimization by TRL. Its constructor computes the log probabilities of the untuned model, for
+    which weights on the host need their optimizer.
+    """
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         if self.twin is None and self._twin_options.get("offload_params"):
@@ -425,9 +427,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         self._listener = listener
         self._valid_every = valid_every
         self._save_every = save_every
-        self._meter = LoadMeter(device)
-        self._busy_s = 0.0
-        self._waited_s = 0.0
+        self._meter = StepMeter(device)
         self._start_s = 0.0
         self._save_start_s = 0.0
         self._lr = 0.0
@@ -473,32 +473,19 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         counts = twin.metrics()  # waits for the gradient norm, so the device has finished backward
         loss = float(torch.stack(marks.losses).sum())
         wall_s = time.perf_counter() - self._start_s
-        wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
-        host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
         clock = self.trainer.clock
-        forward_s = max(0.0, sum(clock.seconds(start, middle) for start, middle, _ in marks.times) - wait_s)
+        forward_s = sum(clock.seconds(start, middle) for start, middle, _ in marks.times)
         backward_s = sum(clock.seconds(middle, end) for _, middle, end in marks.times)
-        load = self._meter.look()
         num_tokens = int(sum(int(number) for number in marks.num_tokens))
         self._num_tokens += num_tokens
-        return StepRecord(
+        return self._meter.record(
+            counts,
+            wall_s,
+            lambda wait_s: (max(0.0, forward_s - wait_s), backward_s),
             step=state.global_step,
             loss=loss,
             lr=self._lr,
-            grad_norm=counts["grad_norm"],
             num_tokens=num_tokens,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            update_s=max(0.0, wall_s - forward_s - backward_s),
-            host_bytes=load.host_bytes,
-            num_ahead=int(counts["gate_speculated"]),
-            num_dropped=int(counts["gate_dropped"]),
-            num_held=int(counts["gate_held"]),
-            gpu_bytes=load.gpu_peak_bytes,
-            host_available_bytes=load.host_available_bytes,
-            cores_busy=load.cores_busy,
-            host_update_s=host_s,
-            wait_s=wait_s,
             skipped=not twin.was_applied,
             tokens_total=self._num_tokens,
             host_share=twin.host_share,

@@ -213,6 +213,48 @@ class LoadMeter:
         return self._cores_busy
 
 
+class StepMeter:
+    """Makes the record of a training step from the optimizer's counters and the load of the machine."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: the device of the model."""
+        self._load = LoadMeter(device)
+        self._busy_s = self._waited_s = 0.0  # the counters after the previous step: busy host, waiting forwards
+
+    def record(
+        self,
+        counts: Mapping[str, float],
+        wall_s: float,
+        phases: Callable[[float], tuple[float, float]],
+        **others: Any,
+    ) -> StepRecord:
+        """The record of the step that has just ended.
+
+        `counts`: `TwinOptimizer.metrics()`. `wall_s`: duration of the step. `phases`: returns the seconds of forward
+        and backward, given the seconds for which forwards waited for new weights. `others`: the remaining fields.
+        """
+        wait_s, self._waited_s = counts["waited_s"] - self._waited_s, counts["waited_s"]
+        host_s, self._busy_s = counts["host_busy_s"] - self._busy_s, counts["host_busy_s"]
+        forward_s, backward_s = phases(wait_s)
+        load = self._load.look()
+        return StepRecord(
+            grad_norm=counts["grad_norm"],
+            forward_s=forward_s,
+            backward_s=backward_s,
+            update_s=max(0.0, wall_s - forward_s - backward_s),
+            host_bytes=load.host_bytes,
+            num_ahead=int(counts["gate_speculated"]),
+            num_dropped=int(counts["gate_dropped"]),
+            num_held=int(counts["gate_held"]),
+            gpu_bytes=load.gpu_peak_bytes,
+            host_available_bytes=load.host_available_bytes,
+            cores_busy=load.cores_busy,
+            host_update_s=host_s,
+            wait_s=wait_s,
+            **others,
+        )
+
+
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """The system's `MemAvailable`, or 0 if the system does not report it. Limits of containers are not considered."""
     return parse_meminfo(read_text(meminfo)).get("MemAvailable", 0)
