@@ -357,8 +357,8 @@ def test_items_are_needed_in_forward_order() -> None:
     with closing(twin(model, early=True)) as optimizer:
         train(model, optimizer, range(1))
         buckets = optimizer.runtime.buckets
-        items = items_of(buckets, Timing(1.0, 2.0), is_early=True)
+        items = items_of([[bucket] for bucket in buckets], Timing(1.0, 2.0), is_early=True)
         for bucket, item in zip(buckets, items, strict=True):
             assert (item.need == 0.0) == (bucket.deadline <= 1 and item.ready == 2.0)
             assert item.ready == pytest.approx(2.0 * (1.0 - item.need))
-        assert {item.ready for item in items_of(buckets, Timing(1.0, 2.0), is_early=False)} == {2.0}
+        assert {item.ready for item in items_of([[b] for b in buckets], Timing(1.0, 2.0), is_early=False)} == {2.0}

@@ -113,6 +113,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     formats, num_moments = rule_of(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
     stage = checked.zero_optimization.stage if settings.world > 1 else 0
+    weights = checked.zero_optimization.offload_param
     axes = resolve_axes(checked)
     num_parts = axes.pipe * axes.model  # parts that the model is split into
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
@@ -129,6 +130,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
+        offload_params=weights is not None and weights.device == "cpu",
     )
     return Case(
         run=run,

@@ -14,13 +14,16 @@ bucket's state is the host, the device ("resident"), or the host with updates on
    the planner is careful at first (`_COMFORTS`).
 6. Later (`_back_off`): only the free device memory is checked, every `_WATCH_EVERY` steps. If activations have grown,
    state moves to the host.
+
+With weights on the host, the buckets of a block always move together and with the weights of the block. Such buckets
+are a unit. Every other bucket is a unit of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Final
@@ -35,7 +38,7 @@ from twinflow.planner.costs import Memory
 from twinflow.planner.formats import StateBytes, reserved_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import choose, input_side_first, shares
-from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
+from twinflow.planner.simulate import ClipDecision, Fetch, Item, Timing, Ways
 from twinflow.state_dict import Kind
 from twinflow.zero import Team
 from twinflow.zero.start import own_host_bytes
@@ -68,11 +71,17 @@ class AutoPlacement:
         rates: Rates,
         on_placed: Callable[[Runtime], None],
         team: Team | None = None,
+        weight_bytes: Mapping[int, float] | None = None,
     ) -> None:
+        """`weight_bytes`: if weights are on the host, the bytes of the weights of each block for each element of its
+        state. `state_bytes` includes them for state on the device.
+        """
         self._runtime = runtime
         self._states = states
         self._state_bytes = state_bytes
         self._rates = rates
+        self._weight_bytes = weight_bytes or {}
+        self._units = units_of(runtime.buckets, self._has_weights)
         self._team = team  # ranks that must make the same choice
         if team is not None:
             self._rates = Rates(**gather_json(team.calls, asdict(rates))[0])
@@ -113,15 +122,15 @@ class AutoPlacement:
                 )
                 self._settle()
             return
-        size, left = self._size(), self._room().gpu_bytes
-        places = [HOST] * len(runtime.buckets)
-        items = items_of(runtime.buckets, Timing(1.0, 1.0), is_early=True)
+        beside, left = self._beside(), self._room().gpu_bytes
+        places = [HOST] * len(self._units)
+        items = items_of(self._units, Timing(1.0, 1.0), is_early=True)
         for i in input_side_first(items):
-            left -= int(items[i].numel * size.resident)
+            left -= self._unit_bytes(self._units[i], RESIDENT) + int(items[i].numel * beside)
             if left < 0:
                 break
             places[i] = RESIDENT
-        self._move(self._agreed(places))
+        self._move(self._agreed(self._by_bucket(places)))
         self._phase = self._time
 
     def _time(self) -> None:
@@ -165,8 +174,8 @@ class AutoPlacement:
         runtime, timing = self._runtime, self._timing()
         runtime.wait()
         runtime.wait_for_copies()
-        size, room, ways = self._size(), self._room(), self._ways()
-        items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
+        size, room, ways = self._size(), self._room(), self._ways(timing)
+        items = items_of(self._units, timing, is_early=runtime.settings.early)
         decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
         places: Sequence[str] | None = None
         while places is None and self._comforts:
@@ -174,8 +183,9 @@ class AutoPlacement:
             with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
                 choice = choose(items, timing, careful, self._states, decision, room, size, ways)
                 LOGGER.debug(f"ratio auto: {choice.why}; this placement is tried if it is not the present one")
-                if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
-                    places = choice.places
+                wanted = self._by_bucket(choice.places)
+                if wanted != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
+                    places = wanted
             places = self._agreed(places)
         self._settle() if places is None else self._move(places)
 
@@ -193,24 +203,37 @@ class AutoPlacement:
             f"backward alone {self._timing().gpu_s:.3f} s{self._trouble}"
         )
 
+    def _by_bucket(self, places: Sequence[str]) -> tuple[str, ...]:
+        """The place of each bucket, from the place of each unit."""
+        found = {b.plan.index: place for unit, place in zip(self._units, places, strict=True) for b in unit}
+        return tuple(found[bucket.plan.index] for bucket in self._runtime.buckets)
+
+    def _unit_bytes(self, unit: Sequence[Bucket], place: str) -> int:
+        """Bytes of a unit's state in a place, on the device with the weights that are there because of it."""
+        return sum(self._state_bytes(replace(bucket.plan, place=place)) for bucket in unit)
+
     def _places(self) -> tuple[str, ...]:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
 
     def _move(self, places: Sequence[str]) -> int:
-        """Moves buckets to `places`, the host's first, until memory is full. Returns the number of moved buckets."""
+        """Moves units to `places`, the host's first, until memory is full. Returns the number of moved units."""
         runtime, self._wanted = self._runtime, tuple(places)
         runtime.wait()
         runtime.wait_for_copies()
         moves = []
-        for bucket, place in zip(runtime.buckets, places, strict=True):
+        for unit in self._units:
+            place = places[unit[0].plan.index]
             # State cannot move to the device if the user has changed the memory format of a parameter.
-            can_alias = not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
-            if bucket.plan.place != place and (place == HOST or can_alias):
-                moves.append((bucket, place))
+            can_alias = all(not b.plan.can_alias or all(target.dim() == 1 for target in b.targets) for b in unit)
+            if any(bucket.plan.place != place for bucket in unit) and (place == HOST or can_alias):
+                moves.append((unit[0], place))
         num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
-                reconfigure.move(runtime, bucket, place)
+                if self._has_weights and bucket.plan.block != ROOT:
+                    reconfigure.move_block(runtime, bucket.plan.block, place)
+                else:
+                    reconfigure.move(runtime, bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
@@ -222,30 +245,44 @@ class AutoPlacement:
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes of state for each element, by place. Resident state includes gradients that wait or are added there."""
-        runtime, settings = self._runtime, self._runtime.settings
-        numel = sum(bucket.plan.numel for bucket in runtime.buckets)
-        each = {}
-        for place in PLACES:
-            plans = [replace(bucket.plan, place=place) for bucket in runtime.buckets]
-            each[place] = sum(self._state_bytes(plan) for plan in plans) / numel
+        """Bytes of state for each element, by place. Resident state includes gradients that wait or are added there.
+
+        With weights on the host, resident state includes weights, which only blocks need. All state then counts as that
+        of the largest blocks.
+        """
+        numel = sum(bucket.plan.numel for bucket in self._runtime.buckets)
+        each = {place: sum(self._unit_bytes(unit, place) for unit in self._units) / numel for place in PLACES}
+        if self._has_weights:
+            each[RESIDENT] = max(self._unit_bytes(unit, RESIDENT) / _numel(unit) for unit in self._units)
+        return StateBytes(each[HOST], each[RESIDENT] + self._beside(), each[STREAMED])
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether the weights of a block move with its state."""
+        return bool(self._weight_bytes)
+
+    def _beside(self) -> float:
+        """Bytes of gradients for each element of resident state that wait or are added on the device."""
+        settings = self._runtime.settings
         waits_there = (settings.limits.any and settings.hold_on_host) or settings.delayed_update
-        there = (self._width() if waits_there else 0.0) + (4.0 if settings.sums_on_host else 0.0)
-        return StateBytes(each[HOST], each[RESIDENT] + there, each[STREAMED])
+        return (self._width() if waits_there else 0.0) + (4.0 if settings.sums_on_host else 0.0)
 
     def _width(self) -> float:
         """Mean number of bytes of a gradient element."""
         plans = [bucket.plan for bucket in self._runtime.buckets]
         return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
 
-    def _ways(self) -> Ways:
+    def _ways(self, timing: Timing) -> Ways:
         """The planner's inputs: bytes of a gradient and of a weight element, and options of the runtime.
 
-        Streamed state is excluded if gradients wait or are summed on the host.
+        Streamed state is excluded if gradients wait or are summed on the host, or if weights are there.
         """
         settings, width = self._runtime.settings, self._width()
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
-        return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
+        fetches = fetches_of(self._units, timing, self._weight_bytes) if self._has_weights else ()
+        return Ways(
+            width, width, settings.num_slots, settings.delayed_update, streams and not self._has_weights, fetches
+        )
 
     def _room(self, share: float = 1.0) -> Memory:
         """Memory for state: the memory that state uses now, plus free memory, minus a reserve.
@@ -293,20 +330,22 @@ class AutoPlacement:
     def _back_off(self) -> None:
         """Moves state to the host if the device has too little free memory."""
         room, runtime = self._room(share=0.5), self._runtime
-        resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
+        resident = [unit for unit in self._units if any(bucket.plan.place == RESIDENT for bucket in unit)]
         on_device, on_host = self._used()
         over = on_device - room.gpu_bytes
         places, spare = list(self._places()), room.host_bytes - on_host
-        for bucket in sorted(resident, key=lambda b: -b.deadline):
-            needed = self._state_bytes(replace(bucket.plan, place=HOST))
+        for unit in sorted(resident, key=lambda unit: -unit[0].deadline):
+            needed = self._unit_bytes(unit, HOST)
             if over <= 0 or needed > spare:
                 break
-            places[bucket.plan.index] = HOST
-            over, spare = over - self._state_bytes(bucket.plan), spare - needed
+            for bucket in unit:
+                places[bucket.plan.index] = HOST
+            over, spare = over - self._unit_bytes(unit, RESIDENT), spare - needed
         agreed = self._agreed(places if tuple(places) != self._places() else None)
         if agreed is not None and (num_moved := self._move(agreed)):
             LOGGER.info(
-                f"ratio auto: the device has too little free memory. {num_moved} buckets were moved to the host, which "
+                f"ratio auto: the device has too little free memory. {num_moved} "
+                f"{'blocks' if self._has_weights else 'buckets'} were moved to the host, which "
                 f"has {host_share(runtime.buckets):.2f} of the state now{self._trouble}"
             )
 
@@ -316,20 +355,53 @@ def host_share(buckets: Sequence[Bucket]) -> float:
     return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
 
 
-def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
-    """Estimates when each bucket's gradient is complete and its weights are needed, with equal time per element."""
-    inside = [b for b in buckets if b.plan.block != ROOT]
-    total = sum(b.plan.numel for b in inside) or 1
-    passed, depth = 0, {}
-    for bucket in sorted(inside, key=lambda b: (b.deadline, b.plan.index)):
-        depth[bucket.plan.index] = passed / total
-        passed += bucket.plan.numel
-    items = []
+def units_of(buckets: Sequence[Bucket], has_weights: bool) -> list[list[Bucket]]:
+    """The buckets that move together: with weights on the host those of a block, otherwise each on its own."""
+    units: dict[tuple[int, int], list[Bucket]] = {}
     for bucket in buckets:
-        x = depth.get(bucket.plan.index, 0.0)  # parameters outside all blocks are needed first
+        is_alone = not has_weights or bucket.plan.block == ROOT
+        units.setdefault((bucket.plan.block, bucket.plan.index if is_alone else -1), []).append(bucket)
+    return list(units.values())
+
+
+def items_of(units: Sequence[Sequence[Bucket]], timing: Timing, is_early: bool) -> list[Item]:
+    """Estimates when gradients of each unit are complete and its weights are needed, with equal time per element."""
+    places = _places_in_forward(units)
+    items = []
+    for i, unit in enumerate(units):
+        block, x, _ = places.get(i, (-1, 0.0, 0.0))  # parameters outside all blocks are needed first
         ready = (1.0 - x) * timing.backward_s if is_early else timing.backward_s
-        items.append(Item(bucket.plan.numel, bucket.plan.place, ready, x * timing.forward_s))
+        items.append(Item(_numel(unit), unit[0].plan.place, ready, x * timing.forward_s, block))
     return items
+
+
+def fetches_of(
+    units: Sequence[Sequence[Bucket]], timing: Timing, weight_bytes: Mapping[int, float]
+) -> tuple[Fetch, ...]:
+    """The copies of the weights of each block, in the order of a forward. `weight_bytes`: see `AutoPlacement`."""
+    found = []
+    for i, (_, start, end) in _places_in_forward(units).items():
+        nbytes = int(weight_bytes[units[i][0].plan.block] * _numel(units[i]))
+        found.append(Fetch(nbytes, start * timing.forward_s, (1.0 - end) * timing.backward_s))
+    return tuple(found)
+
+
+def _places_in_forward(units: Sequence[Sequence[Bucket]]) -> dict[int, tuple[int, float, float]]:
+    """For the index of each unit inside of blocks: its position in a forward, and the shares of the elements inside of
+    blocks that come before it and that have passed after it. In the order of a forward.
+    """
+    inside = [i for i, unit in enumerate(units) if unit[0].plan.block != ROOT]
+    inside.sort(key=lambda i: (units[i][0].deadline, units[i][0].plan.index))
+    total = sum(_numel(units[i]) for i in inside)
+    found, passed = {}, 0
+    for position, i in enumerate(inside):
+        start, passed = passed, passed + _numel(units[i])
+        found[i] = position, start / total, passed / total
+    return found
+
+
+def _numel(unit: Sequence[Bucket]) -> int:
+    return sum(bucket.plan.numel for bucket in unit)
 
 
 def _scaled(rates: Rates, host: float, link: float) -> Rates:

@@ -25,8 +25,8 @@ from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.param_offload import check_values
-from twinflow.offload.placement import place_by_ratio, stream
-from twinflow.offload.plan import RESIDENT, plan_buckets
+from twinflow.offload.placement import place_by_ratio, stream, whole_blocks
+from twinflow.offload.plan import RESIDENT, ROOT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
@@ -94,8 +94,9 @@ class TwinOptimizer(Outcomes):
       "auto" measures the first steps and chooses the fastest placement that fits into memory.
     - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
       end whose updates would overlap least with forward and backward.
-    - `offload_params`: the weights of blocks are on the host too. The weights of a block are copied to the GPU before
-      the block runs. The module may be on the CPU; it computes on the GPU if there is one.
+    - `offload_params`: the weights of blocks with state on the host are there too. The weights of a block are copied to
+      the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
+      `placement` then place whole blocks.
 
     How a step works:
 
@@ -243,14 +244,22 @@ class TwinOptimizer(Outcomes):
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), build.find_room(params, self.team)
         kind, ratio = self.kind, self.ratio
+        if aside is not None:
+            kind = replace(kind, weight_bytes=aside.weight_bytes(specs, self.team.world if self.team else 1))
         if isinstance(ratio, str):
             self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
+        if aside is not None:  # a block is fetched, or all of it stays on the device
+            parts = whole_blocks(specs, parts)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
-        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
+        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans), aside is not None)
+        if aside is not None:
+            resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
+            here = [param.tensor for param, spec in zip(params, specs, strict=True) if spec.block in resident]
+            aside.return_blocks(here, sorted(resident))
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
@@ -265,9 +274,10 @@ class TwinOptimizer(Outcomes):
             owner=me,
         )
         if aside is not None:
-            runtime.offload_params(
-                aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
-            )
+            gather = self.team.fetch if self.team and self.team.world > 1 else None
+            # Only "auto" on a GPU moves blocks later.
+            can_move = isinstance(self.ratio, str) and room.device_bytes is not None
+            runtime.offload_params(aside.frozen, aside.values, gather, can_move)
         # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
@@ -299,7 +309,7 @@ class TwinOptimizer(Outcomes):
             rates = load_or_measure(where)
             # Free memory for speculative stores is known only after the final placement.
             self._auto = AutoPlacement(
-                runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team
+                runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team, kind.weight_bytes
             )
         else:
             self._make_speculative_stores(runtime)
@@ -372,7 +382,9 @@ class TwinOptimizer(Outcomes):
             f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
         if self._settings.offload_params:
-            lines.append("weights: on the host")
+            blocks = {bucket.plan.block: bucket.offloads_params for bucket in runtime.buckets}
+            blocks.pop(ROOT, None)
+            lines.append(f"weights: those of {sum(blocks.values())} of {len(blocks)} blocks are on the host")
         if self.team is not None:
             lines.append(f"rank: {self.team.rank} of {self.team.world}, which share this model; sizes are of this rank")
         return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + groups

@@ -313,11 +313,11 @@ def check_param_offload(
     found = {
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
-        "ratio": ratio != 1.0,
+        "ratio": ratio == "auto" and zero is not None,
         "streamed": settings.tuning.streamed,
         "delayed_update": settings.delayed_update,
     }
-    refuse("Weights on the host", found, ratio=ratio, streamed=settings.tuning.streamed, rules=", ".join(RULES))
+    refuse("Weights on the host", found, streamed=settings.tuning.streamed, rules=", ".join(RULES))
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:

@@ -47,9 +47,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The weights of a block that are on the host and are copied to the GPU before each forward and each backward."""
+    """The weights of a block that are on the host and are copied to the GPU before each forward and each backward.
 
-    nbytes: int
+    If the state of some of the block's elements is on the GPU, their weights are there too and are not copied.
+    """
+
+    nbytes: int  # of all weights of the block
     forward_s: float  # time at which the block starts, in seconds after the start of a forward
     backward_s: float  # the same in a backward
 
@@ -176,9 +179,18 @@ class Play:
         self.left: dict[str, float] = {}  # remaining bytes of a copy, remaining elements of an update
         self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
         self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
-        self.is_here = [False] * len(ways.fetches)  # blocks whose weights are on the GPU
         self.asked: list[int] = []  # blocks to fetch, in this order
         self.block_items = [[i for i, it in enumerate(items) if it.block == k] for k in range(len(ways.fetches))]
+        self.fetch_bytes = [
+            fetch.nbytes * self._host_share(own) for fetch, own in zip(ways.fetches, self.block_items, strict=True)
+        ]
+        self.is_here = [not nbytes for nbytes in self.fetch_bytes]  # blocks whose weights are on the GPU
+
+    def _host_share(self, own: Sequence[int]) -> float:
+        """The share of a block's elements whose state, and with it their weights, is on the host. `own`: its items."""
+        total = sum(self.items[i].numel for i in own)
+        here = sum(self.items[i].numel for i in own if self.items[i].place == "resident")
+        return 1.0 - here / total if total else 1.0
 
     def _program(self) -> list[tuple[str, float]]:
         """The program of the GPU for a step: compute for some seconds, wait for weights, complete a gradient."""
@@ -208,6 +220,8 @@ class Play:
         num_simulated = min(timing.micro_batches, _MOST_MICRO_BATCHES)
         roots = [(0.0, "wait", i) for i, item in enumerate(self.items) if item.block < 0]
         ready = [(item.ready, "ready", i) for i, item in enumerate(self.items)]
+        if self.decision.clips:  # without clipping, the GPU updates its state in backward (`_ready`)
+            roots += [(item.need, "update", i) for i, item in enumerate(self.items) if item.place == "resident"]
         forward = [(fetch.forward_s, "forward", k) for k, fetch in enumerate(fetches)]
         backward = [(fetch.backward_s, "backward", k) for k, fetch in enumerate(fetches)]
         program: list[tuple[str, float]] = []
@@ -235,11 +249,13 @@ class Play:
                 self.waited_s += self.now - before
             elif what == "ready":
                 self._ready(int(value))
+            elif what == "update":
+                self.debt_s += self.device_s[int(value)]
             elif what == "micro-batch":
                 starts.append(self.now)
-                self.is_here = [False] * len(self.is_here)
+                self.is_here = [not nbytes for nbytes in self.fetch_bytes]
                 self.asked.clear()
-                self._ask(range(_BLOCKS_AHEAD))
+                self._ask(self._ahead(0, 1))
             elif what in ("forward", "backward"):
                 self._enter(int(value), 1 if what == "forward" else -1)
             elif what == "close" and self.decision.clips:
@@ -261,8 +277,13 @@ class Play:
             self._advance(self.debt_s if self.debt_s > _EPS else None)
         self.waited_s += self.now - before
         if 0 <= block - direction < len(self.is_here):
-            self.is_here[block - direction] = False
-        self._ask(block + direction * k for k in range(1, _BLOCKS_AHEAD + 1))
+            self.is_here[block - direction] = not self.fetch_bytes[block - direction]
+        self._ask(self._ahead(block + direction, direction))
+
+    def _ahead(self, start: int, direction: int) -> list[int]:
+        """The next blocks with weights on the host, from the block `start` on."""
+        blocks = range(start, len(self.fetch_bytes) if direction > 0 else -1, direction)
+        return [k for k in blocks if self.fetch_bytes[k]][:_BLOCKS_AHEAD]
 
     def _ask(self, blocks: Iterable[int]) -> None:
         fetching = self.tasks[_IN][1] if self.tasks.get(_IN, ("", 0))[0] == "fetch" else -1
@@ -341,7 +362,7 @@ class Play:
                 self.asked.remove(block)
                 self.tasks[_IN] = "fetch", block
                 overhead_s = _COPY_TASK_S * max(1, len(self.block_items[block]))
-                self.left[_IN] = self.ways.fetches[block].nbytes + overhead_s * self.unit_rates[0][_IN]
+                self.left[_IN] = self.fetch_bytes[block] + overhead_s * self.unit_rates[0][_IN]
             elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
                 self.free_stages -= 1
                 self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
