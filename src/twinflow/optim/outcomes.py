@@ -39,6 +39,7 @@ class Outcomes(Optimizer):
     _settings: Settings
     _was_applied = False  # the last step was applied
     _was_skipped = False  # the last step was skipped because a gradient was not finite
+    _was_clipped = False  # the last step whose outcome has been read was clipped
     _unread: Job | None = None  # the last step, if its outcome has not been read
     num_steps = 0
     num_skipped = 0
@@ -80,6 +81,7 @@ class Outcomes(Optimizer):
             return
         decision = self.runtime.executor.wait_for_decision(job)
         self._was_applied, self._was_skipped = not decision.skip, decision.skip
+        self._was_clipped = decision.clipped
         self.num_skipped += decision.skip
         self.scale_rule = after_step(self.scale_rule, decision.skip)
 

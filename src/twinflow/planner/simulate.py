@@ -74,6 +74,7 @@ class ClipDecision:
 
     clips: bool
     ahead_numel: int = 0
+    clipped_share: float = 0.0  # share of the steps that are clipped, in which early updates are repeated
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,27 @@ class Prediction:
     waited_s: float  # time that the GPU waits for weights
 
 
+_SECONDS: Final = ("step_s", "host_busy_s", "out_s", "in_s", "waited_s")
+
+
 def predict(
     items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways | None = None
 ) -> Prediction:
-    """Predict a step in the steady state. `items`: the buckets of the run."""
+    """Predict a step in the steady state. `items`: the buckets of the run.
+
+    If some steps are clipped, the result is the mean over all steps.
+    """
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
+    share = decision.clipped_share if decision.clips and decision.ahead_numel else 0.0
+    if share > 0.0:
+        # A clipped step takes as long as one without early updates: they are repeated when the norm is known.
+        clipped = predict(items, timing, rates, states, ClipDecision(clips=True), ways)
+        if share >= 1.0:
+            return clipped
+        kept = predict(items, timing, rates, states, ClipDecision(True, decision.ahead_numel), ways)
+        return _mixed(clipped, kept, share)
     play = Play(items, timing, rates, states, decision, ways)
     last = play.step()
     for _ in range(_MAX_STEPS):
@@ -115,6 +130,12 @@ def predict(
             break
         last = this
     return this
+
+
+def _mixed(first: Prediction, second: Prediction, share: float) -> Prediction:
+    """The mean of two predictions, of which the first has the weight `share`."""
+    values = {name: share * getattr(first, name) + (1.0 - share) * getattr(second, name) for name in _SECONDS}
+    return Prediction(bound_by=first.bound_by if share > 0.5 else second.bound_by, **values)
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
