@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from twinflow.cli.settings import (
     choose_shape,
     default_lr,
     engine_config,
+    make_settings,
     parse_bytes,
     parse_ratio,
 )
@@ -345,6 +347,35 @@ def test_memory_counts_once_for_a_machine(world: int, local: int, host_gb: int) 
 @pytest.mark.parametrize(("text", "ratio"), [(None, None), ("auto", "auto"), ("0", 0.0), ("0.3", 0.3), ("1", 1.0)])
 def test_ratios(text: str | None, ratio: float | str | None) -> None:
     assert parse_ratio(text) == ratio
+
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "ratio"),
+    [
+        ({}, {}, "auto"),
+        ({}, {"zero_optimization": {"stage": 2}}, "auto"),
+        ({"ratio": "0.3"}, {}, 0.3),
+        ({"placement": "tail"}, {}, 1.0),
+        ({"stages": 2}, {}, 1.0),
+        ({"tensor_ranks": 2}, {}, "auto"),
+        ({}, OFFLOAD, 1.0),  # DeepSpeed's default
+        ({}, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, 1.0),
+        ({}, {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}, 1.0),
+    ],
+    ids=str,
+)
+def test_the_ratio_of_a_run_that_names_none(
+    options: dict[str, Any], config: dict[str, Any], ratio: float | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    given = TrainOptions(config=path if config else None, precision="fp32", **options)
+    assert make_settings(given, 2).ratio == (ratio if isinstance(ratio, float) else 1.0)  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert make_settings(given, 2).ratio == ratio
 
 
 @pytest.mark.parametrize("text", ["", "half", "-0.1", "1.01", "nan", "inf", "30%"])

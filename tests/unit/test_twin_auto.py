@@ -330,6 +330,25 @@ def test_without_a_gpu_all_state_is_on_the_host() -> None:
         assert optimizer.host_share == 1.0
 
 
+def test_the_default_is_1_where_auto_cannot_be_used(gpu: Any) -> None:
+    """And what is used is said."""
+    assert twin(gpt()).ratio == 1.0  # no GPU
+    gpu(100 * GB, 10 * GB, SLOW_HOST)
+    assert twin(gpt()).ratio == "auto"
+    assert twin(gpt(), ratio=None).ratio == "auto"
+    assert TwinOptimizer(list(gpt().parameters())).ratio == 1.0
+    options: list[dict[str, Any]] = [
+        {"placement": "tail"},
+        {"offload_params": True},
+        {"rule": torch.optim.RMSprop, "lr": 1e-2},
+        {"streamed": 0.5},
+    ]
+    for given in options:
+        with closing(twin(gpt(), **given)) as optimizer:
+            assert optimizer.ratio == 1.0, given
+            assert "ratio: 1.0 (1.00 of the state is on the host)" in repr(optimizer)
+
+
 def test_it_chooses_the_placement_itself() -> None:
     with pytest.raises(ValueError, match="placement='tail' cannot be used with ratio=\"auto\""):
         twin(gpt(), ratio="auto", placement="tail")

@@ -156,6 +156,7 @@ class AutoPlacement:
         self._change = ChangeWatch()
         self._rest = _FIRST_REST
         self._trouble = ""
+        self.report = ""  # the last choice, and what it has gained
         self.is_settled = False  # whether a placement was chosen; true from then on
         runtime.timer.start()
         runtime.device.reset_peak()  # the peak of building the model does not matter for steps
@@ -342,10 +343,11 @@ class AutoPlacement:
         ]
         compared = "; ".join([", ".join(others), ""]) if others else ""
         share = host_share(self._runtime.buckets)
-        self._log(
+        self.report = (
             f"ratio auto: {share:.2f} of the state on the host, {kept.step_s:.3f} s a step; {compared}forward and "
             f"backward alone {alone_s:.3f} s{self._trouble}"
         )
+        self._log(self.report)
 
     def _log(self, text: str) -> None:
         if self._team is None or self._team.rank == 0:

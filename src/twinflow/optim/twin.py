@@ -354,6 +354,11 @@ class TwinOptimizer(Outcomes):
         """Whether the placement was chosen. Ratio "auto" needs some steps for this. Lack of memory may change it."""
         return self._auto is None or self._auto.is_settled
 
+    @property
+    def auto_report(self) -> str:
+        """What ratio "auto" has chosen, and the times of all placements that it has measured. Empty before that."""
+        return self._auto.report if self._auto is not None else ""
+
     def __repr__(self) -> str:
         """Rule, states, ratio, placement and memory, then the param groups as torch shows them."""
         groups = super().__repr__().partition("(\n")[2]
