@@ -82,7 +82,7 @@ class Clock:
         self.is_quiet = False
         backward = end - self.timing.backward_s
         num_parts = self.timing.micro_batches
-        return StepMarks(start, start if num_parts == 1 else backward - self.timing.forward_s, backward, end, end)
+        return StepMarks(start, (start if num_parts == 1 else backward - self.timing.forward_s, backward), end, end)
 
 
 class PlayedRuntime:
@@ -99,7 +99,7 @@ class PlayedRuntime:
         self.activation_bytes = 0
         self.host_bytes = host_bytes
         self.num_moves = 0
-        self.timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
+        self.timer = SimpleNamespace(start=lambda: None, begin_step=lambda: None)
         self.speculative_stores = SimpleNamespace(num_bytes=0, prepare=lambda buckets: 0)
         self.device = SimpleNamespace(
             reset_peak=lambda: None,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from auto_support import GB, Clock, rates
-from twin_support import MAX_NORM, assert_same, batch, gpt, quick_torch, snapshot, train, twin
+from twin_support import MAX_NORM, assert_same, batch, gpt, matrix_but, quick_torch, snapshot, train, twin
 
 from twinflow.device import Device
 from twinflow.offload import reconfigure
@@ -242,17 +242,25 @@ def test_parameters_that_are_not_contiguous_stay_where_they_can(gpu: Any) -> Non
         assert set(places(optimizer)) == {RESIDENT}
 
 
-def test_a_model_whose_forward_is_never_called_is_left_as_it_is(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="twinflow")
+@pytest.mark.parametrize("way", matrix_but(["a part"], ["a part", "compiled", "as torch.compile returns it"]))
+def test_a_model_whose_hooks_do_not_run_is_placed_by_whole_steps(gpu: Any, way: str) -> None:
+    """Nothing shows where its forward ends."""
     gpu(100 * GB, 10 * GB, SLOW_HOST, timing=None)
-    wrapper = torch.nn.ModuleDict({"inner": torch.nn.Linear(8, 8)})
-    with closing(twin(wrapper, lr=1e-2, ratio="auto")) as optimizer:
-        for _ in range(10):
-            wrapper["inner"](torch.randn(2, 8)).sum().backward()
+    inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model = torch.nn.ModuleDict({"inner": inner}) if way == "a part" else inner
+    with closing(twin(model, lr=1e-2, ratio="auto")) as optimizer:
+        optimizer.runtime.device.delay("in", 0.01)  # of each bucket whose state is on the host
+        call: Any = inner
+        if way == "compiled":
+            inner.compile(backend="eager")
+        elif way != "a part":
+            call = torch.compile(inner, backend="eager")
+        for _ in range(30):
+            call(torch.randn(2, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.is_placed
-        assert "stays as it is" in caplog.messages[-1]
+        assert optimizer.host_share == 0.0
 
 
 def test_pauses_between_steps_are_not_the_hosts(gpu: Any) -> None:

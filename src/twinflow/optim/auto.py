@@ -48,13 +48,11 @@ from twinflow.zero.start import own_host_bytes
 
 LOGGER = logging.getLogger("twinflow")
 
-_MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
 _NUM_FEW: Final = 2  # steps that are watched if they differ by `_AGREE` at most, and clipping does not vary
 _NUM_MANY: Final = 8  # steps that are watched otherwise
 _AGREE: Final = 0.01
 _NEAR: Final = 0.01  # a step that is longer than forward and backward alone by this share at most is good enough
-_WORSE: Final = 0.01  # the planner's placement is tried if its predicted step is longer by this share at most
-_WORSE_FULL: Final = 0.1  # the same for the fullest device, whose prediction is less exact for small models
+_WORSE: Final = 0.01  # a placement is tried if its predicted step is longer by this share at most
 _GAIN: Final = 0.003  # a placement with more state on the device stays if steps are shorter by this share at least
 _GAIN_AGAIN: Final = 0.02  # the same if another placement was chosen before
 _MARGIN: Final = 0.95  # the planner's host is slower by this factor, so that updates are not only just hidden
@@ -71,9 +69,10 @@ _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, and of the forward and the backward of its last micro-batch."""
+    """Seconds of a step, of its forwards and backwards, and of the last forward and the last backward."""
 
     step_s: float
+    work_s: float  # without the wait for updates in `step()`, which is usual if the whole model is compiled
     forward_s: float
     backward_s: float
 
@@ -142,7 +141,7 @@ class AutoPlacement:
         self._rates: Rates | None = None
         self._team = team  # ranks that must make the same choice
         self._on_placed = on_placed  # called after a move, when the remaining memory is free for other uses
-        self._phase: Callable[[StepMarks | None], None] = self._begin
+        self._phase: Callable[[StepMarks], None] = self._begin
         self._num_steps = 0
         self._since = 0  # steps since the last move or barrier
         self._is_quiet = False  # no update was pending when this step began
@@ -168,27 +167,19 @@ class AutoPlacement:
         if self._num_steps > 1:
             self._clipped.append(was_clipped)
         self._phase(self._runtime.timer.take())
+        self._runtime.timer.begin_step()
 
     # Measurements.
 
-    def _begin(self, marks: StepMarks | None) -> None:
-        """Waits for the first step that can be timed, which is a warm-up."""
-        if self._agreed(marks is not None):
-            self._runtime.device.reset_peak()  # compilers and libraries take memory in the first step only
-            self._wait()
-            self._phase = self._time
-        elif self._num_steps >= _MAX_UNTIMED:
-            self._log(
-                "ratio auto: the placement stays as it is, because the loop calls only parts of the model, and steps "
-                "cannot be timed."
-            )
-            self._runtime.timer.stop()
-            self._settle()
+    def _begin(self, marks: StepMarks) -> None:
+        """After the first step, which is a warm-up."""
+        self._runtime.device.reset_peak()  # compilers and libraries take memory in the first step only
+        self._wait()
+        self._phase = self._time
 
-    def _time(self, marks: StepMarks | None) -> None:
+    def _time(self, marks: StepMarks) -> None:
         """Times forward and backward alone, until updates start when they will start from then on."""
-        if marks is not None:
-            self._alone.append(marks)
+        self._alone.append(marks)
         is_early = self._agreed(len(self._alone) >= WATCHED_STEPS or not self._runtime.watches_gradients)
         self._wait()
         if is_early:
@@ -200,44 +191,47 @@ class AutoPlacement:
         self._is_quiet = True
         self._since = 0
 
-    def _watch(self, marks: StepMarks | None) -> None:
+    def _watch(self, marks: StepMarks) -> None:
         """Times steps from the first forward to the end of `step()`, with the updates of the step before."""
         num_unsteady = 2 if self._runtime.settings.delayed_update else 1
         num_watched = self._since - num_unsteady
         # Reading the times waits for the device, so that the step after it is not like the others.
-        if marks is not None and num_watched > 0 and num_watched != _NUM_FEW + 1:
+        if num_watched > 0 and num_watched != _NUM_FEW + 1:
             self._watched.append(marks)
             self._after_clipped.append(self._clipped[-1])
-        if marks is not None and self._since == 1 and self._is_quiet:
+        if self._since == 1 and self._is_quiet:
             self._alone.append(marks)
         self._is_quiet = False
         if num_watched not in (_NUM_FEW, _NUM_MANY + 1):
             return
         times = [found.step_s for found in self._read(self._watched)]
-        is_clear = len(times) > 1 and max(times) <= (1.0 + _AGREE) * min(times) and len(set(self._clipped)) == 1
+        is_clear = max(times) <= (1.0 + _AGREE) * min(times) and len(set(self._clipped)) == 1
         if not is_clear and num_watched == _NUM_FEW:
             return
-        if times:
-            step_s = min(times) if is_clear else self._mean(times)
-            LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
-            self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
-        self._choose() if self._seen else self._settle()
+        step_s = min(times) if is_clear else self._mean(times)
+        LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
+        self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
+        self._choose()
 
     def _mean(self, times: Sequence[float]) -> float:
         """The mean time of a step. The few watched steps count as many clipped steps as there were for longer."""
-        flags = self._agreed(self._after_clipped)
-        clipped = [time for time, after in zip(times, flags, strict=True) if after]
-        others = [time for time, after in zip(times, flags, strict=True) if not after]
+        clipped = [time for time, after in zip(times, self._after_clipped, strict=True) if after]
+        others = [time for time, after in zip(times, self._after_clipped, strict=True) if not after]
         share = self._clipped_share if clipped and others else float(bool(clipped))
         return share * _typical(clipped) + (1.0 - share) * _typical(others)
 
     def _read(self, marks: Sequence[StepMarks]) -> list[Times]:
         """The times of rank 0. Waits for the last mark."""
         seconds = self._runtime.device.seconds
-        own = [
-            [seconds(m.start, m.end), seconds(m.forward, m.backward), seconds(m.backward, m.after_backward)]
-            for m in marks
-        ]
+        own = []
+        for one in marks:
+            step_s, work_s = seconds(one.start, one.end), seconds(one.start, one.after_backward)
+            each_s = work_s / self._runtime.settings.accumulation_steps
+            parts = [each_s / 3, each_s * 2 / 3]  # usually a backward takes twice as long as a forward
+            if one.parts is not None:
+                forward, backward = one.parts
+                parts = [seconds(forward, backward), seconds(backward, one.after_backward)]
+            own.append([step_s, work_s, *parts])
         return [Times(*times) for times in self._agreed(own)]
 
     # The choice.
@@ -246,11 +240,11 @@ class AutoPlacement:
         """Moves buckets to the next placement that is worth a try. If there is none, the fastest placement stays."""
         fastest_s = min(seen.step_s for seen in self._seen)
         alone = self._read(self._alone)
-        alone_s = min((times.step_s for times in alone), default=0.0)
+        alone_s = min(times.work_s for times in alone)
         # Times alone that are longer than those with updates were disturbed, and say nothing.
         is_near = alone_s <= fastest_s / (1.0 - 2.0 * _AGREE) and fastest_s <= (1.0 + _NEAR) * alone_s
         tries = (self._planned, self._fullest)
-        while alone and not is_near and self._num_tried < len(tries):
+        while not is_near and self._num_tried < len(tries):
             self._runtime.wait()
             self._runtime.wait_for_copies()
             scale = min(1.0, fastest_s / alone_s)
@@ -293,7 +287,7 @@ class AutoPlacement:
         return None
 
     def _fullest(self, timing: Timing, fastest_s: float) -> Sequence[str] | None:
-        """As much state on the device as fits, unless it is predicted to be much slower than the fastest one so far."""
+        """As much state on the device as fits, if it is predicted to be as fast as the fastest placement so far."""
         buckets, size, left = self._runtime.buckets, self._size(), self._room().gpu_bytes
         items = items_of(buckets, timing, is_early=self._runtime.settings.early)
         for i in input_side_first(items):
@@ -303,7 +297,7 @@ class AutoPlacement:
         rates = _scaled(self._rates, self._speed)
         decision = self._decision(self._ahead_numel(items, size, self._room()))
         found = predict(items, timing, rates, self._states, decision, self._ways())
-        return [item.place for item in items] if found.step_s <= (1.0 + _WORSE_FULL) * fastest_s else None
+        return [item.place for item in items] if found.step_s <= (1.0 + _WORSE) * fastest_s else None
 
     def _speed_of(self, items: Sequence[Item], timing: Timing, step_s: float, ways: Ways) -> float:
         """The factor of the host's rates with which the present placement is predicted to take `step_s`."""
@@ -455,9 +449,8 @@ class AutoPlacement:
 
     # Later.
 
-    def _keep(self, marks: StepMarks | None) -> None:
-        if marks is not None:
-            self._watched.append(marks)
+    def _keep(self, marks: StepMarks) -> None:
+        self._watched.append(marks)
         if self._since % _CHECK_EVERY == 0:
             self._check()
 
