@@ -17,7 +17,8 @@ bucket's state is the host, the device ("resident"), or the host with updates on
    clearly faster. So state does not move back and forth.
 
 Steps 1 to 4 take 5 to 12 training steps, and more only if the times of steps differ (`_NUM_MANY`). The ranks of a team
-use the times of rank 0, so that they make the same moves in the same steps.
+use the times of rank 0, so that they make the same moves in the same steps. No hook runs in a model that is compiled as
+a whole, and the wait for its weights is in `step()`. Whole steps are timed then (step_timer.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LOGGER = logging.getLogger("twinflow")
 
 _NUM_FEW: Final = 2  # steps that are watched if they differ by `_AGREE` at most, and clipping does not vary
 _NUM_MANY: Final = 8  # steps that are watched otherwise
-_AGREE: Final = 0.01
+_AGREE: Final = 0.03
 _NEAR: Final = 0.01  # a step that is longer than forward and backward alone by this share at most is good enough
 _WORSE: Final = 0.01  # a placement is tried if its predicted step is longer by this share at most
 _GAIN: Final = 0.003  # a placement with more state on the device stays if steps are shorter by this share at least
@@ -164,7 +165,7 @@ class AutoPlacement:
         """Runs the present phase. `was_clipped`: whether the step before this one was clipped."""
         self._num_steps += 1
         self._since += 1
-        if self._num_steps > 1:
+        if self._num_steps > 2:  # the norm of the first step is often larger than all later ones
             self._clipped.append(was_clipped)
         self._phase(self._runtime.timer.take())
         self._runtime.timer.begin_step()
@@ -242,7 +243,7 @@ class AutoPlacement:
         alone = self._read(self._alone)
         alone_s = min(times.work_s for times in alone)
         # Times alone that are longer than those with updates were disturbed, and say nothing.
-        is_near = alone_s <= fastest_s / (1.0 - 2.0 * _AGREE) and fastest_s <= (1.0 + _NEAR) * alone_s
+        is_near = alone_s <= (1.0 + 2.0 * _NEAR) * fastest_s and fastest_s <= (1.0 + _NEAR) * alone_s
         tries = (self._planned, self._fullest)
         while not is_near and self._num_tried < len(tries):
             self._runtime.wait()
