@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.offload.job import Job
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.optim.auto import host_share
 from twinflow.optim.loss_scale import LossScale, after_step
 from twinflow.rules import Rule
 from twinflow.zero import Team, Zero
@@ -159,4 +160,5 @@ class Outcomes(Optimizer):
             "bytes_out": counters.bytes_out,
             "bytes_back": counters.bytes_back + runtime.fetched_bytes,
             "shadow_bytes": runtime.speculative_stores.num_bytes,
+            "host_share": host_share(runtime.buckets),
         }
