@@ -109,6 +109,19 @@ def test_a_disturbed_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> No
         assert clock.step_s() <= 1.02 * better_s(clock, runtime, 0.0), disturbed
 
 
+@pytest.mark.parametrize("is_varied", [False, True])
+def test_memory_stays_free_for_larger_inputs(monkeypatch: pytest.MonkeyPatch, is_varied: bool) -> None:
+    """If the first steps have inputs of different sizes."""
+    slow = rates(1e9, link_bytes=5e9)
+    placement, runtime, clock = played(monkeypatch, slow, slow, SHORT, gpu_bytes=40 * GB, num_buckets=12)
+    runtime.activation_bytes = 16 * GB
+    clock.disturbed = lambda step: 1.0 + 0.5 * (step % 3) * is_varied
+    until_settled(placement, clock)
+    free = runtime.gpu_bytes - runtime.activation_bytes - runtime.used(RESIDENT)
+    assert free >= 2 * GB + 4 * GB * is_varied
+    assert free < 6 * GB + 4 * GB * is_varied  # a bucket has 2.9 GB
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [(LONG, SHORT), (MEDIUM, LONG), (SHORT, replace(SHORT, micro_batches=8))], ids=str
 )

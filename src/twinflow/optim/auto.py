@@ -64,7 +64,9 @@ _CHANGE: Final = 0.15  # by how much the times of steps must change
 _CLIP_CHANGE: Final = 0.3  # by how much the share of clipped steps must change
 _FIRST_REST: Final = 64  # steps from one choice to the next at least; doubles with each choice
 _LONGEST_REST: Final = 4096
-_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes), as inputs vary
+_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes)
+_VARIED: Final = 0.1  # if the times of steps differ by more, the sizes of inputs vary, and so does the memory of steps
+_GROWTH: Final = 0.25  # then so much of the memory that steps need stays free in addition, for larger inputs
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
 
@@ -151,6 +153,7 @@ class AutoPlacement:
         self._after_clipped: list[bool] = []  # for each of them: whether the step before it was clipped
         self._seen: list[Seen] = []
         self._num_tried = 0  # placements of `_choose` that were considered
+        self._is_varied = False  # the sizes of inputs vary
         self._speed = 1.0  # the speed of the host in training, relative to `_rates`
         self._clipped: deque[bool] = deque(maxlen=_NUM_CHECKS * _CHECK_EVERY)  # of the last steps
         self._change = ChangeWatch()
@@ -218,6 +221,8 @@ class AutoPlacement:
         """The mean time of a step. The few watched steps count as many clipped steps as there were for longer."""
         clipped = [time for time, after in zip(times, self._after_clipped, strict=True) if after]
         others = [time for time, after in zip(times, self._after_clipped, strict=True) if not after]
+        same = sorted(clipped if len(clipped) > len(others) else others)
+        self._is_varied |= same[-2] > (1.0 + _VARIED) * same[0]  # one step may have been disturbed
         share = self._clipped_share if clipped and others else float(bool(clipped))
         return share * _typical(clipped) + (1.0 - share) * _typical(others)
 
@@ -419,8 +424,9 @@ class AutoPlacement:
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
         there = 0  # if the model is on the CPU, device memory is host memory
         if capacity is not None:
-            reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
-            there = capacity - runtime.device.peak_bytes() + on_device - reserve
+            needed = runtime.device.peak_bytes() - on_device  # without state
+            reserve = max(_DEVICE_LEAST, _DEVICE_SHARE * capacity) + (_GROWTH * needed if self._is_varied else 0.0)
+            there = capacity - needed - int(share * reserve)
         if self._team is not None:
             there, host = (int(value) for value in self._team.least([there, host]))
         return Memory(there, host)

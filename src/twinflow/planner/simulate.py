@@ -182,7 +182,8 @@ class Play:
         self.program = self._program()
         self.is_fresh = [True] * len(items)  # whether the GPU has the weights that the next forward needs
         self.has_grad = [False] * len(items)
-        self.is_staged = [False] * len(items)
+        self.is_staged = [False] * len(items)  # streamed: the GPU has the state for the next update
+        self.is_stored = [True] * len(items)  # streamed: the host has the state of the last update
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
         # States are loaded in the order of use. This is the order of the gradients, or with clipping the order of the
         # next forward.
@@ -363,7 +364,7 @@ class Play:
                 self.tasks[_IN] = "fetch", block
                 overhead_s = _COPY_TASK_S * max(1, len(self.block_items[block]))
                 self.left[_IN] = self.ways.fetches[block].nbytes + overhead_s * self.unit_rates[0][_IN]
-            elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
+            elif self.stream_order and self.free_stages and self._can_load(self.stream_order[self.next_stage]):
                 self.free_stages -= 1
                 self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
                 self.next_stage = (self.next_stage + 1) % len(self.stream_order)
@@ -372,6 +373,9 @@ class Play:
         """Start a task of item `i`. `width`: bytes that a copy moves for each element; 1 for an update."""
         self.tasks[unit] = kind, i
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
+
+    def _can_load(self, i: int) -> bool:
+        return self.is_stored[i] and not self.is_staged[i]
 
     def _next_fetch(self) -> int | None:
         """The first block that was asked for and whose weights are up to date on the host."""
@@ -410,7 +414,7 @@ class Play:
             self.is_staged[i] = True
             self._try_streamed(i)
         else:
-            self.is_staged[i] = False
+            self.is_stored[i] = True
             self.free_stages += 1
 
     def _open(self) -> None:
@@ -434,4 +438,5 @@ class Play:
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
             self.has_grad[i], self.is_fresh[i] = False, True
+            self.is_staged[i] = self.is_stored[i] = False
             self.to_store.append(i)
