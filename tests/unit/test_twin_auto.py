@@ -102,11 +102,16 @@ def test_what_turns_out_slower_is_taken_back(gpu: Any, caplog: pytest.LogCapture
         assert ", none on the host " in caplog.messages[-1]
 
 
-def test_a_host_that_is_slower_than_probed_keeps_nothing(gpu: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_steps"),
+    [({"early": True}, 11), ({"early": "auto"}, 12), ({"early": False}, 11), ({"delayed_update": True}, 14)],
+    ids=str,
+)
+def test_a_host_that_is_slower_than_probed_keeps_nothing(gpu: Any, options: dict[str, Any], num_steps: int) -> None:
     gpu(100 * GB, 10 * GB, FAST_HOST, real=SLOW_HOST)
     model = gpt()
-    with closing(twin(model, ratio="auto", early=True)) as optimizer:
-        assert until_placed(model, optimizer) <= 12
+    with closing(twin(model, ratio="auto", **options)) as optimizer:
+        assert until_placed(model, optimizer) <= num_steps
         assert optimizer.host_share == 0.0
 
 
