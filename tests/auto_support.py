@@ -21,7 +21,7 @@ from twinflow.offload.settings import Settings
 from twinflow.offload.step_timer import StepMarks
 from twinflow.optim import auto
 from twinflow.optim.auto import AutoPlacement, items_of
-from twinflow.planner.formats import state_bytes
+from twinflow.planner.formats import reserved_bytes, state_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.simulate import ClipDecision, Play, Timing, Ways, predict
 
@@ -121,10 +121,11 @@ class PlayedRuntime:
         pass
 
     def make_stores(self, _: Any = None) -> None:
-        """Half of the free memory for updates before the clipping decision, as `TwinOptimizer` takes it."""
+        """Memory for updates before the clipping decision, as much as `TwinOptimizer` takes."""
         self.speculative_stores.num_bytes = 0
         if self.settings.limits.any:
-            self.speculative_stores.num_bytes = min(self.used(HOST), self.free_host_bytes() // 2)
+            left = self.free_host_bytes()
+            self.speculative_stores.num_bytes = min(self.used(HOST), left - reserved_bytes(left))
 
 
 def nbytes(plan: BucketPlan) -> int:
