@@ -195,6 +195,25 @@ def test_moving_to_the_host_finds_slots_there() -> None:
             assert_same(snapshot(model, optimizer), snapshot(still, other))
 
 
+def test_slots_of_released_stores_are_used_again() -> None:
+    """With fp16 each store for updates before the clipping decision has a slot for the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).half()
+    with closing(twin(model, lr=1e-2, early=True, max_grad_norm=1e6, num_slots=2)) as optimizer:
+        runtime, most = optimizer.runtime, len(optimizer.runtime.buckets) + 2
+        for place in (HOST, RESIDENT, HOST, RESIDENT, HOST):
+            for bucket in runtime.buckets:
+                optimizer.wait()
+                runtime.wait_for_copies()
+                reconfigure.move(runtime, bucket, place)
+            optimizer._make_speculative_stores(runtime)
+            model(torch.randn(4, 64).half()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+            assert runtime.executor.counters.num_weight_slots <= most
+
+
 def test_sums_follow_their_bucket() -> None:
     model, still = gpt(), gpt()
     options: dict[str, Any] = {"lr": 1e-2, "early": True, "accumulation_steps": 2, "sums": "host"}
