@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from zero_cases import NUM_STEPS, config_of, digest_alone, train_all, train_without_a_branch
+from zero_cases import NUM_STEPS, auto_on_ranks, config_of, digest_alone, train_all, train_without_a_branch
 
 OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
 CASES = [(stage, name, parts) for stage in (0, 1, 2, 3) for name in OFFLOADS for parts in (1, 4)]
@@ -123,3 +123,14 @@ def test_a_rank_whose_backward_leaves_blocks_out_fetches_them_all_the_same() -> 
     """Ranks gather in one order: none may ask for less than the others."""
     losses = run_ranks(2, train_without_a_branch, timeout_s=100)
     assert all(len(rank) == 3 for rank in losses)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_ranks_that_measure_different_times_choose_the_same_places(stage: int) -> None:
+    ranks = run_ranks(2, auto_on_ranks, stage)
+    for rank in ranks:
+        assert rank["auto"]["ratio"] == "auto"
+        assert rank["auto"]["is_placed"]
+        assert rank["auto"]["places"] == ranks[0]["auto"]["places"]
+        assert rank["auto"]["digest"] == rank["host"]["digest"]
+    assert {place for places in ranks[0]["auto"]["places"] for place in places} >= {"host", "resident"}

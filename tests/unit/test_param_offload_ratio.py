@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from auto_support import Clock
 from param_offload_support import (
     AWAY,
     HERE,
@@ -40,6 +41,7 @@ from twinflow.optim import twin as twin_module
 from twinflow.optim.auto import units_of
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_param_offload
+from twinflow.planner.simulate import Timing
 from twinflow.rules import RULES
 from twinflow.zero import Zero
 
@@ -349,6 +351,7 @@ def test_auto_moves_blocks_and_takes_them_back(
     optimizer = TwinOptimizer(model, ratio="auto", offload_params=True, **options)
     auto = optimizer._auto
     assert auto is not None
+    Clock(optimizer.runtime, SLOW_HOST, Timing(0.01, 0.02)).attach(monkeypatch)
 
     def used() -> int:
         return auto._used()[0]
@@ -361,14 +364,12 @@ def test_auto_moves_blocks_and_takes_them_back(
             step = next(steps)
             assert step_of(model, optimizer, step) == step_of(still, other, step)
 
-        go_on()
-        assert [*places(optimizer).values()] == [HERE, HERE, AWAY, AWAY]
         while not optimizer.is_placed:
             go_on()
         assert "of the state on the host" in caplog.messages[-1]
         assert [*places(optimizer).values()] == [HERE, HERE, AWAY, AWAY]
         beside += 5 * 10**9 // 2 + block  # half of the reserve and one block more
-        auto._since = auto_module._WATCH_EVERY - 1
+        auto._since = auto_module._CHECK_EVERY - 1
         go_on()
         assert [*places(optimizer).values()] == [HERE, AWAY, AWAY, AWAY]
         assert "1 blocks were moved to the host" in caplog.messages[-1]

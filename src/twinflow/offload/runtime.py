@@ -351,6 +351,11 @@ class Runtime:
         self.timer.after_model()
         self._cover(self.params)
 
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether updates will start during backward only after some more steps (early.py)."""
+        return self._early.watches
+
     def before_forward(self, block: int) -> None:
         """Wait for the weights of one block.
 

@@ -77,6 +77,7 @@ class ClipDecision:
 
     clips: bool
     ahead_numel: int = 0
+    clipped_share: float = 0.0  # share of the steps that are clipped, in which early updates are repeated
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,27 @@ class Prediction:
     waited_s: float  # time that the GPU waits for weights
 
 
+_SECONDS: Final = ("step_s", "host_busy_s", "out_s", "in_s", "waited_s")
+
+
 def predict(
     items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways | None = None
 ) -> Prediction:
-    """Predict a step in the steady state. `items`: the buckets of the run."""
+    """Predict a step in the steady state. `items`: the buckets of the run.
+
+    If some steps are clipped, the result is the mean over all steps.
+    """
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
+    share = decision.clipped_share if decision.clips and decision.ahead_numel else 0.0
+    if share > 0.0:
+        # A clipped step takes as long as one without early updates: they are repeated when the norm is known.
+        clipped = predict(items, timing, rates, states, ClipDecision(clips=True), ways)
+        if share >= 1.0:
+            return clipped
+        kept = predict(items, timing, rates, states, ClipDecision(True, decision.ahead_numel), ways)
+        return _mixed(clipped, kept, share)
     play = Play(items, timing, rates, states, decision, ways)
     last = play.step()
     for _ in range(_MAX_STEPS):
@@ -118,6 +133,12 @@ def predict(
             break
         last = this
     return this
+
+
+def _mixed(first: Prediction, second: Prediction, share: float) -> Prediction:
+    """The mean of two predictions, of which the first has the weight `share`."""
+    values = {name: share * getattr(first, name) + (1.0 - share) * getattr(second, name) for name in _SECONDS}
+    return Prediction(bound_by=first.bound_by if share > 0.5 else second.bound_by, **values)
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
@@ -164,7 +185,8 @@ class Play:
         self.program = self._program()
         self.is_fresh = [True] * len(items)  # whether the GPU has the weights that the next forward needs
         self.has_grad = [False] * len(items)
-        self.is_staged = [False] * len(items)
+        self.is_staged = [False] * len(items)  # streamed: the GPU has the state for the next update
+        self.is_stored = [True] * len(items)  # streamed: the host has the state of the last update
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
         # States are loaded in the order of use. This is the order of the gradients, or with clipping the order of the
         # next forward.
@@ -363,7 +385,7 @@ class Play:
                 self.tasks[_IN] = "fetch", block
                 overhead_s = _COPY_TASK_S * max(1, len(self.block_items[block]))
                 self.left[_IN] = self.fetch_bytes[block] + overhead_s * self.unit_rates[0][_IN]
-            elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
+            elif self.stream_order and self.free_stages and self._can_load(self.stream_order[self.next_stage]):
                 self.free_stages -= 1
                 self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
                 self.next_stage = (self.next_stage + 1) % len(self.stream_order)
@@ -372,6 +394,9 @@ class Play:
         """Start a task of item `i`. `width`: bytes that a copy moves for each element; 1 for an update."""
         self.tasks[unit] = kind, i
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
+
+    def _can_load(self, i: int) -> bool:
+        return self.is_stored[i] and not self.is_staged[i]
 
     def _next_fetch(self) -> int | None:
         """The first block that was asked for and whose weights are up to date on the host."""
@@ -410,7 +435,7 @@ class Play:
             self.is_staged[i] = True
             self._try_streamed(i)
         else:
-            self.is_staged[i] = False
+            self.is_stored[i] = True
             self.free_stages += 1
 
     def _open(self) -> None:
@@ -434,4 +459,5 @@ class Play:
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
             self.has_grad[i], self.is_fresh[i] = False, True
+            self.is_staged[i] = self.is_stored[i] = False
             self.to_store.append(i)
