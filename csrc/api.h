@@ -226,7 +226,8 @@ enum tf_span_kind {
   TF_SPAN_MOVER = 7,  // the mover has held the lock for long: the driver or the scheduler has stopped it
   TF_SPAN_LOCK = 8    // the worker has waited for the lock for long
 };
-enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2 };
+// TF_STREAM_ORDERS is not a stream: the thread that calls the driver sleeps before each call.
+enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2, TF_STREAM_ORDERS = 3 };
 
 TF_PUBLIC tf_executor* tf_executor_new(const tf_settings* settings);  // NULL if there is no such device
 TF_PUBLIC void tf_executor_close(tf_executor* executor);              // ends threads and streams; state is not lost

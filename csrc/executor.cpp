@@ -13,9 +13,9 @@ Executor::Executor(std::shared_ptr<Driver> driver, const tf_settings& settings)
       holds_on_host_(settings.holds_on_host),
       is_external_(settings.is_external),
       sums_on_host_(settings.sums_on_host),
-      out_(driver_->new_stream(&log_)),
-      in_(driver_->new_stream(&log_)),
-      fetch_(driver_->new_stream(&log_)),
+      out_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
+      in_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
+      fetch_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
       slots_(*driver_, settings.slot_bytes, settings.num_slots),
       weight_slots_(*driver_, settings.slot_bytes, settings.num_weight_slots) {
   mover_ = std::thread([this] { move_loop(); });
@@ -63,6 +63,10 @@ void Executor::disable(int32_t points) {
 void Executor::delay(int32_t stream, double seconds) {
   Lock lock(mutex_);
   if (is_closing_) return;
+  if (stream == TF_STREAM_ORDERS) {
+    orders_delay_s_ = seconds;
+    return;
+  }
   (stream == TF_STREAM_OUT ? out_ : stream == TF_STREAM_IN ? in_ : fetch_)->set_delay(seconds);
 }
 
@@ -581,9 +585,11 @@ int64_t Executor::fetch(const tf_fetch_item* items, int64_t num_items, const tf_
 tf_event* Executor::wait_fetch(int64_t id) {
   Lock lock(mutex_);
   if (!wait_until(lock, [&] { return fetches_.at(id).event != nullptr; })) return nullptr;
-  auto* found = new tf_event{fetches_.at(id).event};
+  EventRef event = fetches_.at(id).event;
   fetches_.erase(id);
-  return found;
+  lock.unlock();
+  event->real();  // the caller makes its stream wait for the event with the GIL, and should not wait for the mover then
+  return new tf_event{event};
 }
 
 }  // namespace tf

@@ -22,8 +22,8 @@
 //
 // Every field is read and written under `mutex_`. The worker releases the mutex while a kernel runs. Meanwhile it
 // writes only to buffers: the store, the slot of the weights, the total and its norm. It may read the slices and
-// `present` of its task, because no thread changes them in kUpdating. Only `resize` and `spans` wait for a device under
-// the mutex.
+// `present` of its task, because no thread changes them in kUpdating. The mover releases the mutex while it calls the
+// driver (late_streams.h). Only `resize` and `spans` wait for a device under the mutex.
 //
 // To add a phase, change the table, `Phase`, `enter`, the functions that enter and leave it, `looks_at_events` if the
 // phase waits for an event, and the functions that read phases (`apply`, `will_release`, `take_unsent`, `reset`,
@@ -42,6 +42,7 @@
 #include <assert.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -53,6 +54,7 @@
 #include <vector>
 
 #include "api.h"
+#include "late_streams.h"
 #include "slots.h"
 #include "streams.h"
 
@@ -295,6 +297,7 @@ class Executor {
   bool fill_slots();
   bool start_fetches();
   bool looks_at_events();
+  bool run_orders(Lock& lock);
 
   // Conditions of a task.
   bool is_to_sum(const Task& task) const { return sums_on_host_ && !task.is_summed; }
@@ -346,7 +349,9 @@ class Executor {
   bool sums_on_host_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  Orders orders_;  // of the three streams, which the mover runs without the lock
   std::unique_ptr<Stream> out_, in_, fetch_;
+  std::atomic<double> orders_delay_s_{0};  // for tests
   SlotPool slots_, weight_slots_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::map<int64_t, Pointers> stores_;

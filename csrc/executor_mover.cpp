@@ -1,10 +1,11 @@
 // The mover: the thread that starts copies, reads decisions and marks gradients that have arrived.
 //
-// The mover holds `mutex_` except while it sleeps (`rest`), and never waits for a copy. It queues copies on three
-// streams (`out_`, `in_`, `fetch_`), which no other thread uses. On its stream, a copy of gradients waits for the event
-// `ready` of the task. A copy of weights of a delayed job waits for the job's event `after`. A fetch waits for its own
-// event `after`, the end of the last use of its memory. The worker starts an update after the event `arrived` of the
-// task. The event `weights_copied_event` of a bucket prevents the worker from changing state that a copy still reads.
+// The mover holds `mutex_` except while it sleeps (`rest`) and while it calls the driver (`run_orders`). It never waits
+// for a copy. It queues copies on three streams (`out_`, `in_`, `fetch_`), which no other thread uses
+// (late_streams.h). On its stream, a copy of gradients waits for the event `ready` of the task. A copy of weights of a
+// delayed job waits for the job's event `after`. A fetch waits for its own event `after`, the end of the last use of
+// its memory. The worker starts an update after the event `arrived` of the task. The event `weights_copied_event` of a
+// bucket prevents the worker from changing state that a copy still reads.
 #include "clip_decision.h"
 #include "executor.h"
 
@@ -25,6 +26,7 @@ void Executor::move_loop() {
     did = start_fetches() || did;
     did = fill_slots() || did;
     log_if_long(TF_SPAN_MOVER, start_s);
+    did = run_orders(lock) || did;
     if (did) {
       changed_.notify_all();
     } else if (looks_at_events()) {
@@ -33,6 +35,20 @@ void Executor::move_loop() {
       rest(lock);
     }
   }
+}
+
+// Calls the streams without the lock. Returns whether there was anything to do.
+bool Executor::run_orders(Lock& lock) {
+  if (orders_.empty()) return false;
+  Orders orders;
+  orders.swap(orders_);
+  lock.unlock();
+  for (auto& order : orders) {
+    if (orders_delay_s_ > 0) std::this_thread::sleep_for(std::chrono::duration<double>(orders_delay_s_.load()));
+    order();
+  }
+  lock.lock();
+  return true;
 }
 
 // Events do not wake a thread, so the mover polls the events that the worker waits for.

@@ -325,7 +325,7 @@ class CudaEvent final : public Event {
 };
 
 void hold_cuda(CUstream stream, const EventRef& event) {
-  auto& known = static_cast<CudaEvent&>(*event);
+  auto& known = static_cast<CudaEvent&>(event->real());
   if (!known.is_done()) cuda()->cuStreamWaitEvent(stream, known.handle(), 0);
 }
 
@@ -349,7 +349,7 @@ class CudaStream final : public Stream {
   EventRef record() override { return std::make_shared<CudaEvent>(events_, stream_, has_failed_); }
   void set_delay(double seconds) override { delay_us_ = static_cast<int64_t>(seconds * 1e6); }
   void begin_span() override {
-    if (delay_us_) cuda()->cuLaunchHostFunc(stream_, sleep, reinterpret_cast<void*>(delay_us_));
+    if (delay_us_) cuda()->cuLaunchHostFunc(stream_, sleep, reinterpret_cast<void*>(delay_us_.load()));
     if (log_->enabled()) start_ = timed();
   }
   void end_span(int32_t kind, int32_t bucket) override {
@@ -390,7 +390,7 @@ class CudaStream final : public Stream {
   SpanLog* log_;
   CUstream stream_ = nullptr;
   bool has_failed_ = false;
-  int64_t delay_us_ = 0;
+  std::atomic<int64_t> delay_us_{0};
   CUevent start_ = nullptr;
   std::mutex mutex_;
   std::vector<Open> open_;

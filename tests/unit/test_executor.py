@@ -480,6 +480,39 @@ def test_what_is_not_finite_spreads_where_nothing_is_skipped(limits: Limits) -> 
         assert nans == ([200, 100, 200, 100] if limits.any else [1, 0, 0, 0])
 
 
+# A slow driver.
+
+
+def test_the_lock_is_free_while_the_driver_is_called() -> None:
+    """If the launch queue of the model is full, calls of the driver take milliseconds."""
+    with rig(3) as one:
+        one.device.delay("orders", 0.1)
+        job, longest_s = one.job(), 0.0
+        grads = [grads_of(i) for i in range(3)]
+        for i in range(3):
+            start_s = time.perf_counter()
+            one.submit(job, i, grads[i])
+            longest_s = max(longest_s, time.perf_counter() - start_s)
+            time.sleep(0.02)  # the mover is in the calls for this copy
+        assert one.executor.counters.busy_s == 0.0
+        one.device.delay("orders", 0.0)
+        one.close_job(job, norm_of(*grads))
+        decision = one.finish(job)
+        for i in range(3):
+            one.truth[i].step(grads[i], decision)
+        assert one.is_as_the_truth
+        assert longest_s < 0.05
+
+
+@pytest.mark.parametrize("limits", [FREE, BOTH], ids=["no limits", "limits"])
+def test_a_slow_driver_changes_no_bit(limits: Limits) -> None:
+    with rig(3, torch.bfloat16, num_spares=3) as one:
+        one.device.delay("orders", 0.002)
+        for step in range(3):
+            one.step(10 * step, limits, **({"runs_ahead": True} if limits is BOTH else {}))
+            assert one.is_as_the_truth, step
+
+
 # Updates ahead of the decision.
 
 SMALL = 1e-3  # gradients of this size have a norm far below 1

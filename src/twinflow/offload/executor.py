@@ -70,7 +70,7 @@ from twinflow.rules import Rule
 from twinflow.rules.segment import Store
 from twinflow.trace import Span
 
-_STREAMS = {"out": 0, "in": 1, "fetch": 2}
+_STREAMS = {"out": 0, "in": 1, "fetch": 2, "orders": 3}  # "orders": the thread that calls the driver
 _SPANS = (
     ("out", "out"),
     ("in", "in"),
