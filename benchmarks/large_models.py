@@ -65,7 +65,7 @@ def plain_fits(config: GPTConfig, batch: int, is_chunked: bool) -> bool:
 def largest_plain(batch: int, is_chunked: bool) -> dict[str, Any]:
     """The deepest GPT-2 of width 1600 that fits, by halving the interval."""
     torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.get_device_properties(0).total_memory)
-    base = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    base = replace(PRESETS["gpt2-1.5b"], recompute="full")
     low, high = 8, 96
     while high - low > 1:
         middle = (low + high) // 2
@@ -118,7 +118,7 @@ def accumulated(ratio: float = 1.0, batch: int = 520, micro: int = 10) -> dict[s
     import twinflow
     from twinflow.offload.materialize import build
 
-    shape = replace(PRESETS["gpt2-10b"], checkpoint_activations=True)
+    shape = replace(PRESETS["gpt2-10b"], recompute="full")
     model = build(lambda: GPT(shape), "cuda", torch.bfloat16)
     x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
     handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
@@ -180,7 +180,7 @@ def batch_512(is_plain: bool, batch: int = 512, micro: int = 16, windows: int = 
     import twinflow
     from twinflow.offload.materialize import build
 
-    shape = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    shape = replace(PRESETS["gpt2-1.5b"], recompute="full")
     count = batch // micro
     x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
     if is_plain:

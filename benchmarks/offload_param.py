@@ -31,7 +31,7 @@ from twinflow.planner.probe import load_or_measure
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-SMALL = GPTConfig(vocab_size=256, context=64, num_layers=6, hidden=128, num_heads=4, checkpoint_activations=True)
+SMALL = GPTConfig(vocab_size=256, context=64, num_layers=6, hidden=128, num_heads=4, recompute="full")
 
 
 def synchronize() -> None:
@@ -40,7 +40,7 @@ def synchronize() -> None:
 
 
 def shape_of(preset: str, num_layers: int) -> GPTConfig:
-    found = replace(PRESETS[preset], checkpoint_activations=True)
+    found = replace(PRESETS[preset], recompute="full")
     return replace(found, num_layers=num_layers) if num_layers else found
 
 

@@ -388,10 +388,10 @@ def test_layers_that_are_refused(wrap: Any, caplog: Any) -> None:
 
 
 def test_a_model_that_checkpoints_itself_is_left_alone(wrap: Any, caplog: Any) -> None:
-    model = gpt(checkpoint_activations=True)
+    model = gpt(recompute="full")
     with caplog.at_level(logging.INFO, "twinflow"):
         assert wrap(model, offload=True).names == []
-    assert "GPT.config.checkpoint_activations" in caplog.text
+    assert "GPT.config.recompute" in caplog.text
     assert "nothing is offloaded" in caplog.text
     assert all("forward" not in vars(module) for module in model.modules())
 

@@ -29,7 +29,7 @@ from twinflow.planner.costs import (
 )
 from twinflow.planner.formats import STATES, UPDATE_BYTES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
-from twinflow.planner.models import ModelCost, activation_bytes, from_counts, from_hf, gpt2_like
+from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
 from twinflow.planner.placement import at_ratio, best_ratio, choose
 from twinflow.planner.simulate import PLACES, ClipDecision, Item, Timing, predict
 
@@ -443,13 +443,13 @@ def test_a_preset_costs_what_its_model_has(name: str) -> None:
         kept = layers * (stream if checkpointing else block) + stream + 24 * num_tokens
         loss = 2 * stream + shape.vocab_size * h * 4 + min(num_tokens, 2048) * shape.vocab_size * 6
         expected = kept + max(loss, block * (2 if checkpointing else 1))
-        assert activation_bytes(cost, num_tokens, checkpointing) == expected
+        assert Run(cost, batch, shape.context, checkpointing=checkpointing).activation_bytes == expected
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_activations_of_a_llama_are_those_measured(batch: int) -> None:
     measured = {1: 1.180509184, 4: 4.719526912, 16: 18.875597824}[batch]
-    assert activation_bytes(B3, batch * 2048, True) / 1e9 == pytest.approx(measured, rel=0.001)
+    assert Run(B3, batch, 2048).activation_bytes / 1e9 == pytest.approx(measured, rel=0.001)
 
 
 HF = {
