@@ -92,7 +92,8 @@ class Run:
     def num_recomputed(self) -> int:
         """Number of blocks that backward computes again as a whole."""
         num_blocks = len(self.model.blocks)
-        return (num_blocks if self.checkpointed is None else self.checkpointed) if self.checkpointing else 0
+        wanted = num_blocks if self.checkpointed is None else self.checkpointed
+        return min(wanted, num_blocks) if self.checkpointing else 0
 
     @property
     def activation_bytes(self) -> int:
