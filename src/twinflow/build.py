@@ -30,6 +30,7 @@ from twinflow.build_parallel import (
     spread,
 )
 from twinflow.config import Batch, Config, load_config, notes, resolve_batch
+from twinflow.conflicts import refuse
 from twinflow.dist.group import new_group
 from twinflow.dist.meeting import Meeting
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
@@ -86,6 +87,8 @@ def initialize(
     refuse_groups(mpu=mpu, mesh_param=mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
+    is_sparse = parsed.sparse_attention is not None and parsed.sparse_attention.mode != "dense"
+    refuse("Other keys of the config", {"sparse compiled": is_sparse and parsed.compile.blocks})
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler), *_default_clipping(parsed, optimizer)]:
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined(timeout_s=TIMEOUT_S)

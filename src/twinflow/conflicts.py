@@ -311,6 +311,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "the checkpoint is around a compiled block, and cannot see the operations inside",
             "Set one of them to false. `twinflow train` can do both, with --recompute selective --compile.",
         ),
+        "sparse compiled": Conflict(
+            "sparse_attention",
+            "compile.blocks",
+            "its kernels cannot be a part of a compiled graph, so that every block would be cut into pieces",
+            "Leave one of them out.",
+        ),
         "inner compiled": Conflict(
             "activation_checkpointing.layers with {layer}",
             "compile.blocks",

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import twinflow
 from twinflow import speedups
-from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.models.gpt import GPT, Block, GPTConfig
 from twinflow.speedups import compile_blocks, use_float8
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=3, hidden=32, num_heads=2)
@@ -84,7 +84,8 @@ def test_compiled_blocks_share_one_graph_without_breaks(compiler: Any) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("recompute", ["selective", pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("recompute", ["selective", 1])
 def test_recomputation_is_a_part_of_the_graph(compiler: Any, recompute: str | int) -> None:
     plain = engine_of(gpt())
     expected = losses(plain, 2)
@@ -94,6 +95,30 @@ def test_recomputation_is_a_part_of_the_graph(compiler: Any, recompute: str | in
     assert compiler["stats"]["unique_graphs"] == (1 if recompute == "selective" else 2)
     assert not compiler["graph_break"]
     engine.destroy()
+
+
+def test_a_compiled_selective_block_keeps_ten_values_for_each_hidden_unit(compiler: Any) -> None:
+    """Its input, q, k and v, the output of attention, the result of the projection, and the input of GELU."""
+    kept = {}
+    for is_selective in (False, True):
+        block = Block(SHAPE, is_selective)
+        block.compile(backend="aot_eager")
+        x = torch.randn(2, 16, 32, requires_grad=True)
+        weights = {param.untyped_storage().data_ptr() for param in block.parameters()}
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes, weights: set[int] = weights) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = block(x)
+        kept[is_selective] = sum(sizes.values()) / (2 * 16 * 32 * 4)
+        del y
+    assert kept[False] == pytest.approx(16, rel=0.03)
+    assert kept[True] == pytest.approx(10, rel=0.03)
 
 
 def test_a_checkpointed_block_is_compiled_inside_of_its_checkpoint(compiler: Any) -> None:
@@ -116,6 +141,12 @@ def test_a_checkpointed_block_is_compiled_inside_of_its_checkpoint(compiler: Any
 def test_checkpoints_that_cannot_be_compiled_are_refused(section: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         engine_of(gpt(), compile=EAGER, activation_checkpointing=section)
+
+
+def test_sparse_attention_is_not_compiled() -> None:
+    sparse = {"mode": "fixed", "block": 16, "attention": "unidirectional"}
+    with pytest.raises(ValueError, match=r"sparse_attention cannot be used with compile\.blocks"):
+        engine_of(gpt(), compile=EAGER, sparse_attention=sparse)
 
 
 def test_a_deep_copy_of_a_compiled_model_has_its_own_weights(compiler: Any) -> None:
