@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -107,8 +108,7 @@ def use_float8(model: nn.Module, device: torch.device, recipe: str = "tensorwise
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    object.__setattr__(config, "emulate", emulate)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     left: list[str] = []
 
     def is_replaced(module: nn.Linear, name: str) -> bool:
