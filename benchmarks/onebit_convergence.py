@@ -347,6 +347,7 @@ class Order:
     deadline: float  # of time.time()
     words: str  # file
     is_tiny: bool
+    tune_plain_share: float = TUNE_PLAIN_SHARE  # share of the steps of fine-tuning before compression begins
 
     def __str__(self) -> str:
         return f"{self.way}, seed {self.seed}, learning rate {self.lr:g}, {self.steps:,} steps"
@@ -448,7 +449,7 @@ def fine_tune(
     copies = {name: nn.Parameter(params[name].detach().clone()) for name in names}
     num = scale.tune_steps * WORLD * scale.micro_batch
     data = cls_batches(texts["train"], scale, num, seed=2000 + order.seed)
-    found = train(copies, order, lr, scale.tune_steps, TUNE_PLAIN_SHARE, cls_losses, data)
+    found = train(copies, order, lr, scale.tune_steps, order.tune_plain_share, cls_losses, data)
     choose, report = (accuracy(copies, texts[part], scale) for part in ("choose", "report"))
     return {"lr": lr, "choose": choose, "report": report, **found}
 
@@ -497,6 +498,7 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
     end = start + given.budget
     left_out: list[str] = []
     result: dict[str, Any] = {"left_out": left_out, "sweep": [], "runs": []}
+    result["tune_plain_share"] = given.tune_plain_share
     processes = given.processes or (13 if CUDA else 1)
     with tempfile.TemporaryDirectory() as folder:
         words = str(Path(folder) / "words.pt")
@@ -521,7 +523,10 @@ def measure(scale: Scale, given: argparse.Namespace) -> dict[str, Any]:
             pairs += [(way, seed) for seed in range(1, given.seeds) for way in best if way in (ADAM, ONE_BIT)]
             if pairs:
                 steps = given.steps or scale.steps
-                orders = [Order(way, seed, best[way], steps, True, end, words, given.tiny) for way, seed in pairs]
+                orders = [
+                    Order(way, seed, best[way], steps, True, end, words, given.tiny, given.tune_plain_share)
+                    for way, seed in pairs
+                ]
                 result["runs"] = collect(pool, orders, left_out)
     result |= {"seconds": time.time() - start, "seeds": given.seeds, "budget": given.budget, "processes": processes}
     return result
@@ -600,7 +605,7 @@ def page(result: dict[str, Any], scale: Scale, command: str) -> str:
                 *compared("accuracy", accuracies),
             ]
         lines += figure_13(by_way)
-        lines += whole_run_bytes(runs, best)
+        lines += whole_run_bytes(runs, best, scale)
     lines += sweep_table(sweep, scale) if sweep else []
     lines += about(result, scale, gpu, command)
     return "\n".join(lines)
@@ -617,7 +622,7 @@ def figure_13(by_way: dict[str, dict[int, float]]) -> list[str]:
     return [*lines, ""]
 
 
-def whole_run_bytes(runs: list[dict[str, Any]], best: dict[str, float]) -> list[str]:
+def whole_run_bytes(runs: list[dict[str, Any]], best: dict[str, float], scale: Scale) -> list[str]:
     """Bytes that a rank sends, and predicted times on the networks of slow_network.py."""
     found: list[tuple[str, dict[str, Any], dict[str, Any], int]] = []
     plain = next((row for row in runs if row["way"] == ADAM), None)
@@ -628,8 +633,7 @@ def whole_run_bytes(runs: list[dict[str, Any]], best: dict[str, float]) -> list[
     found += [("pre-training, own switch", plain, row, row["steps"]) for row in runs if row["way"] == OWN_SWITCH]
     tunes = tuned(plain, best), tuned(ours, best)
     if tunes[0] is not None and tunes[1] is not None:
-        steps = round(tunes[1]["frozen_step"] / TUNE_PLAIN_SHARE)
-        found.append(("fine-tuning", tunes[0], tunes[1], steps))
+        found.append(("fine-tuning", tunes[0], tunes[1], scale.tune_steps))
     lines = [
         f"Bytes that each of {WORLD} ranks sends in a whole run, counted by the collectives; Adam sends gradients in "
         "bf16:",
@@ -719,8 +723,8 @@ def about(result: dict[str, Any], scale: Scale, gpu: str, command: str) -> list[
         "played in one process with the optimizer's own code.",
         f"- Betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping; learning rate: warm-up over a twentieth, cosine "
         f"to a tenth. 1-bit Adam switches after {PLAIN_SHARE:.0%} of the steps, in fine-tuning after "
-        f"{TUNE_PLAIN_SHARE:.0%}; with its own switch it decides itself, with the same learning rate. Plain steps send "
-        "gradients in bf16.",
+        f"{result['tune_plain_share']:.0%}; with its own switch it decides itself, with the same learning rate. Plain "
+        "steps send gradients in bf16.",
         "- Not equal: the sweep is shorter than whole runs, and its best rate may not be the best one of a whole run. "
         "The scale of error-compensated gradients is that of 4,096 elements, which is finer than one for a tensor.",
         f"- Steps of whole runs that were skipped because a gradient was not finite: {skipped}.",
@@ -770,6 +774,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--lr", type=float, default=None, help="of all ways, without a sweep")
     parser.add_argument("--processes", type=int, default=None)
+    text = "share of fine-tuning before 1-bit Adam compresses; 1: never"
+    parser.add_argument("--tune-plain-share", type=float, default=TUNE_PLAIN_SHARE, help=text)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw the picture of a saved result")

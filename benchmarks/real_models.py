@@ -67,7 +67,8 @@ class Row:
 WAYS = ("eager", "compiled", "float8")
 
 
-def build(shape: str, way: str) -> torch.nn.Module:
+def bare(shape: str) -> torch.nn.Module:
+    """The model in bf16 (fp32 without a GPU) on torch's present default device."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     hidden, layers, inner, heads, kv_heads, vocabulary, tied = SHAPES[shape]
@@ -87,9 +88,14 @@ def build(shape: str, way: str) -> torch.nn.Module:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if CUDA else torch.float32)
-    with torch.device(DEVICE):
-        model: Any = kinds[1](config)
+    model: torch.nn.Module = kinds[1](config)
     torch.set_default_dtype(before)
+    return model
+
+
+def build(shape: str, way: str) -> torch.nn.Module:
+    with torch.device(DEVICE):
+        model: Any = bare(shape)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     if way == "float8":
@@ -181,10 +187,10 @@ def hook_seconds(model: Any, optimizer: Any, data: torch.Tensor, alone_s: float)
     return statistics.median(inside), beyond_s
 
 
-def host_rate() -> float:
+def host_rate(states: str = "fp32") -> float:
     """Parameters a second of the host update alone, as this machine does it now."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(8)])
-    optimizer = TwinOptimizer(model.parameters(), "adamw", lr=1e-4)
+    optimizer = TwinOptimizer(model.parameters(), "adamw", lr=1e-4, states=states)
     for param in model.parameters():
         param.grad = torch.randn_like(param) * 1e-3
     for _ in range(3):

@@ -500,6 +500,7 @@ const void* Executor::grads(int64_t id) {
 double Executor::hold(const int64_t* indices, int64_t num_buckets, void* const* streams, int64_t num_streams) {
   Lock lock(mutex_);
   double waited_s = 0.0;
+  std::vector<EventRef> events;
   for (int64_t i = 0; i < num_buckets; ++i) {
     Bucket& one = bucket(indices[i]);
     if (one.shown() < one.due && !is_off(TF_SENT)) {
@@ -519,9 +520,13 @@ double Executor::hold(const int64_t* indices, int64_t num_buckets, void* const* 
       lock.lock();
       if (found == Event::kFailed) has_come(event, kAlways);
     }
-    for (int64_t s = 0; s < num_streams; ++s) driver_->hold(streams[s], event);
+    events.push_back(event);
   }
-  return failure_ == kWorks ? waited_s : -1.0;
+  if (failure_ != kWorks) return -1.0;
+  lock.unlock();  // if the queue of a stream is full, the driver waits, and the threads of the executor must not
+  for (auto& event : events)
+    for (int64_t s = 0; s < num_streams; ++s) driver_->hold(streams[s], event);
+  return waited_s;
 }
 
 int32_t Executor::wait_shown(const int64_t* indices, int64_t num_buckets) {

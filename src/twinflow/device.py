@@ -33,6 +33,7 @@ from torch import Tensor
 
 from twinflow.errors import wrong_state
 from twinflow.native.executor import executor_library
+from twinflow.native.kernels import advise_huge
 from twinflow.trace import Trace
 
 _FAILED = "A copy or an update in the background failed. Build a new optimizer and load the last checkpoint."
@@ -165,8 +166,10 @@ class Device:
         return (ctypes.c_void_p * 0)()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for asynchronous copies (page-locked on a GPU). It lives until `close` or `release`."""
-        return hide_from_children(torch.empty(numel, dtype=dtype))
+        """Allocate zeros in host memory for asynchronous copies (page-locked on a GPU). They live until `close` or
+        `release`.
+        """
+        return hide_from_children(advise_huge(torch.empty(numel, dtype=dtype))).zero_()
 
     def release(self, tensor: Tensor) -> None:
         """Unlock page-locked memory that no copy uses any more. Other memory does not change."""
@@ -333,6 +336,8 @@ class CudaDevice(Device):
         start = -raw.data_ptr() % _PAGE
         tensor = raw[start : start + nbytes].view(dtype)
         hide_from_children(tensor)
+        # Page-locking allocates missing pages one by one. All threads do it here, with huge pages where there are any.
+        advise_huge(tensor).zero_()
         if nbytes:
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
             if int(error):

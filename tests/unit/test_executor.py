@@ -27,7 +27,7 @@ from twin_support import our_threads
 
 from twinflow import native
 from twinflow.device import Device, Event
-from twinflow.offload import sync
+from twinflow.offload import speculative_stores, sync
 from twinflow.offload.bucket import Bucket, Param, new_bucket
 from twinflow.offload.clipping import Decision, Limits, decide
 from twinflow.offload.executor import Executor, Held, WorkerError
@@ -1455,7 +1455,7 @@ def test_speculative_stores_that_were_missing_are_made_within_their_bytes() -> N
                 one.truth[i].step(grads[i], decision)
             wanted = 0 if step == 0 else 2
             assert one.executor.counts_of(job)["speculated"] == wanted
-            spares.make_missing()
+            spares.after_step()
             soon(lambda: spares._num_queued == 0)
             assert spares.num_bytes == 2 * BUCKET_BYTES
         assert one.is_as_the_truth
@@ -1470,10 +1470,35 @@ def test_no_bytes_no_speculative_stores() -> None:
     with rig(1) as one, closing(new_spares(one, 0)) as spares:
         job, grads, event = ahead(one, 0)
         decided(one, job, norm_of(*grads), event)
-        spares.make_missing()
+        spares.after_step()
         assert spares.prepare(one.buckets) == 0
         assert spares.num_bytes == 0
         assert one.executor.take_speculative_store(one.plans[0].layout) is None
+
+
+def test_speculative_stores_are_released_if_the_machine_runs_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, freed = [10 * BUCKET_BYTES], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(speculative_stores, "free_host_bytes", lambda: free[0])
+    monkeypatch.setattr(speculative_stores, "_CHECK_S", 0.0)
+    with rig(3) as one, closing(new_spares(one, 0, freed)) as spares:
+        spares.set_limit(3 * BUCKET_BYTES, least_free=BUCKET_BYTES)
+        assert spares.prepare(one.buckets) == 3
+        spares.after_step()
+        spares._maker.submit(int).result()  # the thread has looked at the memory
+        assert not freed
+        free[0] = 10  # two buckets are missing for the least
+        for step in range(3):
+            job, grads, event = ahead(one, 0)
+            decision = decided(one, job, norm_of(*grads), event)
+            for i in range(3):
+                one.truth[i].step(grads[i], decision)
+            spares.after_step()
+            spares._maker.submit(int).result()
+            free[0] = 10 * BUCKET_BYTES  # enough from now on: what was released is not made again
+            assert len(freed) == 1
+            assert spares.num_bytes == spares.max_bytes == 2 * BUCKET_BYTES
+            assert one.executor.counts_of(job)["speculated"] == (3 if step == 0 else 2)
+        assert one.is_as_the_truth
 
 
 def test_a_speculative_store_needs_a_weight_slot_where_weights_do() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from param_offload_support import SHAPE, check_same, gpt, loss_of, tokens
+from param_offload_support import SHAPE, check_same, gpt, loss_of, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twinflow
-from twinflow.device import Device
+from twinflow.device import Device, Event
 from twinflow.models.gpt import GPT
+from twinflow.offload.param_offload import LAUNCHED_AHEAD
 from twinflow.offload.plan import ROOT
 from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -52,6 +54,33 @@ def test_no_bit_changes_with_slow_copies() -> None:
         optimizer.runtime.device.delay("fetch", 0.01)
 
     check_same(gpt(), steps=3, watch=slow)
+
+
+def test_the_launching_thread_waits_for_the_device() -> None:
+    """More launches than the driver keeps would block the copies of the executor too."""
+    waited: list[tuple[int, Event]] = []
+
+    class Points(deque[Event]):
+        num_added = 0
+
+        def append(self, point: Event, /) -> None:
+            self.num_added += 1
+            super().append(point)
+
+        def popleft(self) -> Event:
+            found = super().popleft()
+            waited.append((self.num_added, found))
+            return found
+
+    def watch(optimizer: TwinOptimizer) -> None:
+        assert optimizer.runtime.param_offload is not None
+        optimizer.runtime.param_offload._asked = Points()
+
+    train(gpt(num_layers=7), True, steps=2, watch=watch)
+    # Seven blocks in two forwards and backwards, of which the last block of a forward is not fetched again.
+    assert len(waited) > 2 * 13 - LAUNCHED_AHEAD
+    assert [num_added for num_added, _ in waited] == list(range(LAUNCHED_AHEAD, LAUNCHED_AHEAD + len(waited)))
+    assert all(point.done() for _, point in waited)
 
 
 class Odd(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
+from twinflow.planner import costs
 from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
 from twinflow.planner.costs import (
     PROCESS_BYTES,
@@ -154,6 +155,13 @@ def test_ratios_are_those_measured(
     assert case.prediction.step_s == pytest.approx(step_s, rel=0.15)
 
 
+@pytest.fixture
+def half_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When these runs were measured, speculative stores took at most half of the free host memory."""
+    monkeypatch.setattr(costs, "reserved_bytes", lambda free_bytes: free_bytes - free_bytes // 2)
+
+
+@pytest.mark.usefixtures("half_is_reserved")
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda m: m.name)
 def test_bytes_are_those_measured(measured: Measured) -> None:
     used = bytes_of(measured.run, Placed(measured.run.own_numel), measured.memory)
@@ -164,6 +172,7 @@ def test_bytes_are_those_measured(measured: Measured) -> None:
         assert host / 1e9 == pytest.approx(measured.host_gb, rel=0.05)
 
 
+@pytest.mark.usefixtures("half_is_reserved")
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda m: m.name)
 def test_steps_are_those_measured(measured: Measured) -> None:
     run = measured.run

@@ -218,7 +218,7 @@ class OffloadOptimizer(Section):
     )
     shadow_bytes: Whole | None = ours(
         None,
-        "host memory for updates before the clipping decision; null: half of the memory that the state leaves free",
+        "host memory for updates before the clipping decision; null: what the state leaves free, without a reserve",
         for_host=True,
     )
 

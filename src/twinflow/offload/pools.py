@@ -91,10 +91,9 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
 
 
 def prepare_speculative_stores(
-    stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket], max_bytes: int
+    stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket]
 ) -> None:
-    """Makes speculative stores within `max_bytes` of host memory, if updates can run before the clipping decision."""
-    stores.set_limit(max_bytes)
+    """Makes speculative stores within their limit of memory, if updates can run before the clipping decision."""
     if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return
     hosted = [bucket for bucket in buckets if not bucket.is_on_device]

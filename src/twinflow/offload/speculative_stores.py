@@ -8,22 +8,29 @@ store becomes a free speculative store. Buckets with equal `plan.layout` share t
 
 The thread "twinflow-speculative" allocates missing stores up to the memory limit. If no store is free for a bucket, its
 update waits for the decision in that step, because allocating a store takes longer than an update. After some steps
-there are as many stores as the host can use in one backward. `_lock` protects the counters, which this thread and the
-caller of `make_missing` change.
+there are as many stores as the host can use in one backward. If the machine runs short of memory, the thread releases
+stores, and they are not made again. `_lock` protects the counters, which this thread and the caller of `after_step`
+change.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules.segment import Store
 
+LOGGER = logging.getLogger("twinflow")
+
 _MAX_QUEUED = 4
+_CHECK_S = 2.0  # seconds between two looks at the free memory of the machine
 
 
 class SpeculativeStores:
@@ -46,20 +53,30 @@ class SpeculativeStores:
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-speculative")
         self._lock = threading.Lock()
         self._num_queued = 0
+        self._least_free = 0
+        self._checked_at = time.monotonic()
 
-    def set_limit(self, max_bytes: int) -> None:
-        """Changes the limit of memory. Call it between steps."""
+    def set_limit(self, max_bytes: int, least_free: int = 0) -> None:
+        """Changes the limits of memory. Call it between steps. `least_free`: stores are released if the machine has
+        less free memory than this.
+        """
         self.max_bytes = max_bytes
+        self._least_free = least_free
 
     def nbytes(self, bucket: Bucket) -> int:
         """Bytes of host memory for a speculative update of this bucket: a store, and a weight slot if needed."""
         needs_slot = bucket.updater.needs_weight_slot(bucket.plan)
         return bucket.nbytes + (self._executor.slot_bytes if needs_slot else 0)
 
-    def make_missing(self) -> None:
-        """Asks the thread to allocate, within the limits, the stores that buckets have needed and not found."""
+    def after_step(self) -> None:
+        """Asks the thread to allocate, within the limits, the stores that buckets have needed and not found, and now
+        and then to look at the free memory of the machine.
+        """
         if not self.max_bytes:
             return
+        if self._least_free and self.num_bytes and time.monotonic() - self._checked_at > _CHECK_S:
+            self._checked_at = time.monotonic()
+            self._maker.submit(self._give_up_if_needed)
         for bucket in self._executor.missing_speculative_stores():
             nbytes = self.nbytes(bucket)
             with self._lock:
@@ -99,6 +116,25 @@ class SpeculativeStores:
                 self._free(store)
                 self._made[layout] -= 1
                 self.num_bytes -= self._sizes[layout]
+
+    def _give_up_if_needed(self) -> None:
+        """Releases free stores until the machine has enough free memory. Updates then wait for the decision instead."""
+        missing = self._least_free - free_host_bytes()
+        if missing <= 0:
+            return
+        num_bytes = 0
+        with self._lock:
+            for layout in self._made:
+                while num_bytes < missing and (store := self._executor.take_speculative_store(layout)) is not None:
+                    self._free(store)
+                    self._made[layout] -= 1
+                    num_bytes += self._sizes[layout]
+            self.num_bytes -= num_bytes
+            self.max_bytes = self.num_bytes
+        LOGGER.info(
+            f"The machine has little free memory: {num_bytes / 1e9:.1f} GB of speculative stores were released, and "
+            f"{self.num_bytes / 1e9:.1f} GB remain."
+        )
 
     def _count(self, plan: BucketPlan, nbytes: int) -> None:
         self.num_bytes += nbytes

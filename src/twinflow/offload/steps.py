@@ -176,7 +176,7 @@ class Steps:
         if job.is_released:
             self._executor.make_due(job)
         self._executor.collect()
-        self._speculative_stores.make_missing()
+        self._speculative_stores.after_step()
         self._executor.warn_of_unlocked()
         self.last = job
 

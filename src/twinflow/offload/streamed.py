@@ -50,7 +50,7 @@ class StreamedUpdater:
     def new_store(self, plan: BucketPlan) -> Store:
         """Allocates the state of a bucket in page-locked host memory, filled with zeros."""
         assert plan.can_alias
-        raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8).zero_()
+        raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8)
         return self._view(plan, raw)
 
     def _view(self, plan: BucketPlan, raw: Tensor) -> Store:

@@ -45,7 +45,7 @@ class StreamedTorchUpdater:
 
     def new_store(self, plan: BucketPlan) -> Store:
         """Allocates page-locked memory for fp32 copies of the parameters. The states belong to the optimizer."""
-        return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
+        return Store("fp32", self._device.pinned(plan.numel, torch.float32))
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Builds the torch optimizer that updates this bucket."""

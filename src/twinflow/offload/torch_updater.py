@@ -106,7 +106,7 @@ class TorchUpdater:
         if self._where is not None:
             return Store("fp32", torch.zeros(plan.numel, dtype=torch.float32, device=self._where))
         if plan.dtype == torch.float32:
-            return Store("fp32", self._device.pinned(plan.numel, torch.float32).zero_())
+            return Store("fp32", self._device.pinned(plan.numel, torch.float32))
         return Store("fp32", hidden_zeros(plan.numel, dtype=torch.float32))
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:

@@ -52,11 +52,11 @@ class RuleUpdater:
         if self.keeps_states:
             states = new_states(self.rule, self.format, plan.numel, hidden_zeros)
         if plan.dtype == torch.float32:
-            return Store(self.format, self._device.pinned(plan.numel, torch.float32).zero_(), None, *states)
+            return Store(self.format, self._device.pinned(plan.numel, torch.float32), None, *states)
         if plan.dtype == torch.bfloat16:
-            weight = self._device.pinned(plan.numel, torch.bfloat16).zero_()
+            weight = self._device.pinned(plan.numel, torch.bfloat16)
             return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
-        kept = self._device.pinned(plan.numel, plan.dtype).zero_() if self.offloads_params else None
+        kept = self._device.pinned(plan.numel, plan.dtype) if self.offloads_params else None
         return Store(self.format, hidden_zeros(plan.numel, dtype=torch.float32), kept, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:

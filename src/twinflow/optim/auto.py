@@ -32,7 +32,7 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
 from twinflow.planner.costs import Memory
-from twinflow.planner.formats import StateBytes
+from twinflow.planner.formats import StateBytes, reserved_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import choose, input_side_first, shares
 from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
@@ -279,14 +279,14 @@ class AutoPlacement:
         return on_device, sum(size for place, size in sizes if place != RESIDENT)
 
     def _ahead_numel(self, items: Sequence[Item], size: StateBytes, room: Memory) -> int:
-        """Number of elements whose updates can run before the clipping decision, with half of the free host memory."""
+        """Number of elements whose updates can run before the clipping decision, with the spare host memory."""
         runtime = self._runtime
         if not (runtime.settings.may_run_ahead and runtime.worker is None):
             return 0
         total = sum(item.numel for item in items)
         resident = min(total, max(0, room.gpu_bytes) / size.resident)
-        spare = max(0.0, room.host_bytes - (total - resident) * size.host)
-        return int(min(total, spare / 2 / size.host))
+        spare = max(0, int(room.host_bytes - (total - resident) * size.host))
+        return int(min(total, (spare - reserved_bytes(spare)) / size.host))
 
     # Later.
 

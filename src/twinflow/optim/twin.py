@@ -48,6 +48,7 @@ from twinflow.optim.switch import check as check_compression
 from twinflow.optim.twin_build import Model, StateKind
 from twinflow.optim.twin_state import Source
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.planner.formats import reserved_bytes
 from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
 from twinflow.rules import RULES
@@ -307,11 +308,16 @@ class TwinOptimizer(Outcomes):
     def _make_speculative_stores(self, runtime: Runtime) -> None:
         """Allocates buffers for updates that run before the clipping decision, within the user's limit of memory."""
         max_bytes = self.tuning.shadow_bytes
-        if max_bytes is None:  # half of the memory that stays free when all gradient slots are allocated
-            max_bytes = max(0, own_host_bytes() - runtime.executor.unmade_bytes) // 2
-        prepare_speculative_stores(
-            runtime.speculative_stores, runtime.executor, runtime.settings, runtime.buckets, max_bytes
-        )
+        least_free = 0
+        if max_bytes is None:
+            # Stores made before will be made again or released, so their memory is free.
+            stored = runtime.speculative_stores.num_bytes
+            left = max(0, own_host_bytes() + stored - runtime.executor.unmade_bytes)
+            max_bytes = left - reserved_bytes(left)
+            least_free = reserved_bytes(left) // 2
+        stores = runtime.speculative_stores
+        stores.set_limit(max_bytes, least_free)
+        prepare_speculative_stores(stores, runtime.executor, runtime.settings, runtime.buckets)
 
     @property
     def kind(self) -> StateKind:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, state_bytes
+from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, reserved_bytes, state_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.models import ModelCost
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Fetch, Item, Timing, Ways
@@ -214,8 +214,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     }
     host = {kind: count * run.world for kind, count in host.items()}
     if run.clips and not run.delayed and not grads.sums_on_host:
-        spare = max(0, memory.host_bytes - sum(host.values())) // 2
-        host["shadows"] = min(spare, int(placed.host * size.host) * run.world)
+        left = max(0, memory.host_bytes - sum(host.values()))
+        host["shadows"] = min(left - reserved_bytes(left), int(placed.host * size.host) * run.world)
     return Bytes(gpu, host)
 
 

@@ -18,6 +18,15 @@ MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}
 UPDATE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
 
 
+_RESERVE_SHARE: Final = 0.06  # of free host memory, which speculative stores leave to the user's loop
+_RESERVE_BYTES: Final = 4 << 30  # they leave at least this, or half of the free memory
+
+
+def reserved_bytes(free_bytes: int) -> int:
+    """Host memory that speculative stores leave free, of `free_bytes` that are free without them."""
+    return max(min(_RESERVE_BYTES, free_bytes // 2), int(_RESERVE_SHARE * free_bytes))
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of state for each parameter, without the weight on the GPU."""

@@ -284,7 +284,7 @@ class _Copies:
         self.num_bytes = num_bytes
         self._streams = [streams.stream("out"), streams.stream("in")]
         # Buffers are written before they are read: unwritten memory maps to one page of zeros, which is fast to read.
-        self._host = [streams.pinned(num_bytes, torch.uint8).zero_() for _ in range(2)]
+        self._host = [streams.pinned(num_bytes, torch.uint8) for _ in range(2)]
         self._device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         _wait(device)  # the streams of the copies are not ordered after the stream that wrote the zeros
 
