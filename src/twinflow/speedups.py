@@ -50,6 +50,10 @@ def compile_blocks(
     return len(blocks)
 
 
+def has_compiled_blocks(model: nn.Module) -> bool:
+    return any(block.module._compiled_call_impl is not None for block in find_blocks(model))
+
+
 def _blocks(model: nn.Module, key: str) -> list[Block]:
     found = find_blocks(model)
     if not found:
