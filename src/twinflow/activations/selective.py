@@ -31,7 +31,8 @@ _KEPT_NAMES = (
 
 @cache
 def _kept() -> frozenset[object]:
-    return frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES)
+    # Not every version of torch has all of them.
+    return frozenset(getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name))
 
 
 def _policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -582,9 +582,8 @@ def answer(model: Any, tokenizer: Any, prompt: str) -> str:
     was_training = model.training
     model.eval()
     given = {"max_new_tokens": SAMPLE_TOKENS, "max_time": SAMPLE_S, "do_sample": False}
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # compiled layers would be compiled again for each length of the text
+    # Not compiled, because layers would be compiled again for each length of the text.
+    with torch.compiler.set_stance("force_eager"):
         written = model.generate(**tokens, **given, pad_token_id=tokenizer.pad_token_id)[0]
     model.train(was_training)
     text: str = tokenizer.decode(written[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
