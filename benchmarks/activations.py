@@ -108,7 +108,7 @@ def search(size: str, way: str, start: int, most: int) -> dict[str, Any]:
 def take_steps(size: str, way: str, length: int, steps: int) -> dict[str, Any]:
     """Seconds a step and memory at this length."""
     model = make(size, length)
-    optimizer = TwinOptimizer(model, lr=1e-6, early=True)
+    optimizer = TwinOptimizer(model, lr=1e-6, ratio=1.0, early=True)
     handle, tokens = wrap(model, way), tokens_of(model, length)
     warmup, start = 2 if steps > 1 else 1, 0.0
     for step in range(warmup + steps):

@@ -113,6 +113,7 @@ def optimizer_of(way: str, model: GPT, lr: float, num_steps: int) -> TwinOptimiz
     return TwinOptimizer(
         model,
         "adamw",
+        ratio=1.0,
         max_grad_norm=1.0,
         early=True,
         host_threads=2,
@@ -223,7 +224,7 @@ def measure_steps(scale: Scale) -> list[dict[str, Any]]:
         models = {name: GPT(scale.large).to(DEVICE, DTYPE) for name in ("alone", *WAYS[:2])}
         batch = torch.randint(0, scale.large.vocab_size, (1, tokens + 1), device=DEVICE)
         optimizers = {
-            name: TwinOptimizer(models[name], "adamw", lr=1e-6, early=True, delayed_update=name != WAYS[0])
+            name: TwinOptimizer(models[name], "adamw", lr=1e-6, ratio=1.0, early=True, delayed_update=name != WAYS[0])
             for name in WAYS[:2]
         }
         found: dict[str, list[float]] = {name: [] for name in models}

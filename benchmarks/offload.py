@@ -235,7 +235,7 @@ def busy_loader() -> Iterator[Any]:
 
 
 def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], **options: Any) -> None:
-    """Build one optimizer, run what is asked for with it, append rows."""
+    """Build one optimizer with all state on the host, run what is asked for with it, append rows."""
     is_traced = options.pop("is_traced", True)
     gc.collect()
     if CUDA:
@@ -243,7 +243,7 @@ def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], 
         torch.cuda.reset_peak_memory_stats()
     numel, parts = sum(p.numel() for p in model.parameters()), options.get("accumulation_steps", 1)
     watch, start = Watch(), time.perf_counter()
-    optimizer = TwinOptimizer(model, lr=1e-6, early=True, **options)
+    optimizer = TwinOptimizer(model, lr=1e-6, ratio=1.0, early=True, **options)
     init_s = time.perf_counter() - start
     for kind in what:
         row: dict[str, Any] = {"name": name, "batch": 4, "params": numel}

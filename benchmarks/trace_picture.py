@@ -43,7 +43,7 @@ def record(config: GPTConfig, batch: int, bucket_numel: int | None, steps: int =
     config = dataclasses.replace(config, recompute="full" if config.hidden >= 1600 else "none")
     model = GPT(config).to(device, torch.bfloat16 if CUDA else torch.float32)
     tuning = Tuning() if bucket_numel is None else Tuning(bucket_numel=bucket_numel)
-    optimizer = TwinOptimizer(model, "adamw", lr=1e-4, max_grad_norm=NEVER, early=True, tuning=tuning)
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-4, ratio=1.0, max_grad_norm=NEVER, early=True, tuning=tuning)
     tokens = torch.randint(config.vocab_size, (batch, config.context), device=device)
 
     def train(count: int) -> None:

@@ -222,7 +222,9 @@ enum tf_span_kind {
   TF_SPAN_AHEAD = 3,
   TF_SPAN_SUM = 4,
   TF_SPAN_DECISION = 5,
-  TF_SPAN_FETCH = 6
+  TF_SPAN_FETCH = 6,
+  TF_SPAN_MOVER = 7,  // the mover has held the lock for long: the driver or the scheduler has stopped it
+  TF_SPAN_LOCK = 8    // the worker has waited for the lock for long
 };
 enum tf_stream_kind { TF_STREAM_OUT = 0, TF_STREAM_IN = 1, TF_STREAM_FETCH = 2 };
 

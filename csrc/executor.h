@@ -60,6 +60,7 @@ namespace tf {
 
 constexpr int32_t kAlways = 0;                        // instead of a tf_sync_point: a wait that tests cannot switch off
 constexpr auto kLook = std::chrono::milliseconds(5);  // longest sleep of a thread while there is work
+constexpr double kLong = 5e-4;                        // seconds; longer waits for the lock are recorded in a trace
 
 enum class Phase { kOnDevice, kOnHost, kUpdating, kAhead, kToSend, kDone };
 
@@ -280,6 +281,11 @@ class Executor {
       changed_.notify_all();
     }
     return found == Event::kDone;
+  }
+
+  // Records a span that has taken longer than such a span should.
+  void log_if_long(int32_t kind, double start_s) {
+    if (double end_s = now_s(); end_s - start_s > kLong) log_.add({kind, -1, start_s, end_s});
   }
 
   // Functions of the mover. Each returns whether it did anything.

@@ -18,11 +18,13 @@ void Executor::move_loop() {
   driver_->enter_thread();
   Lock lock(mutex_);
   while (!is_over()) {
+    double start_s = now_s();
     bool did = note_arrivals();
     did = decide_ready() || did;
     did = send_weights() || did;
     did = start_fetches() || did;
     did = fill_slots() || did;
+    log_if_long(TF_SPAN_MOVER, start_s);
     if (did) {
       changed_.notify_all();
     } else if (looks_at_events()) {

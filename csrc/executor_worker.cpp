@@ -194,6 +194,7 @@ void Executor::update(Lock& lock, Task& task) {
   if (!segments.empty()) tf_update(segments.data(), segments.size());
   double end_s = now_s();
   lock.lock();
+  log_if_long(TF_SPAN_LOCK, end_s);
   counters_.busy_s += end_s - start_s;
   if (!segments.empty())
     log_.add({is_ahead ? TF_SPAN_AHEAD : TF_SPAN_UPDATE, static_cast<int32_t>(task.bucket_index), start_s, end_s});

@@ -1,7 +1,7 @@
 """Trains a small GPT with TwinOptimizer in a plain loop. Prints losses and metrics, and writes a timeline.
 
-With a GPU the model is in bf16, and its fp32 master weights and Adam states are in host memory. Without a GPU the same
-code trains on the CPU in fp32.
+With a GPU the model is in bf16. Its fp32 master weights and Adam states are in host memory, or partly on the GPU.
+Without a GPU the same code trains on the CPU in fp32.
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ class Combination:
         return f"{self.api}-{early}-{self.ratio:g}-{'clip' if self.clips else 'free'}-{place}{more}"
 
 
-# Weights on the host need all of the state there.
-PLACES = ((0.0, False), (0.5, False), (1.0, False), (1.0, True))
+PLACES = ((0.0, False), (0.5, False), (1.0, False), (0.5, True), (1.0, True))
 COMBINATIONS = [
     Combination(api, early, ratio, clips, on_host)
     for api, early, (ratio, on_host), clips in itertools.product(

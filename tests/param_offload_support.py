@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from twinflow.device import Device
 from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.offload import reconfigure
+from twinflow.offload.plan import HOST, RESIDENT, ROOT
+from twinflow.optim import twin as twin_module
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.planner.machines import Rates
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=4, hidden=32, num_heads=2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AWAY, HERE = {(HOST, True)}, {(RESIDENT, False)}  # of `places`
+SMALL = Tuning(bucket_numel=4096)  # a block has several buckets
+_SLOW = dict.fromkeys(("fp32", "bf16", "int8"), 1e3)
+SLOW_HOST = Rates(1e4, 1e4, 1e4, _SLOW, _SLOW, device_bytes=4e12, flops=0.0)
 
 
 def tokens(step: int) -> Tensor:
@@ -71,3 +81,36 @@ def check_same(make: Callable[[], nn.Module], **options: Any) -> None:
     assert len(set(losses)) > 2
     assert weights.keys() == others.keys()
     assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []
+
+
+# Blocks whose weights are on the host or on the device.
+
+
+def places(optimizer: TwinOptimizer) -> dict[int, set[tuple[str, bool]]]:
+    """By block: the places of its state, and whether its weights are on the host."""
+    found: dict[int, set[tuple[str, bool]]] = {}
+    for bucket in optimizer.runtime.buckets:
+        found.setdefault(bucket.plan.block, set()).add((bucket.plan.place, bucket.offloads_params))
+    found.pop(ROOT, None)
+    return found
+
+
+def movable(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TwinOptimizer:
+    """An optimizer whose blocks can move, as with ratio "auto" on a GPU, but that moves none itself."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "free_bytes", lambda self: 10**12)
+        patch.setattr(twin_module, "load_or_measure", lambda device: SLOW_HOST)
+        optimizer = TwinOptimizer(model, lr=1e-2, ratio="auto", offload_params=True, **{"tuning": SMALL, **options})
+    optimizer._auto = None
+    return optimizer
+
+
+def move(optimizer: TwinOptimizer, *blocks: int) -> None:
+    """Moves blocks to where they are not."""
+    runtime = optimizer.runtime
+    runtime.wait()
+    runtime.wait_for_copies()
+    for block in blocks:
+        is_away = places(optimizer)[block] == AWAY
+        reconfigure.move_block(runtime, block, RESIDENT if is_away else HOST)
+        assert places(optimizer)[block] == (HERE if is_away else AWAY)

@@ -137,6 +137,55 @@ def digest_alone(rank: int, world: int, stage: int | None) -> str:
     return found
 
 
+def auto_on_ranks(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Weights and places with ratio 1 and with "auto", for ranks that measure different times and rates."""
+    import pytest
+    from auto_support import GB, Clock, rates
+
+    from twinflow.device import Device
+    from twinflow.optim import twin as twin_module
+    from twinflow.optim.auto import AutoPlacement
+    from twinflow.optim.twin import Tuning, TwinOptimizer
+    from twinflow.planner.simulate import Timing
+    from twinflow.zero import Zero, partition
+
+    host, found = rates(1e3 * 10**rank, link_bytes=1e5), dict[str, Any]()
+
+    def train(ratio: float | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, options = GPT(SHAPE), {"early": True, "max_grad_norm": 1e-3, "zero": Zero(stage)}
+        if stage == 3:
+            partition(model, Zero(stage))
+        optimizer = TwinOptimizer(model, lr=1e-2, ratio=ratio, tuning=Tuning(bucket_numel=8192), **options)
+        places = []
+        for step in range(14):
+            batch = tokens(step)[rank : rank + 1]
+            model(batch[:, :-1], batch[:, 1:]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            places.append([bucket.plan.place for bucket in optimizer.runtime.buckets])
+        optimizer.wait()
+        result = {"digest": digest(model), "places": places, "is_placed": optimizer.is_placed, "ratio": optimizer.ratio}
+        optimizer.close()
+        return result
+
+    found["host"] = train(1.0)
+    with pytest.MonkeyPatch.context() as patch:  # a CPU that plays a GPU
+
+        def placement(runtime: Any, *args: Any) -> AutoPlacement:
+            clock = Clock(runtime, host, Timing(0.1, 0.2)).attach(patch)
+            clock.disturbed = lambda step: 1.0 + rank * 0.3 * (step % 2)
+            return AutoPlacement(runtime, *args)
+
+        patch.setattr(Device, "free_bytes", lambda self: 90 * GB)
+        patch.setattr(Device, "capacity_bytes", lambda self: 100 * GB)
+        patch.setattr(Device, "peak_bytes", lambda self: 10 * GB)
+        patch.setattr(twin_module, "load_or_measure", lambda device: host)
+        patch.setattr(twin_module, "AutoPlacement", placement)
+        found["auto"] = train(None)
+    return found
+
+
 def train_without_a_branch(rank: int, world: int) -> list[float]:
     """Weights on the hosts; the last rank's loss leaves out the blocks before the last."""
     torch.manual_seed(0)

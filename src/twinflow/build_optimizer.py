@@ -39,9 +39,8 @@ def offloads_params(config: Config) -> bool:
     if optimizer is None or optimizer.device != "cpu":
         device = f'"{optimizer.device}"' if optimizer is not None else "null"
         raise conflict(group, "offload_optimizer", device=device)
-    ratio, delayed = optimizer.ratio, optimizer.delayed_update
-    found = {"ratio key": ratio != 1.0, "delayed_update key": delayed}
-    refuse(group, found, ratio=ratio, delayed_update=delayed)
+    delayed = optimizer.delayed_update
+    refuse(group, {"delayed_update key": delayed}, delayed_update=delayed)
     return True
 
 

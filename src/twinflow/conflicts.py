@@ -126,10 +126,10 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Use one of the rules {rules}.",
         ),
         "ratio": Conflict(
-            "ratio={ratio!r}",
-            _ON_HOST,
-            "the weights are part of the optimizer state, so all of this state must be on the host",
-            "Use ratio=1.",
+            'ratio="auto"',
+            f"{_ON_HOST} on several ranks (zero)",
+            "all ranks must fetch the same blocks, and a rank whose memory is full could not move a block",
+            "Use a number as ratio.",
         ),
         "streamed": Conflict(
             "tuning.streamed={streamed}",
@@ -160,12 +160,6 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             _PARAM_KEY,
             "weights are fetched from the optimizer state, which must be on the host",
             'Set zero_optimization.offload_optimizer.device "cpu".',
-        ),
-        "ratio key": Conflict(
-            "zero_optimization.offload_optimizer.ratio={ratio}",
-            _PARAM_KEY,
-            "weights are part of the optimizer state, so all of the state must be on the host",
-            "Set ratio to 1.0.",
         ),
         "delayed_update key": Conflict(
             "zero_optimization.offload_optimizer.delayed_update={delayed_update}",

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from zero_cases import NUM_STEPS, config_of, digest_alone, train_all, train_without_a_branch
+from zero_cases import NUM_STEPS, auto_on_ranks, config_of, digest_alone, train_all, train_without_a_branch
 
 OFFLOADS: dict[str, dict[str, Any] | None] = {"none": None, "full": {}, "half": {"ratio": 0.5}}
 CASES = [(stage, name, parts) for stage in (0, 1, 2, 3) for name in OFFLOADS for parts in (1, 4)]
 OFFLOADS["params"] = {"params": True}
-CASES += [(3, "params", 1), (3, "params", 4)]
+OFFLOADS["params half"] = {"params": True, "ratio": 0.5}
+CASES += [(3, name, parts) for name in ("params", "params half") for parts in (1, 4)]
 
 FEW_STEPS = 3  # of the quick suite: from the second on there are moments, norms and clipping to go wrong
 # Every stage with each offload and each number of micro-batches at least once.
 QUICK = [(0, "none", 1), (0, "full", 4), (1, "half", 1), (1, "none", 4), (2, "full", 1), (2, "half", 4)]
-QUICK += [(2, "none", 1), (3, "half", 1), (3, "full", 4), (3, "params", 1), (3, "params", 4)]
+QUICK += [(2, "none", 1), (3, "half", 1), (3, "full", 4), (3, "params", 1), (3, "params", 4), (3, "params half", 4)]
 
 
 def name_of(case: tuple[int, str, int]) -> str:
@@ -63,7 +64,11 @@ def check(world: int, case: tuple[int, str, int], num_steps: int = NUM_STEPS) ->
         assert 12 * truth["numel"] <= total <= 1.3 * 12 * truth["numel"]
     shares = [rank["state_bytes"] / total for rank in ranks]
     assert max(shares) == pytest.approx(1 / world, rel=0.02)
-    if stage == 3 and offload != "params":
+    if offload == "params half":
+        whole = [rank[name_of((stage, "params", parts))] for rank in together(world, num_steps)]
+        assert [rank["digests"] for rank in ranks] == [rank["digests"] for rank in whole]
+        assert 0 < ranks[0]["offloaded_numel"] < whole[0]["offloaded_numel"]
+    if stage == 3 and not offload.startswith("params"):
         return  # torch's own collectives
     sends = num_steps * (parts if stage >= 2 else 1)
     whole, share = 4 * ranks[0]["whole_numel"], (world - 1) / world
@@ -71,7 +76,9 @@ def check(world: int, case: tuple[int, str, int], num_steps: int = NUM_STEPS) ->
     for rank in ranks[1:]:  # the first has sent its weights to all at the start
         assert rank["sent"]["reduce"] == pytest.approx(sends * whole * share + start, rel=1e-6)
         shown = num_steps * whole * share if stage else 0
-        if offload == "params":  # what belongs to no block is published; blocks fetch theirs, forwards and backwards
+        if offload.startswith(
+            "params"
+        ):  # blocks on the host fetch theirs, forwards and backwards; the rest is published
             blocks = 4 * rank["offloaded_numel"] * share
             last = 4 * rank["last_numel"] * share  # the last block stays until its backward
             fetched = num_steps * parts * (2 * blocks - last)
@@ -116,3 +123,14 @@ def test_a_rank_whose_backward_leaves_blocks_out_fetches_them_all_the_same() -> 
     """Ranks gather in one order: none may ask for less than the others."""
     losses = run_ranks(2, train_without_a_branch, timeout_s=100)
     assert all(len(rank) == 3 for rank in losses)
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_ranks_that_measure_different_times_choose_the_same_places(stage: int) -> None:
+    ranks = run_ranks(2, auto_on_ranks, stage)
+    for rank in ranks:
+        assert rank["auto"]["ratio"] == "auto"
+        assert rank["auto"]["is_placed"]
+        assert rank["auto"]["places"] == ranks[0]["auto"]["places"]
+        assert rank["auto"]["digest"] == rank["host"]["digest"]
+    assert {place for places in ranks[0]["auto"]["places"] for place in places} >= {"host", "resident"}

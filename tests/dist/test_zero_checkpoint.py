@@ -40,6 +40,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         (2, "fp32", HALF),
         *(pytest.param(*case, HALF, marks=pytest.mark.matrix) for case in ((1, "int8"), (3, "fp32"))),
         pytest.param(3, "bf16", PARAMS, marks=pytest.mark.matrix),
+        pytest.param(3, "fp32", PARAMS | HALF, marks=pytest.mark.matrix),
     ],
 )
 def test_saved_by_four_ranks_loads_on_any_number_and_back(
@@ -62,7 +63,7 @@ def test_saved_by_four_ranks_loads_on_any_number_and_back(
 def test_another_stage_ratio_or_process_loads_it(tmp_path: Path) -> None:
     saved = run_ranks(2, save, str(tmp_path), 2, {})
     truth = whole(saved)
-    for stage, offload in ((0, {}), (1, HALF), (2, None), (3, HALF), (3, PARAMS)):
+    for stage, offload in ((0, {}), (1, HALF), (2, None), (3, HALF), (3, PARAMS), (3, PARAMS | HALF)):
         loaded = run_ranks(2, load, str(tmp_path), stage, offload)
         assert whole(loaded[:1] if stage == 0 else loaded) == truth, stage
     assert whole(run_ranks(0, load, str(tmp_path), 0, HALF)) == truth

@@ -111,7 +111,7 @@ def test_with_the_overlapped_optimizer(delay: str) -> None:
         model = model_of()
         tuning = Tuning(bucket_numel=1 << 15, shadow_bytes=1 << 30)
         options: dict[str, Any] = {"max_grad_norm": 0.8, "accumulation_steps": 2, "tuning": tuning}
-        optimizer = TwinOptimizer(model, lr=1e-2, early=True, **options)
+        optimizer = TwinOptimizer(model, lr=1e-2, ratio=1.0, early=True, **options)
         handle = None
         if is_on:
             handle = checkpoint_layers(model, ["Block"], offload=True)

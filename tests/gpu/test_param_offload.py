@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from param_offload_support import check_same, gpt, loss_of, train
+from param_offload_support import AWAY, HERE, check_same, gpt, loss_of, movable, move, places, train
 
 from twinflow.offload.sync import FETCH_ROOM, FORWARD
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -36,6 +36,57 @@ def test_no_bit_changes(stream: str, is_checkpointed: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     check_same(gpt(dtype, **LARGE), steps=3)
+
+
+@pytest.mark.parametrize("stream", ["", "fetch", "update"])
+@pytest.mark.parametrize("placement", ["front", "tail"])
+def test_no_bit_changes_with_blocks_on_either_side(stream: str, placement: str) -> None:
+    def slow(optimizer: TwinOptimizer) -> None:
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.002)
+
+    make = gpt(torch.bfloat16, **LARGE)
+    options: dict[str, Any] = {"states": "bf16", "accumulation_steps": 2, "steps": 3}
+    losses, weights = train(make, False, **options)
+    found, others = train(make, True, watch=slow, ratio=0.5, placement=placement, **options)
+    assert found == losses
+    assert all(torch.equal(others[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_moves_of_blocks_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(moves: dict[int, list[int]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model, losses = gpt(dtype, **LARGE)(), []
+        optimizer = movable(model, monkeypatch, early=True, max_grad_norm=0.5)
+        for step in range(5):
+            loss = loss_of(model, step)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            move(optimizer, *moves.get(step, []))
+        found = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        optimizer.close()
+        return losses, found
+
+    losses, weights = run({})
+    found, others = run({0: [1, 5], 1: [0, 11], 2: [1, 2], 3: [11]})
+    assert found == losses
+    assert all(torch.equal(others[name], value) for name, value in weights.items())
+
+
+def test_auto_fills_the_device_with_blocks() -> None:
+    model: Any = gpt(torch.bfloat16, **LARGE)()
+    optimizer = TwinOptimizer(model, lr=1e-3, early=True, offload_params=True, ratio="auto")
+    assert AWAY in places(optimizer).values()
+    for step in range(40):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            assert [*places(optimizer).values()] == [HERE] * LARGE["num_layers"]
+    assert optimizer.is_placed
+    optimizer.close()
 
 
 @pytest.mark.parametrize("point", [FETCH_ROOM, FORWARD])

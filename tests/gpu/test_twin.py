@@ -30,12 +30,12 @@ def model_of(dtype: torch.dtype) -> GPT:
 def train(
     delay: str = "", dtype: torch.dtype = torch.bfloat16, parts: int = 1, num_steps: int = 8, **options: Any
 ) -> torch.Tensor:
-    """Flat weights after some steps."""
+    """Flat weights after some steps. All state is on the host, unless `options` has another ratio."""
     model = model_of(dtype)
     tuning = {"bucket_numel": 1 << 15, "shadow_bytes": 1 << 30, "num_slots": 3, **options.pop("tuning", {})}
     if options.get("early"):
         options["accumulation_steps"] = parts
-    optimizer = TwinOptimizer(model, lr=1e-2, tuning=Tuning(**tuning), **options)
+    optimizer = TwinOptimizer(model, lr=1e-2, tuning=Tuning(**tuning), **{"ratio": 1.0, **options})
     if delay:
         optimizer.runtime.device.delay(delay, 0.001)
     for step in range(num_steps):
@@ -72,7 +72,7 @@ def test_weights_in_adjacent_allocations() -> None:
     starts = {p.data_ptr() for p in model.parameters()}
     assert any(p.data_ptr() + p.nbytes in starts for p in model.parameters()), "nothing is tested"
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = TwinOptimizer(model, "sgd", lr=0.5)
+    optimizer = TwinOptimizer(model, "sgd", lr=0.5, ratio=1.0)
     sum(layer(torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)).sum() for layer in model).backward()
     optimizer.step()
     optimizer.wait()
@@ -118,7 +118,9 @@ def test_bytes_over_the_bus() -> None:
     """Two bytes out and two back for each parameter and step, whatever the number of micro-batches."""
     model = model_of(torch.bfloat16)
     numel = sum(p.numel() for p in model.parameters())
-    optimizer = TwinOptimizer(model, lr=1e-3, early=True, accumulation_steps=2, tuning=Tuning(bucket_numel=1 << 15))
+    optimizer = TwinOptimizer(
+        model, lr=1e-3, ratio=1.0, early=True, accumulation_steps=2, tuning=Tuning(bucket_numel=1 << 15)
+    )
     for step in range(3):
         for part in range(2):
             (model(*batch(2 * step + part)).loss / 2).backward()

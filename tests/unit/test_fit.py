@@ -14,8 +14,9 @@ import pytest
 
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.planner.cases import Setting, case_at
-from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, timing_of, usable
+from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, placed_at, timing_of, usable
 from twinflow.planner.fit import Wish, choose_fit
+from twinflow.planner.formats import UPDATE_BYTES
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import from_hf
 
@@ -54,7 +55,7 @@ def test_clipping_goes_before_sequences_and_both_are_named() -> None:
     many = choose_fit(Wish(LLAMA_8B, 2048, sequences=64), setting)
     assert many.fits
     assert many.changes[0].startswith(f"A step has {many.micro_batch} sequences, not 64")
-    assert not choose_fit(Wish(LLAMA_8B, 2048, clips=True), setting).fits
+    assert not choose_fit(Wish(LLAMA_8B, 2048, clips=True), setting_of("rtx4090", 52)).fits
 
 
 def test_exact_formats_are_preferred() -> None:
@@ -68,7 +69,8 @@ def test_what_is_given_is_kept() -> None:
     assert (fit.states, fit.micro_batch, fit.accumulation) == ("int8", 1, 4)
     assert fit.checkpointing
     assert fit.offload_params
-    assert fit.ratio == 1.0
+    assert fit.ratio == 0.0  # this GPU has room for all state and all weights
+    assert choose_fit(replace(wish, ratio=1.0), setting_of("h200", 256)).ratio == 1.0
     assert choose_fit(replace(wish, offload_params=None, ratio=0.5), setting_of("h200", 256)).ratio == 0.5
 
 
@@ -151,6 +153,54 @@ def test_frozen_weights_have_no_state_and_four_bits_a_quarter_of_the_bytes() -> 
     assert sizes[2].gpu["weights"] < 0.4 * sizes[1].gpu["weights"]
     on_host = bytes_of(replace(qlora, offload_params=True), Placed(qlora.own_numel), memory)
     assert on_host.host["weights"] == sum(qlora.frozen_bytes)
+
+
+def test_blocks_with_state_on_the_gpu_have_their_weights_there() -> None:
+    memory = Memory(60 * GB, 200 * GB)
+    for rank in (0, 16):
+        run = Run(LLAMA_8B, 1, 2048, adapter_rank=rank, offload_params=True)
+        own = [sum(run.trained_root), *(run.trained_blocks[:1] * 32)]
+        for num_blocks in (0, 7, 32):
+            ratio = 1.0 - (own[0] + num_blocks * own[1]) / run.own_numel
+            for near in (ratio - 0.4 / 32, ratio + 0.4 / 32):  # a block is not split
+                if not rank or num_blocks:
+                    placed = placed_at(run, min(1.0, max(0.0, near if num_blocks else ratio)))
+                    assert placed.resident == own[0] + num_blocks * own[1]
+            used = bytes_of(run, placed_at(run, ratio), memory)
+            few = bytes_of(run, placed_at(run, 1.0), memory)
+            fetched = min(4, 32 - num_blocks) * run.block_bytes[0]  # blocks on the GPU for a time
+            more = num_blocks * run.block_bytes[0] + fetched - 4 * run.block_bytes[0]
+            assert used.gpu["weights"] - few.gpu["weights"] == more
+            assert used.host["weights"] == sum(run.frozen_bytes[num_blocks:])
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_blocks_with_state_on_the_gpu_are_not_copied(clips: bool) -> None:
+    setting = setting_of("rtx4090", 400, gpu_gb=400)
+    run = Run(LLAMA_8B, 1, 512, states="bf16", clips=clips, offload_params=True)
+    found = [case_at("", run, setting, ratio) for ratio in (1.0, 0.5, 0.0)]
+    copied = [case.prediction.in_s for case in found]
+    assert copied[0] > 1.7 * copied[1] > 0.0 == copied[2]
+    assert found[0].prediction.step_s > found[1].prediction.step_s > found[2].prediction.step_s
+    # Only the update of the GPU is left, which reads and writes all state.
+    rest_s = found[2].prediction.step_s - timing_of(run, setting.rates).gpu_s
+    assert rest_s == pytest.approx(run.own_numel * UPDATE_BYTES["bf16"] / setting.rates.device_bytes, rel=0.01)
+
+
+def test_more_gpu_memory_takes_more_blocks_and_makes_steps_shorter() -> None:
+    wish = Wish(LLAMA_8B, 2048, states="bf16", clips=True, offload_params=True, checkpointing=True)
+    found = []
+    for gpu_gb in (24, 40, 60):
+        setting = setting_of("h200", 200, gpu_gb)
+        fit = choose_fit(wish, setting)
+        assert fit.fits
+        assert fit.gpu_bytes <= usable(setting.memory).gpu_bytes
+        found.append(fit)
+    assert [fit.ratio for fit in found] == sorted((fit.ratio for fit in found), reverse=True)
+    assert found[0].ratio > 0.8 > 0.7 > found[2].ratio
+    assert found[2].step_s < found[0].step_s
+    fixed = choose_fit(replace(wish, ratio=1.0), setting)
+    assert fixed.step_s > found[2].step_s
 
 
 def test_cards_of_the_longer_list_are_recognised() -> None:

@@ -207,8 +207,6 @@ def test_a_forgotten_optimizer_is_collected() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"ratio": 0.5}, "ratio"),
-        ({"ratio": "auto"}, "ratio"),
         ({"delayed_update": True, "early": True}, "delayed_update"),
         ({"tuning": Tuning(streamed=0.5)}, "streamed"),
         ({"rule": torch.optim.SGD}, "rule"),
@@ -242,7 +240,6 @@ def config(**zero: Any) -> dict[str, Any]:
         ({"stage": 2}, "zero_optimization.stage"),
         ({"offload_optimizer": None}, "offload_optimizer.device"),
         ({"offload_optimizer": {"device": "none"}}, "offload_optimizer.device"),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
         ({"offload_optimizer": {"device": "cpu", "delayed_update": True}}, "offload_optimizer.delayed_update"),
         ({"offload_param": {"device": "nvme"}}, "offload_param.device"),
     ],

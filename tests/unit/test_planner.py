@@ -276,6 +276,24 @@ def test_streamed_states_move_both_ways() -> None:
         assert numel * 10 / RATES.out_bytes * 0.99 <= seconds <= numel * 10 / RATES.duplex_bytes * 1.1
 
 
+def test_streamed_states_move_in_every_step() -> None:
+    """A slow link limits the step, however long the run is: the next update needs the state on the GPU again."""
+    items, timing = some_items()
+    rates = replace(RATES, out_bytes=5e9, in_bytes=5e9, duplex_bytes=5e9)
+    found = predict(placed(items, "streamed"), timing, rates, "fp32", ClipDecision(False))
+    total = sum(item.numel for item in items) * state_bytes("fp32").streamed
+    assert found.step_s == pytest.approx(total / 5e9, rel=0.02)
+
+
+def test_some_clipped_steps_cost_their_share() -> None:
+    items, timing = some_items()
+    every, never, third = (
+        predict(items, timing, RATES, "fp32", ClipDecision(True, 10**12, share)).step_s for share in (1.0, 0.0, 1 / 3)
+    )
+    assert every == predict(items, timing, RATES, "fp32", ClipDecision(True, 0)).step_s > 1.01 * never
+    assert third == pytest.approx(every / 3 + never * 2 / 3)
+
+
 def test_no_items_is_the_gpu_alone() -> None:
     assert predict([], Timing(0.1, 0.2), RATES, "fp32", ClipDecision(True, 0)).step_s == pytest.approx(0.3)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from integrations_support import llama, rows
+from param_offload_support import AWAY, HERE, movable, move, places
 from torch import nn
 
 import twinflow
@@ -78,10 +79,10 @@ def as_torch(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_adapters_over_a_quantised_base_train_as_with_torch(kind: str) -> None:
     losses, weights = as_torch(kind)
-    for offload_params in (False, True):
+    for offload_params, ratio in ((False, 1.0), (True, 1.0), (True, 0.5)):
         model = quantised(kind)
         before, kinds = base(model), [type(p) for p in quantised_in(model).values()]
-        optimizer = TwinOptimizer(model, "adamw", lr=1e-2, max_grad_norm=1.0, offload_params=offload_params)
+        optimizer = TwinOptimizer(model, lr=1e-2, max_grad_norm=1.0, ratio=ratio, offload_params=offload_params)
 
         def step(optimizer: TwinOptimizer = optimizer) -> None:
             optimizer.step()
@@ -93,6 +94,27 @@ def test_adapters_over_a_quantised_base_train_as_with_torch(kind: str) -> None:
             assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
         assert kinds == [type(p) for p in quantised_in(model).values()]
         assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
+
+
+def test_a_quantised_base_moves_with_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ratio auto moves them."""
+    losses, weights = as_torch("int8")
+    model = quantised("int8")
+    before = base(model)
+    optimizer = movable(model, monkeypatch, max_grad_norm=1.0)
+    moves = iter([[0], [1], [0, 1], [1]])
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        move(optimizer, *next(moves))
+
+    assert train(model, optimizer.backward, step) == pytest.approx(losses, rel=1e-6)
+    assert [*places(optimizer).values()] == [AWAY, HERE]
+    optimizer.close()
+    for name, value in adapters(model).items():
+        assert torch.allclose(value, weights[name], rtol=1e-5, atol=1e-6), name
+    assert all(torch.equal(a, b) for a, b in zip(base(model), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])

@@ -243,6 +243,19 @@ def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: p
     assert '<th scope="col">ratio</th>' in page
 
 
+def test_what_auto_has_chosen_is_said_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While placements are tried, nothing is said."""
+    is_placed = property(lambda self: self.num_steps >= 3)
+    monkeypatch.setattr(TwinOptimizer, "is_placed", is_placed)
+    monkeypatch.setattr(TwinOptimizer, "host_share", property(lambda self: 0.25 * self.num_steps))
+    report = "ratio auto: 0.75 of the state on the host"
+    monkeypatch.setattr(TwinOptimizer, "auto_report", property(lambda self: report if self.num_steps >= 3 else ""))
+    result = train(*SMALL, "--data", text, "--ratio", "auto", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert result.output.count(report) == 1
+    assert result.output.count("From this step on the ratio is") == 1  # a move after the choice, in the fourth step
+
+
 def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> None:
     for name, ratio in (("plain", 1), ("moved", 0.5)):
         run = (*SMALL, "--data", text, "--out", tmp_path / name, "--lr", "0.001", "--warmup", "1")

@@ -169,7 +169,7 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
     on_gpu = place.setting.memory.gpu_bytes > 0
     speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s else ""
     recomputed = ", activations recomputed" if fit.checkpointing else ""
-    share = f", {fit.ratio:.0%} of it on the host" if on_gpu and not fit.offload_params else ""
+    share = f", {fit.ratio:.0%} of it on the host" if on_gpu else ""
     weights = ", weights on the host" if fit.offload_params else ""
     memory = f"GPU {_gb(fit.gpu_bytes)}, host {_gb(fit.host_bytes)}" if on_gpu else f"host {_gb(fit.host_bytes)}"
     return Choice(
@@ -537,13 +537,13 @@ def _tune_settings(settings: FinetuneSettings) -> Any:
 
 
 def _twin(settings: FinetuneSettings) -> dict[str, Any]:
-    """Arguments of TwinOptimizer that the settings determine. With weights on the host all state is there, and a ratio
-    would be refused.
-    """
-    options: dict[str, Any] = {"states": settings.states, "host_threads": settings.threads}
-    if settings.offload_params:
-        return {**options, "offload_params": True}
-    return {**options, "ratio": settings.ratio}
+    """Arguments of TwinOptimizer that the settings determine."""
+    return {
+        "states": settings.states,
+        "host_threads": settings.threads,
+        "ratio": settings.ratio,
+        "offload_params": bool(settings.offload_params),
+    }
 
 
 def resume_command(settings: FinetuneSettings) -> str:

@@ -118,6 +118,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     formats, num_moments = rule_of(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
     stage = checked.zero_optimization.stage if settings.world > 1 else 0
+    weights = checked.zero_optimization.offload_param
     axes = resolve_axes(checked)
     num_parts = axes.pipe * axes.model  # parts that the model is split into
     # With the section of the config, the engine recomputes blocks if the model does not.
@@ -136,6 +137,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
+        offload_params=weights is not None and weights.device == "cpu",
     )
     return Case(
         run=run,
@@ -161,7 +163,7 @@ def _choices(num_layers: int, num_parts: int) -> tuple[str | int, ...]:
     if num_parts > 1:
         return ("none", "full")
     step = -(-num_layers // _NUM_SHARES)
-    return ("none", "selective", *range(step, num_layers, step), "full")
+    return ("none", "selective", *range(step, num_layers - step // 2, step), "full")
 
 
 def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:

@@ -82,10 +82,10 @@ def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any
     run, ratio = fit.case.run, config_ratio(config)
     given = None
     if ratio is not None:
-        offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-        given = case_at(
-            "config's", replace(run, states=offload.get("states", "fp32"), offload_params=False), setting, ratio
-        )
+        zero = config.get("zero_optimization") or {}
+        states = (zero.get("offload_optimizer") or {}).get("states", "fp32")
+        on_host = (zero.get("offload_param") or {}).get("device") == "cpu"
+        given = case_at("config's", replace(run, states=states, offload_params=on_host), setting, ratio)
     made = make_plan(run, setting, formats, given, places(wish))
     # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
     cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]

@@ -137,6 +137,7 @@ class Outcome:
     num_resumes: int = 0
     num_repeated_steps: int = 0
     sample: tuple[str, str] | None = None  # a text of the data, and how the model continues it
+    auto_report: str = ""  # what --ratio auto has chosen, as printed last
 
 
 def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
@@ -330,7 +331,7 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
                     progress.note(f"Validation loss after {record.step} steps: {record.loss:.4f}")
                     continue
                 progress.step(record)
-                _note_move(outcome, progress, record)
+                _note_move(run, outcome, progress, record)
                 outcome.steps.append(record)
                 _after_step(run, outcome, progress, record.step)
             if talk.should_stop():
@@ -366,10 +367,16 @@ def _count_repeats(run: Run, metrics: Path) -> tuple[int, int]:
     return values[REPEATS[0]], values[REPEATS[1]]
 
 
-def _note_move(outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
-    """Print a note if the optimizer has moved state between GPU and host."""
+def _note_move(run: Run, outcome: Outcome, progress: TrainProgress, record: StepRecord) -> None:
+    """Print what --ratio auto has chosen, or that the optimizer has moved state since then."""
+    optimizer = run.engine.optimizer
+    if optimizer is None or not optimizer.is_placed:
+        return  # some placements are being tried
     before = outcome.steps[-1].host_share if outcome.steps else math.nan
-    if abs(record.host_share - before) > 1e-6:
+    if optimizer.auto_report != outcome.auto_report:
+        outcome.auto_report = optimizer.auto_report
+        progress.note(optimizer.auto_report)
+    elif abs(record.host_share - before) > 1e-6:
         progress.note(
             f"From this step on the ratio is {record.host_share:.2f}: this share of the optimizer state is on the host"
         )

@@ -21,7 +21,7 @@ import torch
 
 from twinflow.build_parallel import axes_of as checked_axes
 from twinflow.cli import MAX_COUNT, check_whole, option
-from twinflow.config import Axes, load_config, resolve_axes, resolve_batch
+from twinflow.config import Axes, compression_choice, load_config, optimizer_choice, resolve_axes, resolve_batch
 from twinflow.config.fields import Shown
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment, is_elastic
@@ -122,7 +122,8 @@ class TrainOptions:
     )
     ratio: str | None = option(
         None,
-        "Share of the optimizer state on the host, 0 to 1, or auto: chosen by twinflow after some steps.  [default: 1]",
+        "Share of the optimizer state on the host, 0 to 1, or auto: the fastest, chosen in the first steps. Default: "
+        "auto if possible, else 1.",
     )
     placement: str | None = option(
         None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
@@ -336,10 +337,27 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
     delayed = only_one("--delayed-update", options.delayed_update or None, offload, "delayed_update")
     return {
         "states": only_one("--states", options.states, offload, "states") or offload.get("states", "auto"),
-        "ratio": offload.get("ratio", 1.0) if ratio is None else ratio,
+        "ratio": offload.get("ratio", _default_ratio(file_config, placement)) if ratio is None else ratio,
         "placement": placement or offload.get("placement", "auto"),
         "delayed_update": bool(delayed or offload.get("delayed_update")),
     }
+
+
+def _default_ratio(file_config: Mapping[str, Any], placement: str | None) -> float | str:
+    """The ratio if neither the command line nor the config file has one.
+
+    It is TwinOptimizer's default, "auto" where that is possible. A file with `offload_optimizer` has DeepSpeed's, 1.
+    """
+    config = load_config(file_config)
+    can_choose = (
+        torch.cuda.is_available()
+        and config.zero_optimization.offload_optimizer is None
+        and placement in (None, "auto")
+        and axes_of(file_config).pipe == 1
+        and compression_choice(config) is None
+        and (config.optimizer is None or optimizer_choice(config)[0] in RULES)
+    )
+    return "auto" if can_choose else 1.0
 
 
 def check_elastic(options: TrainOptions) -> None:

@@ -95,6 +95,11 @@ class Param:
         self.aliases = [(known, version) for known, version in self.aliases if _is_kept(known, version)]
         self.aliases.append((alias, alias._version))
 
+    def take_aliases(self) -> list[Tensor]:
+        """Forgets the `.data` tensors that were handed to the user, and returns them."""
+        aliases, self.aliases = self.aliases, []
+        return [alias for alias, _ in aliases]
+
     def put_back(self, grad: Tensor) -> None:
         """Puts a gradient back into `taken`, and into `.grad` unless the user has assigned another tensor there."""
         taken, self.taken = self.taken, None
@@ -209,6 +214,10 @@ class Bucket:
                 self.landing = torch.zeros(self.plan.numel, dtype=self.plan.dtype, device=where)
             elif not is_scattered:
                 self.landing = None
+        else:  # the weights may have been on the device before
+            self.targets = []
+            self.addresses = []
+            self.landing = None
         self.executor.register(self)
         if is_new:
             self.executor.take_sent(self)  # weights that were sent before are in the parameters, and not in `landing`
@@ -219,6 +228,11 @@ class Bucket:
         self.plan = plan
         self.updater = updater
         self.total = None
+        self.find_targets()
+
+    def place_weights(self, on_host: bool) -> None:
+        """Notes whether the weights are only in the state on the host, or in the parameters."""
+        self.offloads_params = on_host
         self.find_targets()
 
     @property

@@ -71,7 +71,17 @@ from twinflow.rules.segment import Store
 from twinflow.trace import Span
 
 _STREAMS = {"out": 0, "in": 1, "fetch": 2}
-_SPANS = (("out", "out"), ("in", "in"), ("update", "host"), ("ahead", "host"), ("sum", "host"), ("gate", "mover"))
+_SPANS = (
+    ("out", "out"),
+    ("in", "in"),
+    ("update", "host"),
+    ("ahead", "host"),
+    ("sum", "host"),
+    ("gate", "mover"),
+    ("fetch", "fetch"),
+    ("long", "mover"),
+    ("lock", "host"),
+)
 _POINTS = {
     sync.GRAD_READY: 1,
     sync.ARRIVED: 2,
@@ -217,7 +227,7 @@ class Executor:
         count = self._library.tf_executor_spans(self._handle, anchor, anchor_s, table, len(table))
         found = []
         for entry in table[:count]:
-            name, track = _SPANS[entry.kind] if entry.kind < len(_SPANS) else ("fetch", "fetch")
+            name, track = _SPANS[entry.kind]
             key = "job" if name == "gate" else "bucket"
             found.append(Span(name, track, entry.start_s, entry.end_s, {key: entry.bucket}))
         return found

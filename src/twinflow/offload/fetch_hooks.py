@@ -38,6 +38,7 @@ _Unpack = Callable[[object], Tensor]
 class Keeper(Protocol):
     """The methods of `ParamOffload` that the hooks call. param_offload.py describes them."""
 
+    def is_offloaded(self, block: int) -> bool: ...
     def before_block(self, block: int) -> None: ...
     def after_block(self, block: int) -> None: ...
     def before_backward(self, block: int) -> None: ...
@@ -74,7 +75,8 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
     open_now: list[saved_tensors_hooks | None] = []  # saved-tensor hooks of running forwards; None under no_grad
 
     def before(caller: nn.Module, args: object, kwargs: object) -> None:
-        if caller is not block.module:  # the module is a deep copy, which has the same hooks
+        # A deep copy of the module has the same hooks. With ratio "auto" the weights may have moved to the device.
+        if caller is not block.module or not param_offload.is_offloaded(block.index):
             return
         check_transform()
         param_offload.before_block(block.index)
@@ -92,7 +94,7 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
         saving.__enter__()
 
     def after(caller: nn.Module, _: object, output: object) -> object:
-        if caller is not block.module:
+        if caller is not block.module or not param_offload.is_offloaded(block.index):
             return None
         context = open_now.pop() if open_now else None
         if context is not None:

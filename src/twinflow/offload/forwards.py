@@ -38,7 +38,8 @@ class Forwards:
         for bucket in buckets:
             self._by_block.setdefault(bucket.plan.block, []).append(bucket)
         self._param_offload: ParamOffload | None = None  # manages weights that live on the host
-        self._held: dict[int, Held] = {}  # by block: the buckets that its forward waits for
+        self._waits: dict[int, list[Bucket]] = {}  # by block: the buckets with its parameters
+        self._held: dict[int, Held] = {}  # by block: those of `_waits` whose weights are on the device
         self._used: dict[int, list[Param]] = {}  # by block: the parameters that its forward uses
         self._guarded: dict[int, list[Tensor]] = {}  # by block: the used parameters whose memory is on the device
         self._runs: dict[int, int] = {}  # by block: its runs in this forward of the model
@@ -69,16 +70,16 @@ class Forwards:
             own = [by_tensor[p] for p in block.module.parameters() if p in by_tensor]
             in_blocks.update(own)
             self._used[block.index] = own
-            self._set_held(block.index, list(dict.fromkeys(bucket for param in own for bucket in param.buckets)))
+            self._waits[block.index] = list(dict.fromkeys(bucket for param in own for bucket in param.buckets))
         self._used[ROOT] = [param for param in self._params if param not in in_blocks]
-        self._set_held(ROOT, self._by_block.get(ROOT, ()))
-        self._set_guarded()
+        self._waits[ROOT] = [*self._by_block.get(ROOT, ())]
+        self.note_places()
 
-    def _set_held(self, block: int, buckets: Sequence[Bucket]) -> None:
-        self._held[block] = Held.of([bucket for bucket in buckets if not bucket.offloads_params])
-
-    def _set_guarded(self) -> None:
+    def note_places(self) -> None:
+        """Find the buckets and parameters whose weights are on the device, after weights were moved."""
         param_offload = self._param_offload
+        for block, buckets in self._waits.items():
+            self._held[block] = Held.of([bucket for bucket in buckets if not bucket.offloads_params])
         for block, params in self._used.items():
             self._guarded[block] = [
                 p.tensor for p in params if param_offload is None or not param_offload.holds(p.tensor)
@@ -120,9 +121,9 @@ class Forwards:
         self._order = None
         unused = set_deadlines(self._buckets, order)
         self._by_block.setdefault(ROOT, []).extend(unused)
-        self._set_held(ROOT, [*self.held(ROOT).buckets, *unused])
+        self._waits.setdefault(ROOT, []).extend(unused)
         params = dict.fromkeys(param for bucket in unused for param in bucket.members)
         self._used.setdefault(ROOT, []).extend(params)
-        self._set_guarded()
+        self.note_places()
         for param in params:
             param.is_seen = True

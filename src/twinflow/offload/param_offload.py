@@ -10,6 +10,9 @@ fetch. Views that autograd has saved are therefore valid again in the block's ba
 its parameters have no values (they are an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a
 write changes the state.
 
+A block whose optimizer state is on the device (ratio below 1) is not offloaded: its weights stay on the device, and
+nothing here concerns it. With ratio "auto", blocks move between steps (`bring`, `send_away`).
+
 Threads and order: the thread that runs the model asks for the copies ("fetches"), in the order of the blocks and
 `BLOCKS_AHEAD` blocks ahead. It resizes the storage at once, on the model's stream, and records an event there. It waits
 if it is more than `LAUNCHED_AHEAD` fetches ahead of the device. The executor copies the weights on the stream "fetch",
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, Protocol, SupportsIndex
 
@@ -101,16 +104,27 @@ class ParamOffload:
         where: torch.device,
         on_write: Callable[[Tensor, Tensor, bool, bool], None],
         before_error: Callable[[], None],
+        can_move: bool = False,
     ) -> None:
+        """`frozen`: the frozen weights of each block. `values`: the values of all weights for the host. A block stays
+        on the device if the weights of its buckets do. `can_move`: blocks may move later (`bring`, `send_away`).
+        """
         self._device = device
         self._executor = executor
+        self._where = where
+        self._frozen = frozen
+        self._wrappers = {p for params in frozen.values() for p in params if is_wrapper(p)}
+        self._can_move = can_move
+        self._world, self._rank = (gather.world, gather.rank) if gather is not None else (1, 0)
         self._blocks: dict[int, BlockWeights] = {}
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
         self._owners: list[weakref.ref[nn.Module]] = []  # modules with these parameters
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._quantised: dict[Tensor, type] = {}  # classes of quantised weights
         self._registered: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]] = []  # quantised weights
-        self._order: list[int] = []  # order of the blocks in a forward
+        self._recorded: Sequence[int] = ()  # order of all blocks in the first forward
+        self._order: list[int] = []  # order of the offloaded blocks in a forward
+        self._writes: dict[int, int] = {}  # by block that has moved to the device: the next `num_written`
         self._trail: list[int] = []  # blocks that have run forward and whose backward has not begun
         self._begun: set[int] = set()  # blocks whose backward has begun
         self._asked: deque[Event] = deque()  # points of the model's stream at which the last fetches were asked for
@@ -126,27 +140,12 @@ class ParamOffload:
         self._shown: dict[Tensor, Tensor] = {}  # whole values of parameters for code outside of their block (`show`)
         for bucket in buckets:
             if bucket.offloads_params:
-                buffer = WeightBuffer(
-                    _host_of(bucket), _new_flat(bucket.gathered.numel, bucket.plan.dtype, where), [], bucket
-                )
-                for piece in bucket.gathered.slices:
-                    param = next(p for p in bucket.members if p.index == piece.param)
-                    self._put(buffer, param.tensor, piece.offset)
-                self._add(bucket.plan.block, buffer)
-        world, rank = (gather.world, gather.rank) if gather is not None else (1, 0)
-        self._rank = rank
-        for block, given in frozen.items():
-            params = [param for param in given if not is_wrapper(param)]
-            quantised = [param for param in given if is_wrapper(param)]
-            inner = [one for param in quantised for _, one in inner_tensors(param)]
-            params += [one for one in inner if isinstance(one, nn.Parameter) and one in values]
-            for dtype in dict.fromkeys(param.dtype for param in params):
-                same = [param for param in params if param.dtype == dtype]
-                self._add(block, self._offload_frozen(same, values, where, world, rank))
-            if quantised:
-                self._blocks.setdefault(block, BlockWeights()).quantised = quantised
-                self._quantised.update((weight, type(weight)) for weight in quantised)
-                cover(quantised)
+                self._add(bucket.plan.block, self._buffer_of(bucket))
+        kept = {bucket.plan.block for bucket in buckets if not bucket.offloads_params}
+        for block in [block for block in frozen if block not in kept]:
+            for buffer in self._frozen_buffers(block, values):
+                self._add(block, buffer)
+            self._add_quantised(block)
         self._order = sorted(self._blocks)
         self.fetcher: NativeFetcher | SharedFetcher = NativeFetcher(executor)
         self.threads: list[SharedFetcher] = []
@@ -158,22 +157,36 @@ class ParamOffload:
         """Adds a buffer to a block and releases its device memory, because all buffers together may not fit."""
         self._blocks.setdefault(block, BlockWeights()).buffers.append(buffer)
         self._storages.add(buffer.flat.untyped_storage()._cdata)
+        self._places.update((param, (buffer, view)) for param, view in buffer.views)
         self._empty(buffer)
 
-    def _put(self, buffer: WeightBuffer, param: nn.Parameter, offset: int) -> None:
-        view = buffer.flat.as_strided(param.shape, _strides(param.shape), offset)
-        buffer.views.append((param, view))
-        self._places[param] = (buffer, view)
+    def _add_quantised(self, block: int) -> None:
+        quantised = [param for param in self._frozen.get(block, ()) if param in self._wrappers]
+        if quantised:
+            self._blocks.setdefault(block, BlockWeights()).quantised = quantised
+            self._quantised.update((weight, type(weight)) for weight in quantised)
+            cover(quantised)
 
-    def _offload_frozen(
-        self,
-        params: Sequence[nn.Parameter],
-        values: Mapping[nn.Parameter, Tensor],
-        where: torch.device,
-        world: int,
-        rank: int,
-    ) -> WeightBuffer:
+    def _buffer_of(self, bucket: Bucket) -> WeightBuffer:
+        flat = _new_flat(bucket.gathered.numel, bucket.plan.dtype, self._where)
+        buffer = WeightBuffer(_host_of(bucket), flat, [], bucket)
+        for piece in bucket.gathered.slices:
+            param = next(p for p in bucket.members if p.index == piece.param)
+            _put(buffer, param.tensor, piece.offset)
+        return buffer
+
+    def _frozen_buffers(self, block: int, values: Mapping[nn.Parameter, Tensor]) -> Iterator[WeightBuffer]:
+        """A buffer for each dtype of the block's frozen weights. Quantised ones are represented by their tensors."""
+        given = self._frozen.get(block, ())
+        params = [param for param in given if param not in self._wrappers]
+        inner = [one for param in given if param in self._wrappers for _, one in inner_tensors(param)]
+        params += [one for one in inner if isinstance(one, nn.Parameter) and one in values]
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            yield self._frozen_buffer([param for param in params if param.dtype == dtype], values)
+
+    def _frozen_buffer(self, params: Sequence[nn.Parameter], values: Mapping[nn.Parameter, Tensor]) -> WeightBuffer:
         """Copies this rank's part of frozen weights into page-locked memory."""
+        world, rank = self._world, self._rank
         dtype, starts, used = params[0].dtype, [], 0
         for param in params:
             starts.append(used)
@@ -184,10 +197,68 @@ class ParamOffload:
             whole[start : start + param.numel()] = values[param].reshape(-1)
         host = self._device.pinned(size, dtype)
         host.copy_(whole[rank * size : (rank + 1) * size])
-        buffer = WeightBuffer(lambda: host, _new_flat(size * world, dtype, where), [], None)
+        buffer = WeightBuffer(lambda: host, _new_flat(size * world, dtype, self._where), [], None)
         for param, start in zip(params, starts, strict=True):
-            self._put(buffer, param, start)
+            _put(buffer, param, start)
         return buffer
+
+    # Moves of whole blocks between steps (ratio "auto"), in a process whose weights no other rank shares.
+
+    def is_offloaded(self, block: int) -> bool:
+        """Whether the weights of a block are on the host."""
+        return block in self._blocks
+
+    def bring(self, block: int) -> None:
+        """Moves the weights of a block to the device. Its parameters are ordinary ones from now on.
+
+        Raises MemoryError, and changes nothing, if the device has too little memory.
+        """
+        assert self._can_move and self._world == 1
+        self.leave_all()
+        weights = self._blocks[block]
+        try:
+            self._ask_for(block)
+        except RuntimeError as error:  # torch reports full memory as a RuntimeError
+            for buffer in weights.buffers:
+                buffer.flat.untyped_storage().resize_(0)
+            raise MemoryError(str(error)) from error
+        assert weights.fetch is not None
+        weights.fetch.wait().synchronize()  # the memory on the host is released soon
+        self._enter(block)
+        del self._blocks[block]
+        for buffer in weights.buffers:
+            self._storages.remove(buffer.flat.untyped_storage()._cdata)
+            self._spoil_graphs(buffer)
+            if buffer.bucket is None:
+                self._device.release(buffer.host())
+            for param, _ in buffer.views:
+                del self._places[param]
+                self._versions.pop(param, None)
+        for param in weights.quantised:
+            del self._quantised[param]
+        self._writes[block] = weights.num_written + 1  # graphs of earlier forwards cannot use the weights any more
+        self.set_order(self._recorded or self._order)
+
+    def send_away(self, block: int, buckets: Sequence[Bucket]) -> None:
+        """Moves the weights of a block to the host. The state of its buckets is there already, with the weights.
+
+        Raises MemoryError, and changes nothing, if there is too little memory.
+        """
+        assert self._can_move and self._world == 1
+        inner = [one for param in self._frozen.get(block, ()) for _, one in inner_tensors(param)]
+        values = {one: one.detach().cpu() for one in inner if isinstance(one, nn.Parameter)}
+        try:
+            buffers = [*map(self._buffer_of, buckets), *self._frozen_buffers(block, values)]
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
+        # Graphs of earlier forwards have saved the memory on the device. Their backward must raise an exception.
+        with plain():
+            torch._C._increment_version([param for buffer in buffers for param, _ in buffer.views])
+        for buffer in buffers:
+            self._add(block, buffer)
+        self._add_quantised(block)
+        self._blocks[block].num_written = self._writes.get(block, 0)
+        self.set_order(self._recorded or [*self._order, block])
 
     # Values of the weights.
 
@@ -394,23 +465,27 @@ class ParamOffload:
 
     def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
         """Registers the hooks. They run after the runtime's own hooks, which are registered later with `prepend`."""
-        owners = [m for m in model.modules() if any(p in self._places for p in m._parameters.values())]
+        known = {*self._places}
+        if self._can_move:
+            known.update(param for block in blocks for param in block.module.parameters())
+        owners = [m for m in model.modules() if any(p in known for p in m._parameters.values())]
         self._owners = [weakref.ref(module) for module in owners]
         handles: list[RemovableHandle] = []
-        for module in model.modules() if self._quantised else ():
+        for module in model.modules() if self._wrappers else ():
             for name, param in module._parameters.items():
-                if param is not None and param in self._quantised:
+                if param is not None and param in self._wrappers:
                     self._registered.append((weakref.ref(module), name, param))
         for module in owners:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
         for block in blocks:
-            if block.index in self._blocks:
+            if block.index in self._blocks or self._can_move:
                 handles += put_hooks(self, block)
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
         """Sets the order of the blocks, which the first forward has recorded."""
+        self._recorded = order
         self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
 
     def before_model(self) -> None:
@@ -450,6 +525,8 @@ class ParamOffload:
 
     def before_backward(self, block: int) -> None:
         """Before the backward of a block: waits for its weights and asks for the weights of the blocks that follow."""
+        if block not in self._blocks:  # a graph from before the block has moved to the device
+            return
         self._at_first_gradient()
         self.store_loans()
         self._begun.add(block)
@@ -475,7 +552,8 @@ class ParamOffload:
 
     def after_backward(self, block: int) -> None:
         """After the backward of a block: releases its weights."""
-        self._leave(block)
+        if block in self._blocks:
+            self._leave(block)
 
     def leave_others(self, block: int) -> None:
         """Releases the weights of all other blocks that have run, because this backward does not need them any more."""
@@ -484,9 +562,11 @@ class ParamOffload:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
-        """A number that changes with each step that updates the block and each counted write of the user (`store`)."""
-        weights = self._blocks[block]
-        return (_due(weights) << 20) + weights.num_written
+        """A number that changes with each step that updates the block, each counted write of the user (`store`) and
+        each move of the block. It is -1 while the block is on the device.
+        """
+        weights = self._blocks.get(block)
+        return (_due(weights) << 20) + weights.num_written if weights is not None else -1
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor uses the memory of a block's device buffers."""
@@ -599,7 +679,7 @@ class ParamOffload:
                 _REFUSING.add(module)
         uncover(self.tensors)
         for reference, name, param in self._registered:
-            module = reference()
+            module = reference() if param in self._quantised else None
             if module is not None and param.device.type != "cpu":  # a quantised weight cannot change its device
                 made = rebuilt(param, self._quantised[param], _on_host)
                 module._parameters[name] = nn.Parameter(made, requires_grad=False)
@@ -680,6 +760,10 @@ def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.de
                 if tensor is not None and tensor not in values and tensor.device != where:
                     tensor.data = tensor.data.to(where)
     return values
+
+
+def _put(buffer: WeightBuffer, param: nn.Parameter, offset: int) -> None:
+    buffer.views.append((param, buffer.flat.as_strided(param.shape, _strides(param.shape), offset)))
 
 
 def _reader(host: Callable[[], Tensor], start: int, numel: int) -> Callable[[], Tensor]:

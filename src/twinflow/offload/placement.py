@@ -50,6 +50,20 @@ def place_by_ratio(
     return parts
 
 
+def whole_blocks(params: Sequence[ParamSpec], parts: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """The parts, changed so that each block has one place: the one that has had more of its elements (of equal numbers:
+    the host). Parameters outside of all blocks do not change.
+    """
+    resident: dict[int, int] = {}  # by block: elements on the device, minus elements on the host
+    for param, cuts in zip(params, parts, strict=True):
+        more = sum(part.numel if part.place == RESIDENT else -part.numel for part in cuts)
+        resident[param.block] = resident.get(param.block, 0) + more
+    return [
+        [*cuts] if param.block == ROOT else [Part(0, param.numel, RESIDENT if resident[param.block] > 0 else HOST)]
+        for param, cuts in zip(params, parts, strict=True)
+    ]
+
+
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
     """Changes the fraction `share` of the host's buckets with `can_alias`, evenly distributed, to STREAMED."""
     hosted = [plan.index for plan in plans if plan.place == HOST and plan.can_alias]

@@ -97,6 +97,11 @@ def prepare_speculative_stores(
     if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
         return
     hosted = [bucket for bucket in buckets if not bucket.is_on_device]
-    num_made = stores.prepare(hosted)
+    stores.prepare(hosted)
     if any(bucket.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
-        executor.add_weight_slots(num_made)
+        # One more slot for each store. Slots that were added for earlier stores are used again or released.
+        num_added = max(0, executor.counters.num_weight_slots - executor.num_weight_slots)
+        if num_added > stores.num_stores:
+            executor.resize(executor.num_slots, executor.num_weight_slots, keeps_weight_slots=False)
+            num_added = 0
+        executor.add_weight_slots(stores.num_stores - num_added)

@@ -1,4 +1,5 @@
-"""Changes of a runtime between steps: the number of backwards in a step, the place of state, the count of steps.
+"""Changes of a runtime between steps: the number of backwards in a step, the place of state and of weights, the count
+of steps.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
 bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
@@ -7,12 +8,15 @@ bucket's state is the host, the device ("resident"), or the host with updates on
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 
 from twinflow.errors import wrong_state
 from twinflow.offload import changes
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.clipping import Decision, Limits
 from twinflow.offload.job import Job, Task
+from twinflow.offload.plan import HOST
 from twinflow.offload.pools import fit_pools
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings
@@ -50,6 +54,34 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
         if has_unsent and last is not None:
             _hold_back(runtime, last, bucket)
     fit_pools(runtime.executor, runtime.settings, runtime.buckets)
+
+
+def move_block(runtime: Runtime, block: int, place: str) -> None:
+    """Moves state and weights of a block, if the weights of blocks with state on the host are there too.
+
+    Call `wait` and `wait_for_copies` first. Raises MemoryError if the other place has too little memory. The block then
+    stays where it is, as far as memory allows. In any case it can be trained: state on the host can have its weights on
+    the device.
+    """
+    buckets = [bucket for bucket in runtime.buckets if bucket.plan.block == block]
+    before = [bucket.plan.place for bucket in buckets]
+    was_on_host = all(bucket.offloads_params for bucket in buckets)
+    try:
+        _move_block(runtime, block, buckets, [place] * len(buckets), on_host=place == HOST)
+    except MemoryError:
+        with suppress(MemoryError):
+            _move_block(runtime, block, buckets, before, was_on_host)
+        raise
+
+
+def _move_block(runtime: Runtime, block: int, buckets: Sequence[Bucket], places: Sequence[str], on_host: bool) -> None:
+    """Moves the weights while all state of the block is on the host, because the weights are part of that state."""
+    if not on_host:
+        runtime.place_weights(block, on_host)
+    for bucket, place in zip(buckets, places, strict=True):
+        move(runtime, bucket, place)
+    if on_host:
+        runtime.place_weights(block, on_host)
 
 
 def forget_jobs(runtime: Runtime, num_jobs: int) -> None:

@@ -243,15 +243,20 @@ class Runtime:
         return self.params[0].tensor.device if self.params else torch.device("cpu")
 
     def _offloads_params(self, plan: BucketPlan) -> bool:
-        return self.settings.offload_params and plan.block != ROOT
+        """Whether the weights of a bucket are only on the host: those of a block whose state is there."""
+        return self.settings.offload_params and plan.block != ROOT and plan.place == HOST
 
     def offload_params(
         self,
         frozen: Mapping[int, Sequence[nn.Parameter]],
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
+        can_move: bool = False,
     ) -> None:
-        """Keep the weights of blocks on the host. Called once, before all other methods."""
+        """Keep the weights of blocks on the host, if their state is there. Called once, before all other methods.
+
+        `can_move`: blocks may move between host and device later (`reconfigure.move_block`).
+        """
         where = self._tensor_device
         me = weakref.ref(self)
 
@@ -266,7 +271,7 @@ class Runtime:
                 runtime.complete_written()
 
         self.param_offload = ParamOffload(
-            self.device, self.executor, self.buckets, frozen, values, gather, where, on_write, before_error
+            self.device, self.executor, self.buckets, frozen, values, gather, where, on_write, before_error, can_move
         )
         self._threads += self.param_offload.threads
         weight_guard.claim(self.param_offload.tensors, self)
@@ -345,6 +350,11 @@ class Runtime:
         self._finish_recording()
         self.timer.after_model()
         self._cover(self.params)
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether updates will start during backward only after some more steps (early.py)."""
+        return self._early.watches
 
     def before_forward(self, block: int) -> None:
         """Wait for the weights of one block.
@@ -454,12 +464,41 @@ class Runtime:
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            self.param_offload.store(tensor, values.detach(), is_running, is_counted, is_on_all_ranks)
+            if self.param_offload.is_away(tensor) or self.param_offload.is_shown(tensor):
+                self.param_offload.store(tensor, values.detach(), is_running, is_counted, is_on_all_ranks)
+            else:  # its block has moved to the device since the user got the copy that was written to
+                tensor.copy_(values.detach())
 
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """Note a copy of a weight that the user has got. If the user writes to the copy, the weight gets its values."""
         assert self.param_offload is not None
         self.param_offload.lend(tensor, copied, is_counted)
+
+    def place_weights(self, block: int, on_host: bool) -> None:
+        """Move the weights of a block, if they are not there yet. Call `wait` and `wait_for_copies` first.
+
+        The state of the block must be on the host. Raises MemoryError if the other place has too little memory. Nothing
+        has changed then.
+        """
+        offload = self.param_offload
+        assert offload is not None
+        if offload.is_offloaded(block) == on_host:
+            return
+        buckets = [bucket for bucket in self.buckets if bucket.plan.block == block]
+        assert all(bucket.plan.place == HOST for bucket in buckets)
+        self.wait_for_readers()
+        self._collect_loans()
+        if on_host:
+            offload.send_away(block, buckets)
+        else:
+            offload.bring(block)
+        for bucket in buckets:
+            bucket.place_weights(on_host)
+            for param in bucket.members:
+                for alias in param.take_aliases() if on_host else ():
+                    offload.lend(param.tensor, alias, is_counted=False)  # the user may write to it
+                param.note_write()
+        self._forwards.note_places()
 
     def _collect_loans(self) -> None:
         """Store copies that the user has written to, and memory that the user has put into a weight with `set_`."""

@@ -63,6 +63,11 @@ class SpeculativeStores:
         self.max_bytes = max_bytes
         self._least_free = least_free
 
+    @property
+    def num_stores(self) -> int:
+        """Number of stores that exist now. Read it between steps."""
+        return sum(self._made.values())
+
     def nbytes(self, bucket: Bucket) -> int:
         """Bytes of host memory for a speculative update of this bucket: a store, and a weight slot if needed."""
         needs_slot = bucket.updater.needs_weight_slot(bucket.plan)
@@ -86,8 +91,8 @@ class SpeculativeStores:
             self._maker.submit(self._add, bucket.plan, nbytes)
 
     def prepare(self, buckets: Iterable[Bucket]) -> int:
-        """Allocates stores until there is one for each bucket or the limit is reached. Returns the number of new
-        stores.
+        """Allocates stores until there is one for each bucket or the limit is reached, and releases all others.
+        Returns the number of new stores.
 
         Call it between steps. Without this call the stores are allocated during the first steps.
         """

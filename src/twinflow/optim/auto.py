@@ -1,216 +1,402 @@
-"""`ratio="auto"`: measures the first steps, places the state of each bucket of parameters, and checks the result.
+"""`ratio="auto"`: times steps, places the state of each bucket of parameters, and reacts when steps change.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a
 bucket's state is the host, the device ("resident"), or the host with updates on the device ("streamed").
 
-1. Start: as much state as possible is on the host. The memory of activations is not yet known, and state on the device
-   must not take memory that a forward needs.
-2. Fill (`_fill`): after the first step the peak memory is known, and the free device memory is filled with state.
-3. Time (`_time`): forward and backward are timed with a barrier between steps, so that work on the host hardly disturbs
-   them.
-4. Watch (`_watch`): some steps without the barrier give the time of a step.
-5. Choose (`_choose`): the planner chooses the fastest placement. Buckets move, and steps are watched again. If they are
-   not faster than before, the buckets move back. Otherwise a placement with more state on the host is tried, because
-   the planner is careful at first (`_COMFORTS`).
-6. Later (`_back_off`): only the free device memory is checked, every `_WATCH_EVERY` steps. If activations have grown,
-   state moves to the host.
+1. Start (`_begin`): as much state as possible is on the host. The memory of activations is not yet known, and state on
+   the device must not take memory that a forward needs.
+2. Time (`_time`): forward and backward are timed alone, with a barrier between steps.
+3. Watch (`_watch`): some steps without the barrier give the time of a step with the present placement.
+4. Choose (`_choose`): if the fastest placement so far is nearly as fast as forward and backward alone, no other one can
+   be clearly faster, and it stays. Otherwise buckets move, and steps are watched again. Two placements are tried: the
+   planner's, for which the rates of the host are corrected so that the planner's time of the present placement is the
+   measured one, and the one with as much state on the device as fits. Of all measured placements the fastest stays.
+5. Later (`_check`): every `_CHECK_EVERY` steps, state moves to the host if activations have grown. If steps have become
+   longer or shorter, or more or fewer steps are clipped, for two checks in a row, everything is measured again from 2.
+   Each time the shortest distance to the next time doubles, and the present placement stays unless another one is
+   clearly faster. So state does not move back and forth.
+
+Steps 1 to 4 take 5 to 12 training steps, and more only if the times of steps differ (`_NUM_MANY`). The ranks of a team
+use the times of rank 0, so that they make the same moves in the same steps. No hook runs in a model that is compiled as
+a whole, and the wait for its weights is in `step()`. Whole steps are timed then (step_timer.py).
+
+With weights on the host, the buckets of a block always move together and with the weights of the block. Such buckets
+are a unit. Every other bucket is a unit of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from twinflow.device import Mark
 from twinflow.dist.agree import gather_json
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket
+from twinflow.offload.early import WATCHED_STEPS
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
+from twinflow.offload.step_timer import StepMarks
 from twinflow.planner.costs import Memory
 from twinflow.planner.formats import StateBytes, reserved_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import choose, input_side_first, shares
-from twinflow.planner.simulate import ClipDecision, Item, Timing, Ways
+from twinflow.planner.simulate import ClipDecision, Fetch, Item, Timing, Ways, predict
 from twinflow.state_dict import Kind
 from twinflow.zero import Team
 from twinflow.zero.start import own_host_bytes
 
 LOGGER = logging.getLogger("twinflow")
 
-NUM_TIMED: Final = 3  # steps with a barrier; the first one is a warm-up
-_SETTLE: Final = 2  # steps after a move that are not measured
-_WATCHED: Final = 5  # steps whose median is the time of a step
-_WORSE: Final = 0.01  # a placement is tried if the planner predicts steps that are longer by this share at most
-_GAIN: Final = 0.003  # a placement that was tried stays if it has made steps shorter by this share at least
-_MAX_UNTIMED: Final = 8  # steps after which the optimizer gives up waiting for timings
-_WATCH_EVERY: Final = 16  # steps between two checks of the device's memory
-# The rates of updates on the host, and of copies between host and device, are measured without other work. The planner
-# multiplies them by these pairs, so that a bucket is not placed on the host if its update would only just be hidden.
-# The second pair is tried if the placement with the first pair was faster than the placement before.
-_COMFORTS: Final = ((0.7, 0.85), (0.85, 0.95))
-_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes), as inputs vary
+_NUM_FEW: Final = 2  # steps that are watched if they differ by `_AGREE` at most, and clipping does not vary
+_NUM_MANY: Final = 8  # steps that are watched otherwise
+_AGREE: Final = 0.03
+_NEAR: Final = 0.01  # a step that is longer than forward and backward alone by this share at most is good enough
+_WORSE: Final = 0.01  # a placement is tried if its predicted step is longer by this share at most
+_GAIN: Final = 0.003  # a placement with more state on the device stays if steps are shorter by this share at least
+_GAIN_AGAIN: Final = 0.02  # the same if another placement was chosen before
+_MARGIN: Final = 0.95  # the planner's host is slower by this factor, so that updates are not only just hidden
+_SLOWEST: Final = 0.1  # lower limit of the factor by which measured steps correct the rates of the host
+_CHECK_EVERY: Final = 16  # steps between two checks
+_NUM_CHECKS: Final = 2  # checks in a row that must find the same kind of change
+_CHANGE: Final = 0.15  # by how much the times of steps must change
+_CLIP_CHANGE: Final = 0.3  # by how much the share of clipped steps must change
+_FIRST_REST: Final = 64  # steps from one choice to the next at least; doubles with each choice
+_LONGEST_REST: Final = 4096
+_DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes)
+_VARIED: Final = 0.1  # if the times of steps differ by more, the sizes of inputs vary, and so does the memory of steps
+_GROWTH: Final = 0.25  # then so much of the memory that steps need stays free in addition, for larger inputs
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step, of its forwards and backwards, and of the last forward and the last backward."""
+
+    step_s: float
+    work_s: float  # without the wait for updates in `step()`, which is usual if the whole model is compiled
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A placement that was measured."""
+
+    step_s: float
+    places: tuple[str, ...]
+    share: float  # of the state on the host
+
+    @property
+    def name(self) -> str:
+        named = {1.0: "all on the host", 0.0: "none on the host"}
+        return named.get(self.share, f"{self.share:.2f} on the host")
+
+
+class ChangeWatch:
+    """Notices lasting changes of the training loop: the batch size, the length of sequences, the clipped steps."""
+
+    def __init__(self) -> None:
+        self._usual: tuple[float, float, float] | None = None
+        self._num_odd = 0  # checks in a row that differ from `_usual`
+
+    def forget(self) -> None:
+        """The next values are the usual ones."""
+        self._usual = None
+        self._num_odd = 0
+
+    def has_changed(self, step_s: float, backward_s: float, clipped_share: float) -> bool:
+        """Whether `_NUM_CHECKS` checks in a row have differed from the first one.
+
+        If the host limits the time of a step, a change of the batch size only shows in the time of the backward.
+        """
+        if self._usual is None:
+            self._usual = (step_s, backward_s, clipped_share)
+            return False
+        usual_step_s, usual_backward_s, usual_share = self._usual
+        is_odd = abs(clipped_share - usual_share) > _CLIP_CHANGE
+        for seconds, usual_s in ((step_s, usual_step_s), (backward_s, usual_backward_s)):
+            is_odd |= not usual_s / (1.0 + _CHANGE) <= seconds <= usual_s * (1.0 + _CHANGE)
+        self._num_odd = self._num_odd + 1 if is_odd else 0
+        return self._num_odd >= _NUM_CHECKS
+
+
 class AutoPlacement:
-    """Chooses the placement. The optimizer calls `after_step` between `step()` and the next forward."""
+    """Chooses the placement. The optimizer calls `after_step` between `step()` and the next forward.
+
+    `measure` returns the rates of the machine. It is called only if they are needed, because it may take some seconds.
+    """
 
     def __init__(
         self,
         runtime: Runtime,
         states: str,
         state_bytes: Callable[[BucketPlan], int],
-        rates: Rates,
+        measure: Callable[[], Rates],
         on_placed: Callable[[Runtime], None],
         team: Team | None = None,
+        weight_bytes: Mapping[int, float] | None = None,
     ) -> None:
+        """`weight_bytes`: if weights are on the host, the bytes of the weights of each block for each element of its
+        state. `state_bytes` includes them for state on the device.
+        """
         self._runtime = runtime
         self._states = states
         self._state_bytes = state_bytes
-        self._rates = rates
+        self._measure = measure
+        self._rates: Rates | None = None
+        self._weight_bytes = weight_bytes or {}
+        self._units = units_of(runtime.buckets, self._has_weights)
         self._team = team  # ranks that must make the same choice
-        if team is not None:
-            self._rates = Rates(**gather_json(team.calls, asdict(rates))[0])
         self._on_placed = on_placed  # called after a move, when the remaining memory is free for other uses
-        self._phase: Callable[[], None] = self._fill
-        self._timings: list[Timing] = []
+        self._phase: Callable[[StepMarks], None] = self._begin
         self._num_steps = 0
-        self._since = 0  # steps since the last move
-        self._steps: list[tuple[Mark, Mark]] = []  # begin and end of the watched steps
-        self._seen: list[tuple[float, tuple[str, ...]]] = []  # time of a step, and the places
-        self._comforts = list(_COMFORTS)  # the pairs that were not tried yet
+        self._since = 0  # steps since the last move or barrier
+        self._is_quiet = False  # no update was pending when this step began
+        self._alone: list[StepMarks] = []  # steps that began when no update was pending
+        self._watched: list[StepMarks] = []  # steps with the present placement
+        self._after_clipped: list[bool] = []  # for each of them: whether the step before it was clipped
+        self._seen: list[Seen] = []
+        self._num_tried = 0  # placements of `_choose` that were considered
+        self._is_varied = False  # the sizes of inputs vary
+        self._speed = 1.0  # the speed of the host in training, relative to `_rates`
+        self._clipped: deque[bool] = deque(maxlen=_NUM_CHECKS * _CHECK_EVERY)  # of the last steps
+        self._change = ChangeWatch()
+        self._rest = _FIRST_REST
         self._trouble = ""
-        self._wanted = self._places()  # the chosen places; some moves may have failed for lack of memory
-        self.is_settled = False
+        self.report = ""  # the last choice, and what it has gained
+        self.is_settled = False  # whether a placement was chosen; true from then on
         runtime.timer.start()
         runtime.device.reset_peak()  # the peak of building the model does not matter for steps
 
-    def after_step(self) -> None:
-        """Runs the present phase. After the last phase, checks the device memory every `_WATCH_EVERY` steps."""
+    def after_step(self, was_clipped: bool) -> None:
+        """Runs the present phase. `was_clipped`: whether the step before this one was clipped."""
         self._num_steps += 1
         self._since += 1
-        if not self.is_settled:
-            self._phase()
-        elif self._since % _WATCH_EVERY == 0:
-            self._back_off()
+        if self._num_steps > 2:  # the norm of the first step is often larger than all later ones
+            self._clipped.append(was_clipped)
+        self._phase(self._runtime.timer.take())
+        self._runtime.timer.begin_step()
 
-    # The first steps.
+    # Measurements.
 
-    def _fill(self) -> None:
-        """Moves state to the device memory that the first step did not need."""
-        runtime = self._runtime
-        runtime.wait()
-        if len(runtime.timer.part) != 3:
-            if self._num_steps >= _MAX_UNTIMED:
-                LOGGER.info(
-                    "ratio auto: the placement stays as it is, because the loop calls only parts of the model, and "
-                    "steps cannot be timed."
-                )
-                self._settle()
-            return
-        size, left = self._size(), self._room().gpu_bytes
-        places = [HOST] * len(runtime.buckets)
-        items = items_of(runtime.buckets, Timing(1.0, 1.0), is_early=True)
-        for i in input_side_first(items):
-            left -= int(items[i].numel * size.resident)
-            if left < 0:
-                break
-            places[i] = RESIDENT
-        self._move(self._agreed(places))
+    def _begin(self, marks: StepMarks) -> None:
+        """After the first step, which is a warm-up."""
+        self._runtime.device.reset_peak()  # compilers and libraries take memory in the first step only
+        self._wait()
         self._phase = self._time
 
-    def _time(self) -> None:
-        """Times forward and backward without updates: waits for every update before the next step."""
-        runtime, marks = self._runtime, self._runtime.timer.part
-        runtime.wait()
-        if len(marks) == 3:
-            forward_s, backward_s = (runtime.device.seconds(*pair) for pair in (marks[:2], marks[1:]))
-            self._timings.append(Timing(forward_s, backward_s, runtime.settings.accumulation_steps))
-        if len(self._timings) >= NUM_TIMED:
-            self._since, self._phase = 0, self._watch
+    def _time(self, marks: StepMarks) -> None:
+        """Times forward and backward alone, until updates start when they will start from then on."""
+        self._alone.append(marks)
+        is_early = self._agreed(len(self._alone) >= WATCHED_STEPS or not self._runtime.watches_gradients)
+        self._wait()
+        if is_early:
+            self._phase = self._watch
 
-    def _timing(self) -> Timing:
-        """The shortest measured times, because other work on the machine lengthens steps. Excludes the warm-up."""
-        later = self._timings[1:]
-        num_parts = self._runtime.settings.accumulation_steps
-        forward_s, backward_s = self._agreed([min(t.forward_s for t in later), min(t.backward_s for t in later)])
-        return Timing(forward_s, backward_s, num_parts)
+    def _wait(self) -> None:
+        """A barrier: the next step begins without pending updates."""
+        self._runtime.wait()
+        self._is_quiet = True
+        self._since = 0
 
-    def _watch(self) -> None:
-        """Times steps from forward to the end of backward. After `_WATCHED` steps, changes the placement or settles."""
-        marks = self._runtime.timer.step
-        if self._since > _SETTLE and marks is not None:
-            self._steps.append(marks)
-        if len(self._steps) < _WATCHED:
+    def _watch(self, marks: StepMarks) -> None:
+        """Times steps from the first forward to the end of `step()`, with the updates of the step before."""
+        num_unsteady = 2 if self._runtime.settings.delayed_update else 1
+        num_watched = self._since - num_unsteady
+        # Reading the times waits for the device, so that the step after it is not like the others.
+        if num_watched > 0 and num_watched != _NUM_FEW + 1:
+            self._watched.append(marks)
+            self._after_clipped.append(self._clipped[-1])
+        if self._since == 1 and self._is_quiet:
+            self._alone.append(marks)
+        self._is_quiet = False
+        if num_watched not in (_NUM_FEW, _NUM_MANY + 1):
             return
-        step_s = self._agreed(statistics.median(self._runtime.device.seconds(*marks) for marks in self._steps))
+        times = [found.step_s for found in self._read(self._watched)]
+        is_clear = max(times) <= (1.0 + _AGREE) * min(times) and len(set(self._clipped)) == 1
+        if not is_clear and num_watched == _NUM_FEW:
+            return
+        step_s = min(times) if is_clear else self._mean(times)
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
-        best_s, best = min(self._seen, default=(step_s, self._wanted))
-        self._seen.append((step_s, self._wanted))
-        if len(self._seen) > 1 and step_s > (1.0 - _GAIN) * best_s:
-            self._move(best)
-            self._settle()
-        else:
-            self._choose(step_s)
+        self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
+        self._choose()
+
+    def _mean(self, times: Sequence[float]) -> float:
+        """The mean time of a step. The few watched steps count as many clipped steps as there were for longer."""
+        clipped = [time for time, after in zip(times, self._after_clipped, strict=True) if after]
+        others = [time for time, after in zip(times, self._after_clipped, strict=True) if not after]
+        same = sorted(clipped if len(clipped) > len(others) else others)
+        self._is_varied |= same[-2] > (1.0 + _VARIED) * same[0]  # one step may have been disturbed
+        share = self._clipped_share if clipped and others else float(bool(clipped))
+        return share * _typical(clipped) + (1.0 - share) * _typical(others)
+
+    def _read(self, marks: Sequence[StepMarks]) -> list[Times]:
+        """The times of rank 0. Waits for the last mark."""
+        seconds = self._runtime.device.seconds
+        own = []
+        for one in marks:
+            step_s, work_s = seconds(one.start, one.end), seconds(one.start, one.after_backward)
+            each_s = work_s / self._runtime.settings.accumulation_steps
+            parts = [each_s / 3, each_s * 2 / 3]  # usually a backward takes twice as long as a forward
+            if one.parts is not None:
+                forward, backward = one.parts
+                parts = [seconds(forward, backward), seconds(backward, one.after_backward)]
+            own.append([step_s, work_s, *parts])
+        return [Times(*times) for times in self._agreed(own)]
 
     # The choice.
 
-    def _choose(self, step_s: float) -> None:
-        """Moves buckets to the next placement that is worth a try. If there is none, the present placement stays."""
-        runtime, timing = self._runtime, self._timing()
-        runtime.wait()
-        runtime.wait_for_copies()
-        size, room, ways = self._size(), self._room(), self._ways()
-        items = items_of(runtime.buckets, timing, is_early=runtime.settings.early)
-        decision = ClipDecision(runtime.settings.limits.any, self._ahead_numel(items, size, room))
-        places: Sequence[str] | None = None
-        while places is None and self._comforts:
-            careful = _scaled(self._rates, *self._comforts.pop(0))
-            with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
-                choice = choose(items, timing, careful, self._states, decision, room, size, ways)
-                LOGGER.debug(f"ratio auto: {choice.why}; this placement is tried if it is not the present one")
-                if choice.places != self._wanted and choice.prediction.step_s <= (1.0 + _WORSE) * step_s:
-                    places = choice.places
-            places = self._agreed(places)
-        self._settle() if places is None else self._move(places)
+    def _choose(self) -> None:
+        """Moves buckets to the next placement that is worth a try. If there is none, the fastest placement stays."""
+        fastest_s = min(seen.step_s for seen in self._seen)
+        alone = self._read(self._alone)
+        alone_s = min(times.work_s for times in alone)
+        # Times alone that are longer than those with updates were disturbed, and say nothing.
+        is_near = alone_s <= (1.0 + 2.0 * _NEAR) * fastest_s and fastest_s <= (1.0 + _NEAR) * alone_s
+        tries = (self._planned, self._fullest)
+        while not is_near and self._num_tried < len(tries):
+            self._runtime.wait()
+            self._runtime.wait_for_copies()
+            scale = min(1.0, fastest_s / alone_s)
+            timing = Timing(
+                scale * min(times.forward_s for times in alone),
+                scale * min(times.backward_s for times in alone),
+                self._runtime.settings.accumulation_steps,
+            )
+            find = tries[self._num_tried]
+            self._num_tried += 1
+            places = self._agreed(find(timing, fastest_s))
+            if places is not None and all(tuple(places) != seen.places for seen in self._seen):
+                self._move(places)
+                return
+        gain = _GAIN_AGAIN if self.is_settled else _GAIN
+        # Later ones have more state on the device, or replace a placement with which training has run for some time.
+        kept = next(seen for seen in self._seen if (1.0 - gain) * seen.step_s <= fastest_s)
+        if kept.places != self._places():
+            self._move(kept.places)
+        self._report(kept, alone_s)
+        self._settle()
+
+    def _planned(self, timing: Timing, fastest_s: float) -> Sequence[str] | None:
+        """The planner's placement, if it is predicted to be as fast as the fastest one so far."""
+        size, room, ways = self._size(), self._room(), self._ways(timing)
+        items = items_of(self._units, timing, is_early=self._runtime.settings.early)
+        if self._rates is None:
+            rates = self._measure()
+            self._rates = rates if self._team is None else Rates(**gather_json(self._team.calls, asdict(rates))[0])
+        if any(item.place == HOST for item in items):
+            self._speed = self._speed_of(items, timing, self._seen[-1].step_s, ways)
+        LOGGER.debug(f"ratio auto: the host has {self._speed:.2f} of its rate without training")
+        decision = self._decision(self._ahead_numel(items, size, room))
+        with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
+            rates = _scaled(self._rates, _MARGIN * self._speed)
+            choice = choose(items, timing, rates, self._states, decision, room, size, ways)
+            LOGGER.debug(f"ratio auto: {choice.why}")
+            if choice.prediction.step_s <= (1.0 + _WORSE) * fastest_s:
+                return self._by_bucket(choice.places)
+        return None
+
+    def _fullest(self, timing: Timing, fastest_s: float) -> Sequence[str] | None:
+        """As much state on the device as fits, if it is predicted to be as fast as the fastest placement so far."""
+        size, beside, left = self._size(), self._beside(), self._room().gpu_bytes
+        items = items_of(self._units, timing, is_early=self._runtime.settings.early)
+        for i in input_side_first(items):
+            left -= self._unit_bytes(self._units[i], RESIDENT) + int(items[i].numel * beside)
+            items[i] = replace(items[i], place=RESIDENT if left >= 0 else HOST)
+        assert self._rates is not None
+        rates = _scaled(self._rates, self._speed)
+        decision = self._decision(self._ahead_numel(items, size, self._room()))
+        found = predict(items, timing, rates, self._states, decision, self._ways(timing))
+        is_tried = found.step_s <= (1.0 + _WORSE) * fastest_s
+        return self._by_bucket([item.place for item in items]) if is_tried else None
+
+    def _speed_of(self, items: Sequence[Item], timing: Timing, step_s: float, ways: Ways) -> float:
+        """The factor of the host's rates with which the present placement is predicted to take `step_s`."""
+        assert self._rates is not None
+        decision = self._decision(int(self._runtime.speculative_stores.num_bytes / self._size().host))
+        low, high = _SLOWEST, 1.0
+        for speed in (high, low):  # the rates without training, or the lower limit
+            found = predict(items, timing, _scaled(self._rates, speed), self._states, decision, ways)
+            if (found.step_s >= step_s) == (speed == high):
+                return speed
+        for _ in range(6):
+            middle = (low + high) / 2
+            found = predict(items, timing, _scaled(self._rates, middle), self._states, decision, ways)
+            low, high = (middle, high) if found.step_s > step_s else (low, middle)
+        return (low + high) / 2
+
+    def _decision(self, ahead_numel: int) -> ClipDecision:
+        return ClipDecision(self._runtime.settings.limits.any, ahead_numel, self._clipped_share)
+
+    @property
+    def _clipped_share(self) -> float:
+        return sum(self._clipped) / max(1, len(self._clipped))
 
     def _settle(self) -> None:
-        """Ends the choice and logs the placement with the measured times."""
+        """Ends the choice."""
         self.is_settled = True
         self._since = 0
-        self._runtime.timer.stop()
-        if not self._seen:
-            return
-        share, now = host_share(self._runtime.buckets), shares(self._places())
-        took = ", ".join(f"{seconds:.3f} s with {shares(places)}" for seconds, places in self._seen)
-        LOGGER.info(
-            f"ratio auto: {share:.2f} of the state on the host (buckets: {now}). A step took {took}; forward and "
-            f"backward alone {self._timing().gpu_s:.3f} s{self._trouble}"
+        self._watched = []
+        self._change.forget()
+        self._phase = self._keep
+
+    def _report(self, kept: Seen, alone_s: float) -> None:
+        others = [
+            f"{seen.name} {seen.step_s:.3f} s ({seen.step_s / kept.step_s - 1.0:+.0%})"
+            for seen in self._seen
+            if seen is not kept
+        ]
+        compared = "; ".join([", ".join(others), ""]) if others else ""
+        share = host_share(self._runtime.buckets)
+        self.report = (
+            f"ratio auto: {share:.2f} of the state on the host, {kept.step_s:.3f} s a step; {compared}forward and "
+            f"backward alone {alone_s:.3f} s{self._trouble}"
         )
+        self._log(self.report)
+
+    def _log(self, text: str) -> None:
+        if self._team is None or self._team.rank == 0:
+            LOGGER.info(text)
+
+    def _by_bucket(self, places: Sequence[str]) -> tuple[str, ...]:
+        """The place of each bucket, from the place of each unit."""
+        found = {b.plan.index: place for unit, place in zip(self._units, places, strict=True) for b in unit}
+        return tuple(found[bucket.plan.index] for bucket in self._runtime.buckets)
+
+    def _unit_bytes(self, unit: Sequence[Bucket], place: str) -> int:
+        """Bytes of a unit's state in a place, on the device with the weights that are there because of it."""
+        return sum(self._state_bytes(replace(bucket.plan, place=place)) for bucket in unit)
 
     def _places(self) -> tuple[str, ...]:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
 
     def _move(self, places: Sequence[str]) -> int:
-        """Moves buckets to `places`, the host's first, until memory is full. Returns the number of moved buckets."""
-        runtime, self._wanted = self._runtime, tuple(places)
+        """Moves units to `places`, the host's first, until memory is full. Returns the number of moved units."""
+        runtime = self._runtime
         runtime.wait()
         runtime.wait_for_copies()
         moves = []
-        for bucket, place in zip(runtime.buckets, places, strict=True):
+        for unit in self._units:
+            place = places[unit[0].plan.index]
             # State cannot move to the device if the user has changed the memory format of a parameter.
-            can_alias = not bucket.plan.can_alias or all(target.dim() == 1 for target in bucket.targets)
-            if bucket.plan.place != place and (place == HOST or can_alias):
-                moves.append((bucket, place))
+            can_alias = all(not b.plan.can_alias or all(target.dim() == 1 for target in b.targets) for b in unit)
+            if any(bucket.plan.place != place for bucket in unit) and (place == HOST or can_alias):
+                moves.append((unit[0], place))
+        if any(place == HOST for _, place in moves):
+            # They may have the memory that the state needs. `on_placed` makes those for which there is room.
+            runtime.speculative_stores.prepare([])
         num_moved = 0
         for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
-                reconfigure.move(runtime, bucket, place)
+                if self._has_weights and bucket.plan.block != ROOT:
+                    reconfigure.move_block(runtime, bucket.plan.block, place)
+                else:
+                    reconfigure.move(runtime, bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
@@ -218,49 +404,66 @@ class AutoPlacement:
             num_moved += 1
         runtime.device.reset_peak()  # to measure the peak of steps with the new placement
         self._on_placed(runtime)
-        self._since, self._steps = 0, []
+        self._watched = []
+        self._after_clipped = []
+        self._wait()
         return num_moved
 
     def _size(self) -> StateBytes:
-        """Bytes of state for each element, by place. Resident state includes gradients that wait or are added there."""
-        runtime, settings = self._runtime, self._runtime.settings
-        numel = sum(bucket.plan.numel for bucket in runtime.buckets)
-        each = {}
-        for place in PLACES:
-            plans = [replace(bucket.plan, place=place) for bucket in runtime.buckets]
-            each[place] = sum(self._state_bytes(plan) for plan in plans) / numel
+        """Bytes of state for each element, by place. Resident state includes gradients that wait or are added there.
+
+        With weights on the host, resident state includes weights, which only blocks need. All state then counts as that
+        of the largest blocks.
+        """
+        numel = sum(bucket.plan.numel for bucket in self._runtime.buckets)
+        each = {place: sum(self._unit_bytes(unit, place) for unit in self._units) / numel for place in PLACES}
+        if self._has_weights:
+            each[RESIDENT] = max(self._unit_bytes(unit, RESIDENT) / _numel(unit) for unit in self._units)
+        return StateBytes(each[HOST], each[RESIDENT] + self._beside(), each[STREAMED])
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether the weights of a block move with its state."""
+        return bool(self._weight_bytes)
+
+    def _beside(self) -> float:
+        """Bytes of gradients for each element of resident state that wait or are added on the device."""
+        settings = self._runtime.settings
         waits_there = (settings.limits.any and settings.hold_on_host) or settings.delayed_update
-        there = (self._width() if waits_there else 0.0) + (4.0 if settings.sums_on_host else 0.0)
-        return StateBytes(each[HOST], each[RESIDENT] + there, each[STREAMED])
+        return (self._width() if waits_there else 0.0) + (4.0 if settings.sums_on_host else 0.0)
 
     def _width(self) -> float:
         """Mean number of bytes of a gradient element."""
         plans = [bucket.plan for bucket in self._runtime.buckets]
         return sum(plan.numel * plan.dtype.itemsize for plan in plans) / sum(plan.numel for plan in plans)
 
-    def _ways(self) -> Ways:
+    def _ways(self, timing: Timing) -> Ways:
         """The planner's inputs: bytes of a gradient and of a weight element, and options of the runtime.
 
-        Streamed state is excluded if gradients wait or are summed on the host.
+        Streamed state is excluded if gradients wait or are summed on the host, or if weights are there.
         """
         settings, width = self._runtime.settings, self._width()
         streams = not (settings.hold_on_host and settings.limits.any) and not settings.sums_on_host
-        return Ways(width, width, settings.num_slots, settings.delayed_update, streams)
+        fetches = fetches_of(self._units, timing, self._weight_bytes) if self._has_weights else ()
+        return Ways(
+            width, width, settings.num_slots, settings.delayed_update, streams and not self._has_weights, fetches
+        )
 
     def _room(self, share: float = 1.0) -> Memory:
-        """Memory for state: the memory that state uses now, plus free memory, minus a reserve.
+        """Memory for state: the memory that state and speculative stores use now, plus free memory, minus a reserve.
 
         `share` scales the device's reserve.
         """
         runtime = self._runtime
         capacity = runtime.device.capacity_bytes()
         on_device, on_host = self._used()
-        host = own_host_bytes() + on_host
+        host = own_host_bytes() + on_host + runtime.speculative_stores.num_bytes
         host -= max(_HOST_LEAST, int(_HOST_SHARE * host))
         there = 0  # if the model is on the CPU, device memory is host memory
         if capacity is not None:
-            reserve = int(share * max(_DEVICE_LEAST, _DEVICE_SHARE * capacity))
-            there = capacity - runtime.device.peak_bytes() + on_device - reserve
+            needed = runtime.device.peak_bytes() - on_device  # without state
+            reserve = max(_DEVICE_LEAST, _DEVICE_SHARE * capacity) + (_GROWTH * needed if self._is_varied else 0.0)
+            there = capacity - needed - int(share * reserve)
         if self._team is not None:
             there, host = (int(value) for value in self._team.least([there, host]))
         return Memory(there, host)
@@ -290,25 +493,57 @@ class AutoPlacement:
 
     # Later.
 
-    def _back_off(self) -> None:
-        """Moves state to the host if the device has too little free memory."""
-        room, runtime = self._room(share=0.5), self._runtime
-        resident = [b for b in runtime.buckets if b.plan.place == RESIDENT]
+    def _keep(self, marks: StepMarks) -> None:
+        self._watched.append(marks)
+        if self._since % _CHECK_EVERY == 0:
+            self._check()
+
+    def _check(self) -> None:
+        """Moves state to the host if the device has too little free memory, or measures again after a change."""
+        found = self._read(self._watched[:-1])  # the last step may still run
+        self._watched = []
+        moves = self._agreed(self._back_off())
+        if moves is not None:
+            if num_moved := self._move(moves):
+                what = "blocks" if self._has_weights else "buckets"
+                self._log(
+                    f"ratio auto: the device has too little free memory. {num_moved} {what} were moved to the host, "
+                    f"which has {host_share(self._runtime.buckets):.2f} of the state now{self._trouble}"
+                )
+            self._change.forget()
+        elif found:
+            step_s = statistics.median(times.step_s for times in found)
+            backward_s = statistics.median(times.backward_s for times in found)
+            if self._change.has_changed(step_s, backward_s, self._clipped_share) and self._since >= self._rest:
+                self._log(f"ratio auto: steps have changed (now {step_s:.3f} s), and the placement is chosen again.")
+                self._start_again()
+
+    def _start_again(self) -> None:
+        self._rest = min(2 * self._rest, _LONGEST_REST)
+        self._alone = []
+        self._after_clipped = []
+        self._seen = []
+        self._num_tried = 0
+        self._trouble = ""
+        self._runtime.device.reset_peak()  # the memory that steps need may have changed too
+        self._wait()
+        self._phase = self._time
+
+    def _back_off(self) -> list[str] | None:
+        """Places with more state on the host, if the device has too little free memory."""
+        room = self._room(share=0.5)
+        resident = [unit for unit in self._units if any(bucket.plan.place == RESIDENT for bucket in unit)]
         on_device, on_host = self._used()
         over = on_device - room.gpu_bytes
         places, spare = list(self._places()), room.host_bytes - on_host
-        for bucket in sorted(resident, key=lambda b: -b.deadline):
-            needed = self._state_bytes(replace(bucket.plan, place=HOST))
+        for unit in sorted(resident, key=lambda unit: -unit[0].deadline):
+            needed = self._unit_bytes(unit, HOST)
             if over <= 0 or needed > spare:
                 break
-            places[bucket.plan.index] = HOST
-            over, spare = over - self._state_bytes(bucket.plan), spare - needed
-        agreed = self._agreed(places if tuple(places) != self._places() else None)
-        if agreed is not None and (num_moved := self._move(agreed)):
-            LOGGER.info(
-                f"ratio auto: the device has too little free memory. {num_moved} buckets were moved to the host, which "
-                f"has {host_share(runtime.buckets):.2f} of the state now{self._trouble}"
-            )
+            for bucket in unit:
+                places[bucket.plan.index] = HOST
+            over, spare = over - self._unit_bytes(unit, RESIDENT), spare - needed
+        return places if tuple(places) != self._places() else None
 
 
 def host_share(buckets: Sequence[Bucket]) -> float:
@@ -316,28 +551,67 @@ def host_share(buckets: Sequence[Bucket]) -> float:
     return sum(b.plan.numel for b in buckets if b.plan.place != RESIDENT) / sum(b.plan.numel for b in buckets)
 
 
-def items_of(buckets: Sequence[Bucket], timing: Timing, is_early: bool) -> list[Item]:
-    """Estimates when each bucket's gradient is complete and its weights are needed, with equal time per element."""
-    inside = [b for b in buckets if b.plan.block != ROOT]
-    total = sum(b.plan.numel for b in inside) or 1
-    passed, depth = 0, {}
-    for bucket in sorted(inside, key=lambda b: (b.deadline, b.plan.index)):
-        depth[bucket.plan.index] = passed / total
-        passed += bucket.plan.numel
-    items = []
+def units_of(buckets: Sequence[Bucket], has_weights: bool) -> list[list[Bucket]]:
+    """The buckets that move together: with weights on the host those of a block, otherwise each on its own."""
+    units: dict[tuple[int, int], list[Bucket]] = {}
     for bucket in buckets:
-        x = depth.get(bucket.plan.index, 0.0)  # parameters outside all blocks are needed first
+        is_alone = not has_weights or bucket.plan.block == ROOT
+        units.setdefault((bucket.plan.block, bucket.plan.index if is_alone else -1), []).append(bucket)
+    return list(units.values())
+
+
+def items_of(units: Sequence[Sequence[Bucket]], timing: Timing, is_early: bool) -> list[Item]:
+    """Estimates when gradients of each unit are complete and its weights are needed, with equal time per element."""
+    places = _places_in_forward(units)
+    items = []
+    for i, unit in enumerate(units):
+        block, x, _ = places.get(i, (-1, 0.0, 0.0))  # parameters outside all blocks are needed first
         ready = (1.0 - x) * timing.backward_s if is_early else timing.backward_s
-        items.append(Item(bucket.plan.numel, bucket.plan.place, ready, x * timing.forward_s))
+        items.append(Item(_numel(unit), unit[0].plan.place, ready, x * timing.forward_s, block))
     return items
 
 
-def _scaled(rates: Rates, host: float, link: float) -> Rates:
-    """A copy of `rates`: those of updates on the host times `host`, and those of copies to and from it times `link`."""
+def fetches_of(
+    units: Sequence[Sequence[Bucket]], timing: Timing, weight_bytes: Mapping[int, float]
+) -> tuple[Fetch, ...]:
+    """The copies of the weights of each block, in the order of a forward. `weight_bytes`: see `AutoPlacement`."""
+    found = []
+    for i, (_, start, end) in _places_in_forward(units).items():
+        nbytes = int(weight_bytes[units[i][0].plan.block] * _numel(units[i]))
+        found.append(Fetch(nbytes, start * timing.forward_s, (1.0 - end) * timing.backward_s))
+    return tuple(found)
+
+
+def _places_in_forward(units: Sequence[Sequence[Bucket]]) -> dict[int, tuple[int, float, float]]:
+    """For the index of each unit inside of blocks: its position in a forward, and the shares of the elements inside of
+    blocks that come before it and that have passed after it. In the order of a forward.
+    """
+    inside = [i for i, unit in enumerate(units) if unit[0].plan.block != ROOT]
+    inside.sort(key=lambda i: (units[i][0].deadline, units[i][0].plan.index))
+    total = sum(_numel(units[i]) for i in inside)
+    found, passed = {}, 0
+    for position, i in enumerate(inside):
+        start, passed = passed, passed + _numel(units[i])
+        found[i] = position, start / total, passed / total
+    return found
+
+
+def _numel(unit: Sequence[Bucket]) -> int:
+    return sum(bucket.plan.numel for bucket in unit)
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The mean without the shortest and the longest time, which may have been disturbed. 0 if there are no times."""
+    return statistics.mean(sorted(times)[1:-1] or times) if times else 0.0
+
+
+def _scaled(rates: Rates, speed: float) -> Rates:
+    """A copy of `rates` for a host that updates at `speed` times its rate. Copies slow down by half as much."""
+    link = (1.0 + speed) / 2
     return replace(
         rates,
-        host_params={name: rate * host for name, rate in rates.host_params.items()},
-        host_params_copying={name: rate * host for name, rate in rates.host_params_copying.items()},
+        host_params={name: rate * speed for name, rate in rates.host_params.items()},
+        host_params_copying={name: rate * speed for name, rate in rates.host_params_copying.items()},
         out_bytes=rates.out_bytes * link,
         in_bytes=rates.in_bytes * link,
         duplex_bytes=rates.duplex_bytes * link,

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.offload.job import Job
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.optim.auto import host_share
 from twinflow.optim.loss_scale import LossScale, after_step
 from twinflow.rules import Rule
 from twinflow.zero import Team, Zero
@@ -39,6 +40,7 @@ class Outcomes(Optimizer):
     _settings: Settings
     _was_applied = False  # the last step was applied
     _was_skipped = False  # the last step was skipped because a gradient was not finite
+    _was_clipped = False  # the last step whose outcome has been read was clipped
     _unread: Job | None = None  # the last step, if its outcome has not been read
     num_steps = 0
     num_skipped = 0
@@ -80,6 +82,7 @@ class Outcomes(Optimizer):
             return
         decision = self.runtime.executor.wait_for_decision(job)
         self._was_applied, self._was_skipped = not decision.skip, decision.skip
+        self._was_clipped = decision.clipped
         self.num_skipped += decision.skip
         self.scale_rule = after_step(self.scale_rule, decision.skip)
 
@@ -157,4 +160,5 @@ class Outcomes(Optimizer):
             "bytes_out": counters.bytes_out,
             "bytes_back": counters.bytes_back + runtime.fetched_bytes,
             "shadow_bytes": runtime.speculative_stores.num_bytes,
+            "host_share": host_share(runtime.buckets),
         }

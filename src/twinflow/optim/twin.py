@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast, overload
 
@@ -25,8 +26,8 @@ from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.param_offload import check_values
-from twinflow.offload.placement import place_by_ratio, stream
-from twinflow.offload.plan import RESIDENT, plan_buckets
+from twinflow.offload.placement import place_by_ratio, stream, whole_blocks
+from twinflow.offload.plan import RESIDENT, ROOT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
@@ -91,11 +92,15 @@ class TwinOptimizer(Outcomes):
 
     - `states`: the format of the states, "fp32", "bf16" or "int8". A user's optimizer has "fp32".
     - `ratio`: the share of the state on the host, from 0 to 1. The device keeps and updates the rest at the same time.
-      "auto" measures the first steps and chooses the fastest placement that fits into memory.
+      "auto" measures the first steps and chooses the fastest placement that fits into memory. The default is "auto" for
+      a model on a GPU that is trained by one of twinflow's rules, and 1 if "auto" cannot be used: with parameters only,
+      `placement`, `offload_params`, 1-bit Adam or a pipeline. It is also 1 with `tuning.streamed`, and with a user's
+      optimizer, whose results depend on the placement in the last bits.
     - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
       end whose updates would overlap least with forward and backward.
-    - `offload_params`: the weights of blocks are on the host too. The weights of a block are copied to the GPU before
-      the block runs. The module may be on the CPU; it computes on the GPU if there is one.
+    - `offload_params`: the weights of blocks with state on the host are there too. The weights of a block are copied to
+      the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
+      `placement` then place whole blocks.
 
     How a step works:
 
@@ -134,7 +139,7 @@ class TwinOptimizer(Outcomes):
         *,
         param_groups: Iterable[ParamEntry] | None = None,
         states: str = "fp32",
-        ratio: float | str = 1.0,
+        ratio: float | str | None = None,
         placement: str = "auto",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -181,6 +186,9 @@ class TwinOptimizer(Outcomes):
         self.states = states
         self.tuning = tuning or Tuning()
         checks.check_tuning(self.tuning, delayed_update)
+        self._is_default_ratio = ratio is None
+        if ratio is None:
+            ratio = checks.default_ratio(placement, self.tuning, self.model, self.rule, zero, offload_params)
         checks.check_ratio(ratio, placement, self.model)
         self.ratio = ratio
         self.placement = placement
@@ -242,15 +250,25 @@ class TwinOptimizer(Outcomes):
                 # Each rank keeps only its own part of the sum over several backwards.
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), build.find_room(params, self.team)
+        if self._is_default_ratio and room.device_bytes is None:
+            self.ratio = 1.0  # the model is on a CPU, which has no other memory
         kind, ratio = self.kind, self.ratio
+        if aside is not None:
+            kind = replace(kind, weight_bytes=aside.weight_bytes(specs, self.team.world if self.team else 1))
         if isinstance(ratio, str):
             self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
         parts = place_by_ratio(specs, order, ratio, self.placement)
+        if aside is not None:  # a block is fetched, or all of it stays on the device
+            parts = whole_blocks(specs, parts)
         plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
-        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans))
+        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans), aside is not None)
+        if aside is not None:
+            resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
+            here = [param.tensor for param, spec in zip(params, specs, strict=True) if spec.block in resident]
+            aside.return_blocks(here, sorted(resident))
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
@@ -265,9 +283,10 @@ class TwinOptimizer(Outcomes):
             owner=me,
         )
         if aside is not None:
-            runtime.offload_params(
-                aside.frozen, aside.values, self.team.fetch if self.team and self.team.world > 1 else None
-            )
+            gather = self.team.fetch if self.team and self.team.world > 1 else None
+            # Only "auto" on a GPU moves blocks later.
+            can_move = isinstance(self.ratio, str) and room.device_bytes is not None
+            runtime.offload_params(aside.frozen, aside.values, gather, can_move)
         # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
@@ -295,14 +314,12 @@ class TwinOptimizer(Outcomes):
                     vars(self.model).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
             elif aside is not None:
                 add_homes(self.model, alone(), Meeting(alone()), runtime)
+        self._make_speculative_stores(runtime)
         if isinstance(self.ratio, str) and room.device_bytes is not None:
-            rates = load_or_measure(where)
-            # Free memory for speculative stores is known only after the final placement.
+            measure = partial(load_or_measure, where)
             self._auto = AutoPlacement(
-                runtime, self.states, kind.nbytes, rates, self._make_speculative_stores, self.team
+                runtime, self.states, kind.nbytes, measure, self._make_speculative_stores, self.team, kind.weight_bytes
             )
-        else:
-            self._make_speculative_stores(runtime)
         return runtime
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
@@ -353,6 +370,11 @@ class TwinOptimizer(Outcomes):
         """Whether the placement was chosen. Ratio "auto" needs some steps for this. Lack of memory may change it."""
         return self._auto is None or self._auto.is_settled
 
+    @property
+    def auto_report(self) -> str:
+        """What ratio "auto" has chosen, and the times of all placements that it has measured. Empty before that."""
+        return self._auto.report if self._auto is not None else ""
+
     def __repr__(self) -> str:
         """Rule, states, ratio, placement and memory, then the param groups as torch shows them."""
         groups = super().__repr__().partition("(\n")[2]
@@ -372,7 +394,9 @@ class TwinOptimizer(Outcomes):
             f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
         if self._settings.offload_params:
-            lines.append("weights: on the host")
+            blocks = {bucket.plan.block: bucket.offloads_params for bucket in runtime.buckets}
+            blocks.pop(ROOT, None)
+            lines.append(f"weights: those of {sum(blocks.values())} of {len(blocks)} blocks are on the host")
         if self.team is not None:
             lines.append(f"rank: {self.team.rank} of {self.team.world}, which share this model; sizes are of this rank")
         return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + groups
@@ -412,7 +436,7 @@ class TwinOptimizer(Outcomes):
             if self.model is None:
                 self.runtime.wait()
             if self._auto is not None:
-                self._auto.after_step()
+                self._auto.after_step(self._was_clipped)
             if self._switch is not None:
                 self._switch.after_step()
         return loss

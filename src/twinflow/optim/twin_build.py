@@ -59,11 +59,15 @@ class StateKind:
     keeps_weights: bool = False  # the state has separate buffers for new weights
     offloads_params: bool = False  # the state has the only copy of the weights, in their dtype
     tuning: Tuning = field(default_factory=Tuning)
+    # With `offloads_params`, by block: bytes of its weights for each element of its state. They are on the device if
+    # the state of the block is there.
+    weight_bytes: Mapping[int, float] = field(default_factory=dict)
 
     def nbytes(self, plan: BucketPlan) -> int:
         """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
 
-        A user's optimizer counts as fp32 with two states.
+        Includes `weight_bytes`, because the weights of a block take device memory only with its state. A user's
+        optimizer counts as fp32 with two states.
         """
         if self.rule is None:
             return int(formats.state_bytes("fp32").host * plan.numel)
@@ -71,6 +75,8 @@ class StateKind:
         keeps_weights = self.keeps_weights or not plan.can_alias
         each = formats.state_bytes(self.format, _NAMES[plan.dtype], keeps_weights, num_states)
         extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
+        if plan.place == RESIDENT:
+            extra = int(self.weight_bytes.get(plan.block, 0.0) * plan.numel)
         return int(getattr(each, plan.place) * plan.numel) + extra
 
     def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
@@ -140,6 +146,13 @@ class HostValues(Mapping[nn.Parameter, Tensor]):
     def __len__(self) -> int:
         return len(self.whole) + len(self.rows)
 
+    def pop(self, param: nn.Parameter) -> Tensor:
+        """Removes the values of a parameter and returns them."""
+        found = self[param]
+        self.whole.pop(param, None)
+        self.rows.drop(param)
+        return found
+
 
 @dataclass(frozen=True)
 class Aside:
@@ -147,6 +160,27 @@ class Aside:
 
     values: HostValues
     frozen: dict[int, list[nn.Parameter]]  # by block
+
+    def weight_bytes(self, specs: Sequence[ParamSpec], world: int) -> dict[int, float]:
+        """By block: bytes of its weights, trained and frozen, for each trained element that one of `world` ranks has.
+        Every rank needs all weights of a block on its device.
+        """
+        numel: dict[int, int] = {}
+        nbytes: dict[int, int] = {}
+        for spec in specs:
+            numel[spec.block] = numel.get(spec.block, 0) + spec.numel
+            nbytes[spec.block] = nbytes.get(spec.block, 0) + spec.numel * spec.dtype.itemsize
+        for block, params in self.frozen.items():
+            for one in (one for param in params for _, one in inner_tensors(param)):
+                nbytes[block] = nbytes.get(block, 0) + one.numel() * one.element_size()
+        return {block: world * nbytes[block] / count for block, count in numel.items() if block != ROOT and count}
+
+    def return_blocks(self, trained: Iterable[nn.Parameter], blocks: Iterable[int]) -> None:
+        """Gives weights back to the model, on the device: `trained`, and the frozen weights of `blocks`."""
+        frozen = [one for block in blocks for param in self.frozen.get(block, ()) for _, one in inner_tensors(param)]
+        for param in (*trained, *frozen):
+            if isinstance(param, nn.Parameter) and param in self.values:
+                param.data = self.values.pop(param).to(param.device)
 
     def clear(self) -> None:
         """Drops the values, once they are in the optimizer's state."""
@@ -276,9 +310,17 @@ def _keeps_on_host(asked: str, nbytes: int, room: Free) -> bool:
 
 
 def check_room(
-    plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free, ratio: float | str, gradient_bytes: int
+    plans: Sequence[BucketPlan],
+    sizes: Sequence[int],
+    room: Free,
+    ratio: float | str,
+    gradient_bytes: int,
+    has_weights: bool = False,
 ) -> None:
-    """Raises MemoryError if state on the device, or state and gradients on the host, do not fit into free memory."""
+    """Raises MemoryError if state on the device, or state and gradients on the host, do not fit into free memory.
+
+    `has_weights`: `sizes` of state on the device include the weights of its blocks.
+    """
     total = {RESIDENT: 0, HOST: 0}
     for plan, size in zip(plans, sizes, strict=True):
         total[RESIDENT if plan.place == RESIDENT else HOST] += size
@@ -287,7 +329,7 @@ def check_room(
         share = num_resident / sum(p.numel for p in plans) * room.device_bytes / total[RESIDENT]
         least = f"a ratio of at least {min(1.0, 1.0 - share + 0.005):.2f}" if ratio != "auto" else "a smaller model"
         remedy = f'Use {least}, or a smaller format (states="bf16" or "int8"). Activations need memory too.'
-        user = f"the optimizer state on the device with ratio={ratio!r}"
+        user = f"the optimizer state{' and its weights' if has_weights else ''} on the device with ratio={ratio!r}"
         raise not_enough("device memory", user, in_bytes(total[RESIDENT]), in_bytes(room.device_bytes), remedy)
     if room.host_bytes and total[HOST] + gradient_bytes > room.host_bytes:
         needed = f"{in_bytes(total[HOST])} and gradients need {in_bytes(gradient_bytes)}"

@@ -288,6 +288,31 @@ def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
         raise conflict("TwinOptimizer", "streamed", streamed=tuning.streamed)
 
 
+def default_ratio(
+    placement: str,
+    tuning: Tuning,
+    model: nn.Module | None,
+    rule: Rule | None,
+    zero: Zero | None,
+    offload_params: bool,
+) -> float | str:
+    """The ratio if the user gives none: "auto", or 1 where "auto" cannot be used.
+
+    With a user's optimizer the last bits of a result depend on the placement. Results must not depend on the times of
+    steps unless the user asks for it.
+    """
+    can_choose = (
+        model is not None
+        and not isinstance(model, PipelineModule)
+        and rule is not None
+        and placement == "auto"
+        and not tuning.streamed
+        and not offload_params
+        and (zero is None or zero.compression is None)
+    )
+    return "auto" if can_choose else 1.0
+
+
 def check_ratio(ratio: float | str, placement: str, model: nn.Module | None) -> None:
     """Raises ValueError for a `ratio` or `placement` that is invalid, or conflicts with another argument."""
     is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
@@ -313,11 +338,11 @@ def check_param_offload(
     found = {
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
-        "ratio": ratio != 1.0,
+        "ratio": ratio == "auto" and zero is not None,
         "streamed": settings.tuning.streamed,
         "delayed_update": settings.delayed_update,
     }
-    refuse("Weights on the host", found, ratio=ratio, streamed=settings.tuning.streamed, rules=", ".join(RULES))
+    refuse("Weights on the host", found, streamed=settings.tuning.streamed, rules=", ".join(RULES))
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:

@@ -100,7 +100,8 @@ def all_cases(
         cases += [case_at("full offload", r, setting, 1.0) for r in runs]
         cases += [best_case(r, setting) for r in runs]
     if True in ways:
-        cases += [case_at(ON_HOST, _with_weights(run, name, True), setting, 1.0) for name in states]
+        runs = [_with_weights(run, name, True) for name in states]
+        cases += [case_at(ON_HOST, r, setting, costs.least_ratio(r, setting.memory)) for r in runs]
     return cases
 
 
@@ -111,7 +112,10 @@ def _with_weights(run: Run, states: str, on_host: bool) -> Run:
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     """The case with a given share of the state on the host."""
-    used = costs.bytes_of(run, costs.placed_at(run, ratio), setting.memory)
+    placed = costs.placed_at(run, ratio)
+    if run.offload_params:  # blocks are not split
+        ratio = placed.host / run.own_numel
+    used = costs.bytes_of(run, placed, setting.memory)
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(costs.items_of(run, timing), ratio)
     prediction = predict(

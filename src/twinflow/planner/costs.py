@@ -137,6 +137,24 @@ class Run:
         pairs = zip(self.trained_blocks, self.frozen_bytes, strict=True)
         return tuple((width * trained + frozen) // self.tensor_parallel for trained, frozen in pairs)
 
+    @cached_property
+    def own_root(self) -> int:
+        """Elements outside of the blocks whose optimizer state belongs to one GPU."""
+        return -(-sum(self.trained_root) // self.world)
+
+    def num_blocks_here(self, resident: int) -> int:
+        """Blocks whose weights stay on the GPU, if weights are on the host and `resident` elements of one GPU's state
+        are on the GPU: those whose state is there. Elements outside of the blocks are the first on the GPU. A block has
+        one place, that of its larger part, as in `offload/placement.py`.
+        """
+        left, count = float(resident - self.own_root), 0
+        for numel in self.trained_blocks:
+            own = numel / self.world
+            if 2 * left <= own:
+                break
+            left, count = left - own, count + 1
+        return count
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -185,11 +203,12 @@ def without_gpu(used: Bytes, num_ranks: int = 1) -> Bytes:
 def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     """Bytes that the runtime allocates for a run. If `memory` is short, it chooses smaller buffers."""
     width, size = WEIGHT_BYTES[run.weights], run.size
-    weights = _weight_bytes(run)
+    num_here = run.num_blocks_here(placed.resident) if run.offload_params else 0
+    weights = _weight_bytes(run, num_here)
     resident = int(placed.resident * size.resident)
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
-    grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory) - resident))
+    grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
     gpu = {
         "weights": weights,
         "gradients": grads.gpu_bytes,
@@ -203,7 +222,8 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
     host = {
         # Trained weights on the host are the upper halves of their masters. Only fp16 weights have separate masters.
-        "weights": (sum(run.frozen_bytes) + 2 * sum(run.trained_blocks) * (run.weights == "fp16")) // run.world
+        "weights": (sum(run.frozen_bytes[num_here:]) + 2 * sum(run.trained_blocks[num_here:]) * (run.weights == "fp16"))
+        // run.world
         if run.offload_params
         else 0,
         "state": int(placed.host * size.host + placed.streamed * size.streamed),
@@ -249,24 +269,25 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
     return GradientPlan(sums + all_bytes, 0, False, False)
 
 
-def _weight_bytes(run: Run) -> int:
-    """Bytes of weights on one GPU. Weights on the host: those outside of the blocks, and the blocks that are there at a
-    time. With ZeRO-3: the shard of this GPU, and two gathered blocks.
+def _weight_bytes(run: Run, num_here: int = 0) -> int:
+    """Bytes of weights on one GPU. Weights on the host: those outside of the blocks, those of the first `num_here`
+    blocks, and the other blocks that are there at a time. With ZeRO-3: the shard of this GPU, and two gathered blocks.
     """
     width, blocks = WEIGHT_BYTES[run.weights], run.block_bytes
     root = width * -(-(run.model.embedding_numel + run.model.head_numel) // run.tensor_parallel)
     largest = max(blocks, default=0)
     if run.offload_params:
-        return root + min(BLOCKS_HERE, len(blocks)) * largest
+        return root + sum(blocks[:num_here]) + min(BLOCKS_HERE, len(blocks) - num_here) * largest
     if run.stage < 3 or run.world == 1:
         return root + sum(blocks)
     return -(-(root + sum(blocks)) * run.tensor_parallel // run.world) + 2 * largest
 
 
-def _free_at_start(run: Run, memory: Memory) -> int:
+def _free_at_start(run: Run, memory: Memory, num_here: int = 0) -> int:
     """GPU memory that is free when the runtime chooses its buffers, which is before the first block is fetched."""
-    here = min(BLOCKS_HERE, len(run.block_bytes)) * max(run.block_bytes, default=0) if run.offload_params else 0
-    return max(0, memory.gpu_bytes - _weight_bytes(run) + here)
+    blocks = run.block_bytes
+    fetched = min(BLOCKS_HERE, len(blocks) - num_here) * max(blocks, default=0) if run.offload_params else 0
+    return max(0, memory.gpu_bytes - _weight_bytes(run, num_here) + fetched)
 
 
 def bucket_numel(run: Run) -> int:
@@ -295,25 +316,37 @@ def room_of(run: Run, memory: Memory) -> Memory:
 def placing_size(run: Run, memory: Memory) -> StateBytes:
     """Bytes that state in each place needs for each parameter, to compare with `room_of`.
 
-    The gradients of resident state stay on the GPU, even if the gradients of host state wait in host memory.
+    The gradients of resident state stay on the GPU, even if the gradients of host state wait in host memory. If weights
+    are on the host, those of a block stay on the GPU with its state. All parameters then count as those of blocks.
     """
     grads = gradient_plan(run, Placed(run.own_numel), _free_at_start(run, memory))
-    beside = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
+    beside: float = 4 if grads.sums_on_host else WEIGHT_BYTES[run.weights] if grads.holds_on_host else 0
+    if run.offload_params:
+        beside += _block_weight(run)
     return replace(run.size, resident=run.size.resident + beside)
 
 
+def _block_weight(run: Run) -> float:
+    """Bytes of all weights of the blocks for each trained element of the blocks that belongs to one GPU."""
+    return run.world * sum(run.block_bytes) / max(1, sum(run.trained_blocks))
+
+
 def least_ratio(run: Run, memory: Memory) -> float:
-    """The least share of the state on the host with which the GPU has room. With weights on the host, it is 1."""
-    if run.offload_params:
-        return 1.0
+    """The least share of the state on the host with which the GPU has room."""
     numel, limit, width = run.own_numel, usable(memory).gpu_bytes, placing_size(run, memory).resident
-    resident = min(numel, int(max(0, room_of(run, memory).gpu_bytes) / width))
+    room = max(0, room_of(run, memory).gpu_bytes)
+    if run.offload_params:  # the first elements are outside of the blocks, and their weights are counted already
+        weight = _block_weight(run)
+        room += int(weight * min(run.own_root, room / (width - weight)))
+    resident = min(numel, int(room / width))
     for _ in range(_MOST_TRIES):
-        over = bytes_of(run, Placed(numel - resident, resident), memory).gpu_total - limit
+        placed = _placed(run, resident)
+        over = bytes_of(run, placed, memory).gpu_total - limit
         if over <= 0 or not resident:
             break
         # Beside much resident state, gradients that wait on the host take more GPU memory than without it.
-        resident = max(0, resident - int(over / width) - numel // 1000)
+        least = max(run.trained_blocks) // run.world if run.offload_params else int(over / width) + numel // 1000
+        resident = max(0, placed.resident - max(int(over / width), least))
     return 1.0 - resident / numel
 
 
@@ -417,6 +450,14 @@ def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:
 
 
 def placed_at(run: Run, ratio: float) -> Placed:
-    """The placement with a share `ratio` of the optimizer state on the host."""
-    host = round(run.own_numel * ratio)
-    return Placed(host, run.own_numel - host)
+    """The placement with a share `ratio` of the optimizer state on the host. If weights are on the host, the blocks are
+    not split, so the share may differ from `ratio`.
+    """
+    return _placed(run, run.own_numel - round(run.own_numel * ratio))
+
+
+def _placed(run: Run, resident: int) -> Placed:
+    if run.offload_params and resident > run.own_root:
+        blocks = sum(run.trained_blocks[: run.num_blocks_here(resident)])
+        resident = min(run.own_numel, run.own_root + -(-blocks // run.world))
+    return Placed(run.own_numel - resident, resident)

@@ -105,10 +105,8 @@ class Fit:
 
 
 def places(wish: Wish) -> tuple[bool, ...]:
-    """Whether weights may be on the host: False, True or both. They are refused there with delayed updates and with a
-    ratio other than 1.
-    """
-    if wish.offload_params is None and (wish.delayed or wish.ratio not in (None, 1.0)):
+    """Whether weights may be on the host: False, True or both. They are refused there with delayed updates."""
+    if wish.offload_params is None and wish.delayed:
         return (False,)
     return _either(wish.offload_params)
 
@@ -150,8 +148,9 @@ def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
 def _best_of(wish: Wish, setting: Setting) -> Case | None:
     """The best case with the state format of the wish.
 
-    Each run is simulated once, with as much state on the GPU as fits. Only for the best of them, the ratio is searched.
-    A step takes at least as long as the GPU alone, so a run whose GPU alone is slower is not simulated.
+    Each run is simulated once, with as much state on the GPU as fits. Only for the best of them, larger ratios are
+    tried, which need less GPU memory: all of them with weights on the GPU, two with weights on the host. A step takes
+    at least as long as the GPU alone, so a run whose GPU alone is slower is not simulated.
     """
     kept: list[Run] = []
     fitting = [run for run in _runs(wish) if _missing(run, wish, setting).is_zero]
@@ -166,10 +165,17 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
     for least_s, run in sorted(bounds, key=lambda pair: (pair[0], pair[1].offload_params)):
         if all(least_s <= case.prediction.step_s for case in cases):
             cases.append(_case(run, wish, setting))
-    best = recommended(cases)
-    if best is None or wish.ratio is not None or best.run.offload_params:
-        return best
-    return recommended([best, best_case(best.run, setting)])
+    found: list[Case] = []
+    for offload_params in places(wish):
+        best = recommended([case for case in cases if case.run.offload_params == offload_params])
+        if best is not None:
+            found.append(best)
+            if wish.ratio is None and offload_params and best.ratio < 1.0:
+                ratios = ((1.0 + best.ratio) / 2.0, 1.0)
+                found += [case_at(ON_HOST, best.run, setting, ratio) for ratio in ratios]
+            elif wish.ratio is None:
+                found.append(best_case(best.run, setting))
+    return recommended(found)
 
 
 def _kind(run: Run) -> tuple[bool, bool, bool]:

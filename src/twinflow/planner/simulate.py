@@ -47,9 +47,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Fetch:
-    """The weights of a block that are on the host and are copied to the GPU before each forward and each backward."""
+    """The weights of a block that are on the host and are copied to the GPU before each forward and each backward.
 
-    nbytes: int
+    If the state of some of the block's elements is on the GPU, their weights are there too and are not copied.
+    """
+
+    nbytes: int  # of all weights of the block
     forward_s: float  # time at which the block starts, in seconds after the start of a forward
     backward_s: float  # the same in a backward
 
@@ -74,6 +77,7 @@ class ClipDecision:
 
     clips: bool
     ahead_numel: int = 0
+    clipped_share: float = 0.0  # share of the steps that are clipped, in which early updates are repeated
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,27 @@ class Prediction:
     waited_s: float  # time that the GPU waits for weights
 
 
+_SECONDS: Final = ("step_s", "host_busy_s", "out_s", "in_s", "waited_s")
+
+
 def predict(
     items: Sequence[Item], timing: Timing, rates: Rates, states: str, decision: ClipDecision, ways: Ways | None = None
 ) -> Prediction:
-    """Predict a step in the steady state. `items`: the buckets of the run."""
+    """Predict a step in the steady state. `items`: the buckets of the run.
+
+    If some steps are clipped, the result is the mean over all steps.
+    """
     ways = ways or Ways()
     if ways.delayed:
         return _delayed(items, timing, rates, states, ways)
+    share = decision.clipped_share if decision.clips and decision.ahead_numel else 0.0
+    if share > 0.0:
+        # A clipped step takes as long as one without early updates: they are repeated when the norm is known.
+        clipped = predict(items, timing, rates, states, ClipDecision(clips=True), ways)
+        if share >= 1.0:
+            return clipped
+        kept = predict(items, timing, rates, states, ClipDecision(True, decision.ahead_numel), ways)
+        return _mixed(clipped, kept, share)
     play = Play(items, timing, rates, states, decision, ways)
     last = play.step()
     for _ in range(_MAX_STEPS):
@@ -115,6 +133,12 @@ def predict(
             break
         last = this
     return this
+
+
+def _mixed(first: Prediction, second: Prediction, share: float) -> Prediction:
+    """The mean of two predictions, of which the first has the weight `share`."""
+    values = {name: share * getattr(first, name) + (1.0 - share) * getattr(second, name) for name in _SECONDS}
+    return Prediction(bound_by=first.bound_by if share > 0.5 else second.bound_by, **values)
 
 
 def _delayed(items: Sequence[Item], timing: Timing, rates: Rates, states: str, ways: Ways) -> Prediction:
@@ -161,7 +185,8 @@ class Play:
         self.program = self._program()
         self.is_fresh = [True] * len(items)  # whether the GPU has the weights that the next forward needs
         self.has_grad = [False] * len(items)
-        self.is_staged = [False] * len(items)
+        self.is_staged = [False] * len(items)  # streamed: the GPU has the state for the next update
+        self.is_stored = [True] * len(items)  # streamed: the host has the state of the last update
         order = [i for i, item in enumerate(items) if item.place == "streamed"]
         # States are loaded in the order of use. This is the order of the gradients, or with clipping the order of the
         # next forward.
@@ -176,9 +201,18 @@ class Play:
         self.left: dict[str, float] = {}  # remaining bytes of a copy, remaining elements of an update
         self.is_open, self.ahead_left, self.decision_in = True, 0, -1.0
         self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
-        self.is_here = [False] * len(ways.fetches)  # blocks whose weights are on the GPU
         self.asked: list[int] = []  # blocks to fetch, in this order
         self.block_items = [[i for i, it in enumerate(items) if it.block == k] for k in range(len(ways.fetches))]
+        self.fetch_bytes = [
+            fetch.nbytes * self._host_share(own) for fetch, own in zip(ways.fetches, self.block_items, strict=True)
+        ]
+        self.is_here = [not nbytes for nbytes in self.fetch_bytes]  # blocks whose weights are on the GPU
+
+    def _host_share(self, own: Sequence[int]) -> float:
+        """The share of a block's elements whose state, and with it their weights, is on the host. `own`: its items."""
+        total = sum(self.items[i].numel for i in own)
+        here = sum(self.items[i].numel for i in own if self.items[i].place == "resident")
+        return 1.0 - here / total if total else 1.0
 
     def _program(self) -> list[tuple[str, float]]:
         """The program of the GPU for a step: compute for some seconds, wait for weights, complete a gradient."""
@@ -208,6 +242,8 @@ class Play:
         num_simulated = min(timing.micro_batches, _MOST_MICRO_BATCHES)
         roots = [(0.0, "wait", i) for i, item in enumerate(self.items) if item.block < 0]
         ready = [(item.ready, "ready", i) for i, item in enumerate(self.items)]
+        if self.decision.clips:  # without clipping, the GPU updates its state in backward (`_ready`)
+            roots += [(item.need, "update", i) for i, item in enumerate(self.items) if item.place == "resident"]
         forward = [(fetch.forward_s, "forward", k) for k, fetch in enumerate(fetches)]
         backward = [(fetch.backward_s, "backward", k) for k, fetch in enumerate(fetches)]
         program: list[tuple[str, float]] = []
@@ -235,11 +271,13 @@ class Play:
                 self.waited_s += self.now - before
             elif what == "ready":
                 self._ready(int(value))
+            elif what == "update":
+                self.debt_s += self.device_s[int(value)]
             elif what == "micro-batch":
                 starts.append(self.now)
-                self.is_here = [False] * len(self.is_here)
+                self.is_here = [not nbytes for nbytes in self.fetch_bytes]
                 self.asked.clear()
-                self._ask(range(_BLOCKS_AHEAD))
+                self._ask(self._ahead(0, 1))
             elif what in ("forward", "backward"):
                 self._enter(int(value), 1 if what == "forward" else -1)
             elif what == "close" and self.decision.clips:
@@ -261,8 +299,13 @@ class Play:
             self._advance(self.debt_s if self.debt_s > _EPS else None)
         self.waited_s += self.now - before
         if 0 <= block - direction < len(self.is_here):
-            self.is_here[block - direction] = False
-        self._ask(block + direction * k for k in range(1, _BLOCKS_AHEAD + 1))
+            self.is_here[block - direction] = not self.fetch_bytes[block - direction]
+        self._ask(self._ahead(block + direction, direction))
+
+    def _ahead(self, start: int, direction: int) -> list[int]:
+        """The next blocks with weights on the host, from the block `start` on."""
+        blocks = range(start, len(self.fetch_bytes) if direction > 0 else -1, direction)
+        return [k for k in blocks if self.fetch_bytes[k]][:_BLOCKS_AHEAD]
 
     def _ask(self, blocks: Iterable[int]) -> None:
         fetching = self.tasks[_IN][1] if self.tasks.get(_IN, ("", 0))[0] == "fetch" else -1
@@ -341,8 +384,8 @@ class Play:
                 self.asked.remove(block)
                 self.tasks[_IN] = "fetch", block
                 overhead_s = _COPY_TASK_S * max(1, len(self.block_items[block]))
-                self.left[_IN] = self.ways.fetches[block].nbytes + overhead_s * self.unit_rates[0][_IN]
-            elif self.stream_order and self.free_stages and not self.is_staged[self.stream_order[self.next_stage]]:
+                self.left[_IN] = self.fetch_bytes[block] + overhead_s * self.unit_rates[0][_IN]
+            elif self.stream_order and self.free_stages and self._can_load(self.stream_order[self.next_stage]):
                 self.free_stages -= 1
                 self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
                 self.next_stage = (self.next_stage + 1) % len(self.stream_order)
@@ -351,6 +394,9 @@ class Play:
         """Start a task of item `i`. `width`: bytes that a copy moves for each element; 1 for an update."""
         self.tasks[unit] = kind, i
         self.left[unit] = self.items[i].numel * width + overhead_s * self.unit_rates[0][unit]
+
+    def _can_load(self, i: int) -> bool:
+        return self.is_stored[i] and not self.is_staged[i]
 
     def _next_fetch(self) -> int | None:
         """The first block that was asked for and whose weights are up to date on the host."""
@@ -389,7 +435,7 @@ class Play:
             self.is_staged[i] = True
             self._try_streamed(i)
         else:
-            self.is_staged[i] = False
+            self.is_stored[i] = True
             self.free_stages += 1
 
     def _open(self) -> None:
@@ -413,4 +459,5 @@ class Play:
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
             self.has_grad[i], self.is_fresh[i] = False, True
+            self.is_staged[i] = self.is_stored[i] = False
             self.to_store.append(i)

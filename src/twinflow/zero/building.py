@@ -457,6 +457,10 @@ class Rows(Mapping[Tensor, Tensor]):
     def clear(self) -> None:
         self._rows.clear()
 
+    def drop(self, param: Tensor) -> None:
+        """Forgets the rows of a parameter, if it has some."""
+        self._rows.pop(param, None)
+
     def gather(self, param: Tensor) -> Tensor:
         """The whole values, on the device of the rows. All ranks call it."""
         assert self._site is not None

@@ -113,7 +113,7 @@ def param_of(tensor: Tensor) -> Tensor:
 def home_of(tensor: Tensor) -> Home | None:
     """The home of a partitioned parameter, or of the whole tensor that replaces it; None for other tensors.
 
-    Weights on the host have no home when their optimizer is closed.
+    Weights on the host have no home when their optimizer is closed, or when their block has moved to the device.
     """
     param = param_of(tensor)
     if id(param) in _ROWS:
@@ -121,7 +121,9 @@ def home_of(tensor: Tensor) -> Home | None:
         rows = reference()
         return home if rows is not None and rows.sharded_param is param else None
     found = _ON_HOST.get(param)
-    return found if found is not None and found.runtime is not None else None
+    runtime = found.runtime if found is not None else None
+    offload = runtime.param_offload if runtime is not None else None
+    return found if offload is not None and offload.holds(param) else None
 
 
 def _home(param: Tensor) -> Home:
