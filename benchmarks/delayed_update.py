@@ -125,15 +125,22 @@ def optimizer_of(way: str, model: GPT, lr: float, num_steps: int) -> TwinOptimiz
 
 def train(way: str, seed: int, lr: float, scale: Scale, deadline: float) -> dict[str, Any]:
     """The curve of the training loss, and the validation loss at the end. `valid` is missing if time was up before."""
-    start = time.time()
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    row: dict[str, Any] = {"way": way, "seed": seed, "lr": lr, "curve": []}
+    model = GPT(scale.shape).to(DEVICE, DTYPE)
+    row = {"way": way, "seed": seed, "lr": lr}
+    return fit(row, model, optimizer_of(way, model, lr, scale.num_steps), scale, deadline)
+
+
+def fit(
+    row: dict[str, Any], model: GPT, optimizer: TwinOptimizer | PlainDelay, scale: Scale, deadline: float
+) -> dict[str, Any]:
+    """Trains with the seed and the learning rate of `row`. Returns `row` with the curve and the validation loss."""
+    start, way, seed, lr = time.time(), row["way"], row["seed"], row["lr"]
+    row = {**row, "curve": []}
     data = load_data("stdlib", seed=seed)
     tokens, targets = all_batches(data, "train", scale.num_steps, scale.batch_size, scale.shape.context)
-    model = GPT(scale.shape).to(DEVICE, DTYPE)
     warm_up = scale.num_steps // 20
-    optimizer = optimizer_of(way, model, lr, scale.num_steps)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, total_iters=warm_up)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, scale.num_steps - warm_up, eta_min=lr / 10)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [warm_up])

@@ -5,6 +5,14 @@ the 10 and 13 billion parameter presets under the same cap, 20 steps each; the 1
 accumulated to a batch of 520, all state on the host and half of it, beside its forward and backward alone. A fourth
 part trains a model that plain PyTorch can train too, with 512 sequences a step, in both. Prints a table and one JSON
 line; needs CUDA.
+
+    python benchmarks/large_models.py --only train_10b,train_14b_float8 --budget 300
+    python benchmarks/large_models.py --only train_10b --sequences 96 --budget 150
+
+`train_10b` and `train_14b_float8` are `twinflow train` on the whole card: compiled blocks, as little recomputation as
+fits, and in the second one float8 and int8 state. `tflops` is the mean of what `twinflow train` reports, without the
+first step, in which blocks are compiled. A step of 512 sequences takes about a minute. `--sequences` makes it shorter.
+After `--budget` seconds the run is stopped, and the steps until then count.
 """
 
 from __future__ import annotations
@@ -65,7 +73,7 @@ def plain_fits(config: GPTConfig, batch: int, is_chunked: bool) -> bool:
 def largest_plain(batch: int, is_chunked: bool) -> dict[str, Any]:
     """The deepest GPT-2 of width 1600 that fits, by halving the interval."""
     torch.cuda.set_per_process_memory_fraction(CAP_BYTES / torch.cuda.get_device_properties(0).total_memory)
-    base = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    base = replace(PRESETS["gpt2-1.5b"], recompute="full")
     low, high = 8, 96
     while high - low > 1:
         middle = (low + high) // 2
@@ -118,7 +126,7 @@ def accumulated(ratio: float = 1.0, batch: int = 520, micro: int = 10) -> dict[s
     import twinflow
     from twinflow.offload.materialize import build
 
-    shape = replace(PRESETS["gpt2-10b"], checkpoint_activations=True)
+    shape = replace(PRESETS["gpt2-10b"], recompute="full")
     model = build(lambda: GPT(shape), "cuda", torch.bfloat16)
     x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
     handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
@@ -180,7 +188,7 @@ def batch_512(is_plain: bool, batch: int = 512, micro: int = 16, windows: int = 
     import twinflow
     from twinflow.offload.materialize import build
 
-    shape = replace(PRESETS["gpt2-1.5b"], checkpoint_activations=True)
+    shape = replace(PRESETS["gpt2-1.5b"], recompute="full")
     count = batch // micro
     x = torch.randint(0, shape.vocab_size, (micro, shape.context), device="cuda")
     if is_plain:
@@ -216,6 +224,64 @@ def batch_512(is_plain: bool, batch: int = 512, micro: int = 16, windows: int = 
     }
 
 
+# `twinflow train` on the whole card: the shape, and options that make it. Micro-batches of 8, so that all have one size
+# and blocks are compiled once. Without clipping, the GPU has no second copy of the gradients beside their sums, and the
+# larger model need not recompute whole blocks. With 512 sequences a step, the update hides behind a few micro-batches:
+# all state is on the host, and no step is spent on a choice of the ratio.
+TRAINED = {
+    "train_10b": (PRESETS["gpt2-10b"], ("--preset", "gpt2-10b", "--compile", "--ratio", "1")),
+    "train_14b_float8": (
+        replace(PRESETS["gpt2-13b"], num_layers=69),
+        (
+            *("--num-layers", "69", "--hidden-size", "4096", "--num-attention-heads", "32"),
+            *("--float8", "--states", "int8", "--grad-clip", "0", "--ratio", "1"),
+        ),
+    ),
+}
+MICRO = 8
+TRAINED_STEPS = 3
+
+
+def trained_row(name: str, sequences: int, budget: float) -> dict[str, Any]:
+    """`twinflow train` for `TRAINED_STEPS` steps, or for as many as the budget allows."""
+    shape, options = TRAINED[name]
+    given = [*options, "--batch-size", str(MICRO), "--accumulation", str(sequences // MICRO)]
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "run", Path(folder) / "log"
+        command = [sys.executable, "-m", "twinflow", "train", *given, "--steps", str(TRAINED_STEPS)]
+        command += ["--valid-every", "0", "--no-save", "--out", str(out)]
+        start = time.perf_counter()
+        with log.open("w", encoding="utf-8") as to:
+            run = subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT)
+            try:
+                run.wait(budget)
+            except subprocess.TimeoutExpired:
+                run.kill()
+                run.wait()
+        text = log.read_text(encoding="utf-8", errors="replace")
+        print(text[-6000:], file=sys.stderr, flush=True)
+        found = read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else []
+        records = [r for r in found if isinstance(r, StepRecord)]
+    steady = records[1:]
+    if not steady:
+        return {"name": name, "error": f"{len(records)} steps in {budget:g} s: {text[-400:]}"}
+    return {
+        "name": f"twinflow train {' '.join(given)}",
+        "params": count_params(shape),
+        "steps": len(records),
+        "first_loss": records[0].loss,
+        "last_loss": records[-1].loss,
+        "step_s": sum(r.step_s for r in steady) / len(steady),
+        "tokens_s": sum(r.num_tokens for r in steady) / sum(r.step_s for r in steady),
+        "tflops": sum(r.tflops for r in steady) / len(steady),
+        "tflops_each": [r.tflops for r in steady],
+        "header": [line.strip() for line in text.splitlines() if line.startswith(("  model", "  optimizer", "  GPU"))],
+        "gpu_gb": max(r.gpu_bytes for r in records) / 1e9,
+        "host_gb": max(r.host_bytes for r in records) / 1e9,
+        "wall_s": time.perf_counter() - start,
+    }
+
+
 PARTS = {  # what runs in a process of its own
     "plain": lambda: largest_plain(4, is_chunked=False),
     "chunked": lambda: largest_plain(4, is_chunked=True),
@@ -245,7 +311,7 @@ def table(rows: list[dict[str, Any]], date: str) -> str:
     for row in rows:
         cells = [f"{row[key]:.4g}" if key in row else "" for key in keys]
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
-    sizes = {row["name"]: row["params"] for row in rows if "params" in row}
+    sizes = {row["name"]: row["params"] for row in rows if "params" in row and CAP in row["name"]}
     largest = max(sizes.values(), default=0)
     for name, size in sizes.items():
         if name.startswith("plain"):
@@ -259,9 +325,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--only", default="plain,chunked,10b,13b,14b,accumulated,half,batch_512,plain_512", help="parts to run"
-    )
+    usual = "plain,chunked,10b,13b,14b,accumulated,half,batch_512,plain_512"
+    parser.add_argument("--only", default=",".join([usual, *TRAINED]), help="parts to run")
+    parser.add_argument("--sequences", type=int, default=512, help="of a step of train_10b and train_14b_float8")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds of each of these two")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     if given.part:
@@ -279,6 +346,7 @@ def main() -> None:
         options = ("--num-layers", "69", "--hidden-size", "4096", "--num-attention-heads", "32", "--batch-size", "1")
         rows.append(twin_row("69 layers", shape, *options, "--states", "bf16", "--grad-clip", "0"))
     rows += [part(name) for name in ("accumulated", "half", "batch_512", "plain_512") if name in wanted]
+    rows += [trained_row(name, given.sequences, given.budget) for name in TRAINED if name in wanted]
     text = table(rows, datetime.date.today().isoformat())
     print(text)
     if given.save:

@@ -55,7 +55,7 @@ BASELINES = ROWS[:3]
 MAX_TRIALS = 8
 BASELINES_S = 60.0  # of the budget, for the rows without offload
 FEWER = 2  # blocks that the next trial of a row with offload has less than one that failed
-TINY_GPT = GPTConfig(vocab_size=256, context=32, num_layers=2, hidden=32, num_heads=2, checkpoint_activations=True)
+TINY_GPT = GPTConfig(vocab_size=256, context=32, num_layers=2, hidden=32, num_heads=2, recompute="full")
 # Bytes a parameter that the first trial assumes. Plain: fp32 weight, gradient and two moments, and what AdamW computes
 # in between. DeepSpeed: bf16 weight and gradient, fp32 master, moments and gradient.
 GUESS = {"plain": 20.0, "deepspeed": 22.0}
@@ -65,7 +65,7 @@ def shape_of(row: str, num_layers: int, is_tiny: bool) -> GPTConfig:
     if is_tiny:
         return replace(TINY_GPT, num_layers=num_layers)
     preset = PRESETS["gpt2-1.5b" if row in BASELINES else "gpt2-13b"]
-    return replace(preset, num_layers=num_layers, checkpoint_activations=True)
+    return replace(preset, num_layers=num_layers, recompute="full")
 
 
 def run_of(shape: GPTConfig, states: str, keeps_gradients: bool = False) -> Run:

@@ -18,7 +18,7 @@ from twinflow.planner.cases import Setting, best_case, case_at, largest_layers
 from twinflow.planner.costs import Memory, Run, fits, timing_of
 from twinflow.planner.formats import WEIGHT_BYTES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, link_rate, rates_of
-from twinflow.planner.models import ModelCost, activation_bytes, from_hf, gpt_cost
+from twinflow.planner.models import ModelCost, from_hf, gpt_cost
 
 DGX2 = Host(1500 * GB, 48, 190e9)  # 2 Xeon 8168; 12 channels of DDR4-2666: 256 GB/s at most
 DGX_A100 = Host(1000 * GB, 128, 300e9)  # 2 EPYC 7742; 16 channels of DDR4-3200: 410 GB/s at most
@@ -134,7 +134,7 @@ def largest_plain(hidden: int, gpu_bytes: int) -> int:
     """The deepest GPT-2 whose weights, gradients and fp32 state all lie on the card: 16 bytes a parameter."""
     a_param = 2 * WEIGHT_BYTES["fp16"] + state_bytes("fp32", "fp16").resident
     models = [gpt(layers, hidden) for layers in range(1, 200)]
-    need = [a_param * model.numel + activation_bytes(model, 4 * TOKENS, True) for model in models]
+    need = [a_param * model.numel + Run(model, 4, TOKENS).activation_bytes for model in models]
     return max(m.numel for m, n in zip(models, need, strict=True) if n <= gpu_bytes)
 
 

@@ -40,7 +40,7 @@ def record(config: GPTConfig, batch: int, bucket_numel: int | None, steps: int =
     """Spans of `steps` steps after some that are not recorded, and how many parameters were trained."""
     device = "cuda" if CUDA else "cpu"
     torch.manual_seed(0)
-    config = dataclasses.replace(config, checkpoint_activations=config.hidden >= 1600)  # as `twinflow train` does
+    config = dataclasses.replace(config, recompute="full" if config.hidden >= 1600 else "none")
     model = GPT(config).to(device, torch.bfloat16 if CUDA else torch.float32)
     tuning = Tuning() if bucket_numel is None else Tuning(bucket_numel=bucket_numel)
     optimizer = TwinOptimizer(model, "adamw", lr=1e-4, ratio=1.0, max_grad_norm=NEVER, early=True, tuning=tuning)

@@ -66,7 +66,8 @@ def stirred(model: nn.Module) -> nn.Module:
 
 
 def _gpt(case: Case) -> nn.Module:
-    shape = GPTConfig(VOCAB, TOKENS, case.num_layers, HIDDEN, HEADS, case.dropout, case.tied, case.checkpointing)
+    again = "full" if case.checkpointing else "none"
+    shape = GPTConfig(VOCAB, TOKENS, case.num_layers, HIDDEN, HEADS, case.dropout, case.tied, again)
     return GPT(shape)
 
 

@@ -30,6 +30,7 @@ from twinflow.build_parallel import (
     spread,
 )
 from twinflow.config import Batch, Config, load_config, notes, resolve_batch
+from twinflow.conflicts import refuse
 from twinflow.dist.group import new_group
 from twinflow.dist.meeting import Meeting
 from twinflow.engine import Engine, EngineSettings, ResumableLoader
@@ -48,6 +49,7 @@ from twinflow.optim.twin_build import to_host
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.topology import DATA
+from twinflow.speedups import compile_blocks, use_float8
 from twinflow.zero.building import make_whole, move
 from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import partition, regroup
@@ -85,6 +87,8 @@ def initialize(
     refuse_groups(mpu=mpu, mesh_param=mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
+    is_sparse = parsed.sparse_attention is not None and parsed.sparse_attention.mode != "dense"
+    refuse("Other keys of the config", {"sparse compiled": is_sparse and parsed.compile.blocks})
     for note in [*notes(parsed), *_overruled(parsed, optimizer, lr_scheduler), *_default_clipping(parsed, optimizer)]:
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined(timeout_s=TIMEOUT_S)
@@ -106,6 +110,8 @@ def initialize(
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
         if parsed.sparse_attention is not None and grid is None:
             apply_section(module, parsed.sparse_attention.given())
+        if parsed.float8.enabled:  # before weights are divided and before the optimizer puts hooks on modules
+            use_float8(module, own_device(), parsed.float8.recipe, parsed.float8.emulate)
         meet(ranks, module, parsed.model_dump_json(indent=1), grid)
         check_trained(module, grid)
         settle(module, grid)
@@ -128,6 +134,8 @@ def initialize(
         activations = checkpoint_activations(parsed, module, twin, grid)
         if activations is not None:
             undo.callback(activations.remove)
+        if parsed.compile.blocks:
+            compile_blocks(module, own_device(), parsed.compile.backend)
         if isinstance(module, PipelineModule):
             schedule_for(module, batch.accumulation_steps)  # an invalid number of micro-batches raises here
             links = Links(make_wire(module, grid, own_device()), ties, make_deferral(module, settings.stage))
@@ -261,7 +269,8 @@ def checkpoint_activations(
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
-    return checkpoint_layers(module, layers, offload=options.cpu_checkpointing, partition=partition, trace=trace)
+    offload, selective = options.cpu_checkpointing, options.selective
+    return checkpoint_layers(module, layers, offload=offload, partition=partition, trace=trace, selective=selective)
 
 
 def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:

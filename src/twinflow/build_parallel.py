@@ -82,6 +82,9 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         isinstance(model, nn.Module) and not (hasattr(model, "pipeline_parts") or isinstance(model, PipelineModule)),
         config.activation_checkpointing.partition_activations,
         optimizer is not None or config.optimizer is not None,
+        config.compile.blocks,
+        config.float8.enabled,
+        config.activation_checkpointing.selective,
     )
 
 

@@ -299,6 +299,24 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "the saved inputs are either divided among tensor ranks or kept on the host",
             "Set one of them to false.",
         ),
+        "selective compiled": Conflict(
+            "activation_checkpointing.selective",
+            "compile.blocks",
+            "the checkpoint is around a compiled block, and cannot see the operations inside",
+            "Set one of them to false. `twinflow train` can do both, with --recompute selective --compile.",
+        ),
+        "sparse compiled": Conflict(
+            "sparse_attention",
+            "compile.blocks",
+            "its kernels cannot be a part of a compiled graph, so that every block would be cut into pieces",
+            "Leave one of them out.",
+        ),
+        "inner compiled": Conflict(
+            "activation_checkpointing.layers with {layer}",
+            "compile.blocks",
+            "a block is compiled as a whole, and this layer is only a part of one",
+            "Checkpoint whole blocks: leave layers out.",
+        ),
         "given optimizer": Conflict(
             "{own_key}",
             "a TwinOptimizer that is passed to initialize()",

@@ -28,7 +28,7 @@ def test_no_bit_changes(stream: str, is_checkpointed: bool) -> None:
         if stream:
             optimizer.runtime.device.delay(stream, 0.002)
 
-    make = gpt(torch.bfloat16, checkpoint_activations=is_checkpointed, **LARGE)
+    make = gpt(torch.bfloat16, recompute="full" if is_checkpointed else "none", **LARGE)
     tuning = Tuning(bucket_numel=1 << 20)  # a block is one bucket
     check_same(make, watch=slow, steps=3, accumulation_steps=2, states="bf16", tuning=tuning)
 
@@ -115,7 +115,7 @@ def test_a_result_changes_without_this_sync_point(point: str) -> None:
 def test_memory_is_that_of_a_few_blocks() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    make = gpt(torch.bfloat16, hidden=1024, num_heads=8, num_layers=16, checkpoint_activations=True)
+    make = gpt(torch.bfloat16, hidden=1024, num_heads=8, num_layers=16, recompute="full")
     model: Any = make()
     block_bytes = sum(p.numel() for p in model.blocks[0].parameters()) * 2
     root_bytes = sum(p.numel() for p in model.parameters()) * 2 - 16 * block_bytes

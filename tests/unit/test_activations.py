@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from twin_support import batch, quick_torch
 
 import twinflow
@@ -387,11 +388,33 @@ def test_layers_that_are_refused(wrap: Any, caplog: Any) -> None:
         wrap(model, [model.blocks[2]])
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_selective_checkpoints_repeat_no_matrix_product(wrap: Any, offload: bool) -> None:
+    """Nor attention. No bit changes, and a full checkpoint repeats all of them."""
+
+    def backward(**options: Any) -> tuple[list[Tensor], int]:
+        model = gpt()
+        if options:
+            wrap(model, **options)
+        torch.manual_seed(5)
+        loss = model(*batch(0)).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return [param.grad for param in model.parameters() if param.grad is not None], counter.get_total_flops()
+
+    plain, plain_flops = backward()
+    selective, selective_flops = backward(selective=True, offload=offload)
+    full, full_flops = backward(offload=offload)
+    torch.testing.assert_close(selective, plain, rtol=0, atol=0)
+    torch.testing.assert_close(full, plain, rtol=0, atol=0)
+    assert selective_flops == plain_flops < full_flops
+
+
 def test_a_model_that_checkpoints_itself_is_left_alone(wrap: Any, caplog: Any) -> None:
-    model = gpt(checkpoint_activations=True)
+    model = gpt(recompute="full")
     with caplog.at_level(logging.INFO, "twinflow"):
         assert wrap(model, offload=True).names == []
-    assert "GPT.config.checkpoint_activations" in caplog.text
+    assert "GPT.config.recompute" in caplog.text
     assert "nothing is offloaded" in caplog.text
     assert all("forward" not in vars(module) for module in model.modules())
 

@@ -172,6 +172,7 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
         (("--method", "full"), "--method is 'full', but must be one of"),
         (("--merge",), "--merge cannot be used with --method sft"),
         (("--packing", "--method", "dpo"), "--packing cannot be used with --method dpo"),
+        (("--compile", "--method", "qlora"), "--compile cannot be used with --method qlora"),
         (("--steps", 0), "--steps is 0"),
         (("--epochs", 0), "--epochs is 0.0"),
         (("--ratio", "auto"), "--ratio is 'auto'"),

@@ -74,6 +74,17 @@ def test_what_is_given_is_kept() -> None:
     assert choose_fit(replace(wish, offload_params=None, ratio=0.5), setting_of("h200", 256)).ratio == 0.5
 
 
+def test_selective_recomputation_is_chosen_where_it_is_enough() -> None:
+    gpt, setting = cost_of(PRESETS["gpt2-1.5b"]), setting_of("rtx4090", 128)
+    wish = Wish(gpt, 1024, sequences=8, micro_batch=8, clips=True, offload_params=False)
+    fit = choose_fit(wish, setting)
+    assert (fit.checkpointing, fit.selective) == (False, True)
+    assert not choose_fit(replace(wish, checkpointing=False), setting).fits
+    assert choose_fit(replace(wish, checkpointing=True), setting).step_s > fit.step_s
+    assert choose_fit(replace(wish, checkpointing=False, selective=True), setting).step_s == fit.step_s
+    assert not choose_fit(Wish(LLAMA_8B, 2048), setting).selective  # its memory is not known
+
+
 def test_each_help_is_enough() -> None:
     setting, wish = setting_of("rtx4090", 32), Wish(LLAMA_8B, 2048, sequences=2)
     fit = choose_fit(wish, setting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -388,7 +389,7 @@ def test_chunked_loss_on_the_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing_changes_no_gradient_and_runs_forward_twice(dropout: float) -> None:
     plain = model_with_noise(replace(SMALL, dropout=dropout))
-    config = replace(SMALL, dropout=dropout, checkpoint_activations=True)
+    config = replace(SMALL, dropout=dropout, recompute="full")
     model = GPT(config)
     model.load_state_dict(plain.state_dict())
     runs: list[nn.Module] = []
@@ -408,6 +409,59 @@ def test_checkpointing_changes_no_gradient_and_runs_forward_twice(dropout: float
     model.eval()
     model(tokens, targets).loss.backward()
     assert len(runs) == 2 * config.num_layers, "once each: there is nothing to save, or it is not training"
+
+
+def test_every_recomputation_gives_the_same_bits() -> None:
+    tokens, targets = torch.randint(37, (2, 2, 9))
+    config = replace(SMALL, num_layers=4, dropout=0.2)
+    plain = model_with_noise(config)
+    torch.manual_seed(9)
+    plain(tokens, targets).loss.backward()
+    for recompute in ("selective", 0, 2, 3, "full"):
+        model = GPT(replace(config, recompute=recompute))
+        model.load_state_dict(plain.state_dict())
+        torch.manual_seed(9)
+        model(tokens, targets).loss.backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.grad, expected.grad), (recompute, name)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5])
+def test_blocks_that_are_recomputed_are_spread_evenly(count: int) -> None:
+    config = replace(SMALL, num_layers=5, recompute=count)
+    chosen = [config.is_recomputed(i) for i in range(5)]
+    assert sum(chosen) == config.num_recomputed == count
+    model = GPT(config)
+    assert [block.is_selective for block in model.blocks] == [not is_chosen for is_chosen in chosen]
+    assert count != 2 or chosen == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("recompute", ["some", 3, -1, True])
+def test_a_recomputation_that_does_not_exist(recompute: Any) -> None:
+    with pytest.raises(ValueError, match=r"recompute is .*but must be none, selective, full, or a number of blocks"):
+        replace(SMALL, num_layers=2, recompute=recompute)
+
+
+def test_selective_bytes_is_what_a_selective_block_keeps() -> None:
+    """The results that its checkpoint keeps are not saved by autograd, so all tensors that are alive are counted."""
+    config = GPTConfig(vocab_size=64, context=32, num_layers=1, hidden=48, num_heads=4)
+    block = Block(config, is_selective=True)
+    x = torch.randn(3, 32, 48, requires_grad=True)
+    weights = {param.untyped_storage().data_ptr() for param in block.parameters()}
+
+    def alive() -> dict[int, int]:
+        found = [item for item in gc.get_objects() if type(item) is Tensor and not item.is_meta]
+        storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in found}
+        return {key: size for key, size in storages.items() if key not in weights}
+
+    gc.collect()
+    before = alive()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        y = block(x)
+    kept = sum(size for key, size in alive().items() if key not in before and key != y.untyped_storage().data_ptr())
+    stream = 96 * 48 * 4  # the input, which was there before
+    expected = 96 * cost_of(config, dtype_bytes=4).activations.selective_bytes
+    assert kept + stream == pytest.approx(expected, rel=0.02)
 
 
 @contextmanager
@@ -451,18 +505,23 @@ def test_the_whole_model_keeps_its_blocks_and_what_the_loss_needs() -> None:
         3 * 96 * cost_of(config, dtype_bytes=4).activations.block_bytes + 2 * stream + 64 * 48 * 4
     )  # two: the last norm's input, hidden's gradient
     assert kept[0] == pytest.approx(expected, rel=0.02)
-    assert expected <= activation_bytes(config, 3, 32, checkpointing=False, dtype_bytes=4) <= 1.5 * expected
+    assert expected <= activation_bytes(config, 3, 32, dtype_bytes=4) <= 1.5 * expected
 
 
 def test_activation_bytes_by_hand() -> None:
     config = PRESETS["gpt2-10b"]
     stream = 10 * 1024 * 4096 * 2
-    plain, checkpointed = (activation_bytes(config, 10, 1024, flag, 2) for flag in (False, True))
+    full = replace(config, recompute="full")
+    plain, checkpointed = activation_bytes(config, 10, 1024), activation_bytes(full, 10, 1024)
     assert plain == pytest.approx(50 * 16 * stream, rel=0.05)
     head = 50304 * 4096 * 4 + LOSS_CHUNK * 50304 * 6
     assert checkpointed == pytest.approx(50 * stream + max(head + 2 * stream, 2 * 16 * stream), rel=0.05)
-    assert activation_bytes(config, 20, 1024, True, 2) > 1.9 * checkpointed
-    assert activation_bytes(replace(config, dropout=0.1), 10, 1024, False, 2) > plain
+    assert activation_bytes(full, 20, 1024) > 1.9 * checkpointed
+    assert activation_bytes(replace(config, dropout=0.1), 10, 1024) > plain
+    selective = activation_bytes(replace(config, recompute="selective"), 10, 1024)
+    assert selective == pytest.approx(50 * 11 * stream, rel=0.05)
+    some = activation_bytes(replace(config, recompute=20), 10, 1024)
+    assert some == pytest.approx((30 * 11 + 20 + 2 * 16) * stream, rel=0.05)
 
 
 # With the optimizer on the host: weights are waited for in hooks, and the head's are the embedding's.
@@ -471,7 +530,7 @@ def test_activation_bytes_by_hand() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_twin_optimizer_trains_it_as_torch_does(checkpointing: bool) -> None:
     torch.manual_seed(0)
-    model = GPT(replace(SMALL, checkpoint_activations=checkpointing))
+    model = GPT(replace(SMALL, recompute="full" if checkpointing else "none"))
     plain = copy.deepcopy(model)
     calls: list[str] = []
     model.head.register_forward_pre_hook(lambda *_: calls.append("head"))

@@ -282,18 +282,44 @@ def test_a_twin_optimizer_that_is_given_must_mean_the_same(huggingface: Any, tmp
 @pytest.mark.parametrize(
     ("options", "keys", "message"),
     [
-        ({"torch_compile": True}, {}, "torch_compile"),
+        ({"torch_compile_mode": "reduce-overhead"}, {}, "torch_compile_mode is 'reduce-overhead'.*CUDA graphs"),
         ({}, {"twin": {"max_grad_norm": 2.0}}, r"twin must not have the key 'max_grad_norm'"),
         ({}, {"twin": {"accumulation_steps": 2}}, "gradient_accumulation_steps in TrainingArguments"),
     ],
 )
 def test_what_would_train_wrongly_is_refused(
-    huggingface: Any, options: Any, keys: Any, message: str, tmp_path: Path
+    huggingface: Any, options: Any, keys: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("BACKEND", "MODE"):  # TrainingArguments sets these variables
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
     with pytest.raises(ValueError, match=message):
         huggingface.TwinTrainer(
             llama(), arguments(tmp_path, eval_strategy="no", **options), train_dataset=samples(8), **keys
         )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_torch_compile_compiles_blocks(
+    huggingface: Any, tmp_path: Path, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model itself is not compiled, so updates start during backward."""
+    from torch._dynamo.utils import counters
+
+    sizes = {"max_steps": 6, "save_strategy": "no", **options}
+    wanted = train(huggingface.TwinTrainer, tmp_path / "plain", keys={"twin": TWIN}, **sizes)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "")  # TrainingArguments sets this variable
+    torch._dynamo.reset()
+    counters.clear()
+    found = train(
+        huggingface.TwinTrainer, tmp_path / "twin", keys={"twin": TWIN}, torch_compile_backend="aot_eager", **sizes
+    )
+    assert_close(found, wanted)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert type(found.trainer.model_wrapped) is type(wanted.trainer.model_wrapped)
+    layers = found.model.model.layers
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    torch._dynamo.reset()
 
 
 def test_lora_adapters_train_as_with_adamw(huggingface: Any, tmp_path: Path) -> None:

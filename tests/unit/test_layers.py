@@ -26,7 +26,7 @@ LAYERS = [
     ("dist",),
     ("planner", "activations"),
     ("offload",),
-    ("parallel",),
+    ("parallel", "speedups"),
     ("zero",),
     ("optim",),
     ("data", "checkpoint", "monitor"),

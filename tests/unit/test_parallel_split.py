@@ -29,7 +29,7 @@ VOCAB = 32
 
 def make_gpt(tied: bool = True, again: bool = False, dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(VOCAB, 16, 4, 16, 2, dropout=dropout, tied=tied, checkpoint_activations=again)
+    config = GPTConfig(VOCAB, 16, 4, 16, 2, dropout=dropout, tied=tied, recompute="full" if again else "none")
     return GPT(config)
 
 

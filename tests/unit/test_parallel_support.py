@@ -18,6 +18,9 @@ REFUSED = {
     "partition_activations=True with tensor_parallel.sequence=True cannot be used with tensor": Combination(
         model=2, partition_activations=True, sequence=True
     ),
+    "activation_checkpointing.selective=True cannot be used with tensor": Combination(model=2, selective=True),
+    "compile.blocks=True cannot be used with pipeline": Combination(pipe=2, compiles=True),
+    "float8.enabled=True cannot be used with tensor": Combination(model=2, float8=True),
     "An engine without an optimizer cannot be used with pipeline": Combination(pipe=2, has_optimizer=False),
     "TwinOptimizer that was built before initialize cannot be used with tensor": Combination(
         model=2, own_optimizer=True

@@ -46,7 +46,7 @@ def test_no_bit_changes_in_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_no_bit_changes_with_checkpointed_blocks() -> None:
-    check_same(gpt(checkpoint_activations=True))
+    check_same(gpt(recompute="full"))
 
 
 def test_no_bit_changes_with_slow_copies() -> None:

@@ -15,7 +15,7 @@ from twinflow.cli.main import app
 from twinflow.planner.cases import Setting, case_at
 from twinflow.planner.costs import GPU_RESERVE, Run, timing_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
-from twinflow.planner.models import activation_bytes, gpt_cost
+from twinflow.planner.models import gpt_cost
 from twinflow.planner.placement import CLOSE
 from twinflow.planner.scaling import (
     OFFLOAD,
@@ -122,7 +122,7 @@ def test_memory_of_zero_2_by_hand() -> None:
     used = used_bytes(run, 0.0, CLUSTER.memory(32))
     own = -(-MODEL.numel // 32)
     blocks = 2 * 2 * MODEL.blocks[0]  # two whole gradients of two bytes an element
-    expected = 2 * MODEL.numel + (12 + 2) * own + blocks + activation_bytes(MODEL, 4 * 1024, True)
+    expected = 2 * MODEL.numel + (12 + 2) * own + blocks + Run(MODEL, 4, 1024).activation_bytes
     assert used.gpu_total == pytest.approx(expected, rel=1e-6)
     offloaded = used_bytes(run, 1.0, CLUSTER.memory(32))
     assert used.gpu_total - offloaded.gpu_total == pytest.approx(12 * own, rel=1e-6)

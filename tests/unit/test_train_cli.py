@@ -457,7 +457,7 @@ def test_the_tutorials_command_and_file_run(
     assert plain.exit_code == 0, plain.output
     assert [r.loss for r in steps_of(out)] == [r.loss for r in steps_of(tmp_path / "plain")]
     settings = json.loads((out / "settings.json").read_text())
-    assert settings["model"]["checkpoint_activations"] is True
+    assert settings["model"]["recompute"] == settings["recompute"] == "full"
     assert not (out / "checkpoints").exists()
 
 

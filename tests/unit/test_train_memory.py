@@ -29,6 +29,7 @@ from twinflow.cli.settings import (
     make_settings,
     parse_bytes,
     parse_ratio,
+    parse_recompute,
 )
 from twinflow.config import load_config
 from twinflow.launch.environment import RankEnvironment
@@ -44,7 +45,10 @@ CARD, H200 = 32 * GB, 150 * GB
 
 def settings(preset: str, **changes: Any) -> TrainSettings:
     values: dict[str, Any] = dict.fromkeys(TrainSettings.__dataclass_fields__)
-    shape = choose_shape(TrainOptions(preset=preset))[1]
+    # The large shapes with whole blocks recomputed, whatever the memory is: most tests are about the other memory.
+    recompute = "full" if PRESETS[preset].hidden >= 1600 else "none"
+    shape = replace(choose_shape(TrainOptions(preset=preset))[1], recompute=recompute)
+    values |= {"recompute": recompute}
     values |= {"preset": preset, "model": shape, "batch_size": PRESET_BATCH[preset], "accumulation": 1, "lr": 1e-4}
     values |= {"weight_decay": 0.1, "grad_clip": 1.0, "rule": "adamw", "ratio": 1.0, "placement": "auto"}
     values |= {"precision": "bf16", "delayed_update": False, "threads": 1, "out": Path(), "file_config": {}}
@@ -93,7 +97,7 @@ def test_what_ran_on_a_card_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> N
     thirteen = plan("gpt2-13b", "bf16", grad_clip=0.0)
     assert (thirteen.states, thirteen.why, thirteen.tight) == ("bf16", "as requested", "")
     assert thirteen.used.gpu_total == pytest.approx(31.53 * GB, rel=0.03)
-    shape = choose_shape(TrainOptions(num_layers=69, hidden=4096, num_heads=32))[1]
+    shape = choose_shape(TrainOptions(num_layers=69, hidden=4096, num_heads=32, checkpoint_activations=True))[1]
     largest = plan(settings("gpt2-13b", model=shape, batch_size=1, grad_clip=0.0), "bf16")
     assert (largest.states, largest.tight) == ("bf16", "")
     assert largest.used.gpu_total == pytest.approx(30.57 * GB, rel=0.03)
@@ -183,14 +187,77 @@ def test_only_estimates_do_not_refuse() -> None:
     found = plan("gpt2-10b", batch_size=64)
     assert found.states == "bf16"
     assert "--batch-size 8 would leave more room" in found.tight
-    shape = replace(PRESETS["gpt-350m"], checkpoint_activations=False)
+    shape = replace(PRESETS["gpt-350m"], recompute="none")
     kept = plan(settings("gpt-350m", model=shape), gpu=10 * GB)
     assert kept.states == "fp32"
-    assert "--checkpoint-activations" in kept.tight
+    assert "--recompute full" in kept.tight
     # The process, and the share that is left to the machine.
     assert "tight" in plan("gpt2-10b", "fp32", host=124 * GB, grad_clip=0.0).tight
     with pytest.raises(MemoryError, match=r"0\.4 GB are missing"):
         plan("gpt2-10b", "fp32", host=123 * GB, grad_clip=0.0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpu_gb", "accumulation", "expected"),
+    [
+        ("gpt2-1.5b", 32, 1, "none"),
+        ("gpt2-1.5b", 24, 1, "selective"),
+        ("gpt2-1.5b", 16, 1, 30),
+        ("gpt2-10b", 32, 52, "full"),
+        ("gpt2-10b", 150, 52, "selective"),
+        ("gpt2-10b", 150, 1, "none"),
+    ],
+)
+def test_as_little_is_recomputed_as_fits(preset: str, gpu_gb: int, accumulation: int, expected: str | int) -> None:
+    asked = settings(preset, accumulation=accumulation, recompute="auto")
+    found = plan(asked, gpu=gpu_gb * GB, host=240 * GB)
+    assert (found.recompute, found.tight) == (expected, "")
+    assert found.used.gpu_total < 0.95 * gpu_gb * GB
+    shape = replace(asked.model, recompute=expected)
+    assert found.used.gpu["activations"] == activation_bytes(shape, PRESET_BATCH[preset], 1024)
+    less = {"selective": "none", 30: 24, "full": 49}.get(expected)
+    if less is not None:
+        less_again = replace(asked, recompute=less, model=replace(shape, recompute=less))
+        assert plan(less_again, gpu=gpu_gb * GB, host=240 * GB).used.gpu_total > 0.92 * gpu_gb * GB
+
+
+def test_what_is_recomputed_without_a_gpu_and_with_other_settings() -> None:
+    asked = settings("gpt2-1.5b", recompute="auto")
+    assert plan(asked, gpu=None, host=0).recompute == "none"  # nothing is known
+    assert plan(asked, gpu=None, host=64 * GB).recompute == "none"
+    assert plan(asked, gpu=None, host=40 * GB).recompute == 18
+    # Ranks that share a model recompute it as a whole. The section of a file lets the engine do it.
+    pipe = {"pipeline": {"stages": 2}}
+    assert plan(replace(asked, file_config=pipe, world=2, accumulation=4), gpu=16 * GB).recompute == "full"
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    kept = replace(asked, file_config=section, recompute="none", model=replace(asked.model, recompute="none"))
+    full = replace(asked, recompute="full", model=replace(asked.model, recompute="full"))
+    assert plan(kept).used.gpu == plan(full).used.gpu
+
+
+def test_the_options_for_recomputation() -> None:
+    assert [parse_recompute(TrainOptions(recompute=text)) for text in ("full", "12", "auto", None)] == [
+        "full",
+        12,
+        "auto",
+        "auto",
+    ]
+    assert parse_recompute(TrainOptions(checkpoint_activations=False)) == "none"
+    with pytest.raises(ValueError, match="--recompute 2 cannot be used with --checkpoint-activations"):
+        parse_recompute(TrainOptions(recompute="2", checkpoint_activations=True))
+    with pytest.raises(ValueError, match="--recompute is 'half', but must be none, selective, full, auto"):
+        parse_recompute(TrainOptions(recompute="half"))
+    with pytest.raises(ValueError, match="--recompute is 5, but must be at most 4"):
+        choose_shape(TrainOptions(preset="tiny", recompute="5"))
+
+
+def test_float8_compiles_unless_told_otherwise() -> None:
+    for options, compiles in (({}, False), ({"float8": True}, True), ({"float8": True, "compile": False}, False)):
+        asked = make_settings(TrainOptions(**options), 1)
+        assert asked.compile is compiles
+        config = load_config(engine_config(asked, "fp32"))
+        assert config.compile.blocks is compiles
+        assert config.float8.enabled is bool(options.get("float8", False))
 
 
 def test_the_line_is_where_weights_state_and_held_gradients_are_all_there_is() -> None:
@@ -276,7 +343,7 @@ def test_the_lines_of_the_header() -> None:
     assert found.host_line == ("82.23 GB of bf16 state, about 123.7 GB in all of 128.0 GB: fp32 would need 147.5 GB")
     assert found.gpu_line == "20.6 GB of weights, 0.6 GB of gradients, about 7.0 GB of activations, of 32.0 GB"
     shape = settings("gpt2-10b").model
-    assert found.used.gpu["activations"] == activation_bytes(shape, 10, 1024, checkpointing=True)
+    assert found.used.gpu["activations"] == activation_bytes(shape, 10, 1024)
     half = plan("gpt2-10b", "fp32", gpu=H200, ratio=0.5)
     assert half.gpu_line.startswith("20.6 GB of weights, 51.4 GB of fp32 state, 20.6 GB of gradients")
     assert half.host_line.startswith("61.68 GB of fp32 state")
@@ -402,7 +469,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_a_shape_by_hand_is_a_gpt2() -> None:
     name, shape = choose_shape(TrainOptions(num_layers=50, hidden=4096, num_heads=32, checkpoint_activations=True))
-    assert (name, shape) == ("custom", replace(PRESETS["gpt2-10b"], checkpoint_activations=True))
+    assert (name, shape) == ("custom", replace(PRESETS["gpt2-10b"], recompute="full"))
     assert choose_shape(TrainOptions())[0] == "tiny"
-    assert choose_shape(TrainOptions(preset="gpt2-13b"))[1].checkpoint_activations
+    assert choose_shape(TrainOptions(preset="gpt2-13b", recompute="7"))[1].num_recomputed == 7
     assert default_lr("adamw", shape) < default_lr("adamw", PRESETS["tiny"])

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -220,6 +221,22 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.matrix  # loading the compiler takes seconds
+def test_a_run_goes_on_with_another_recomputation_and_compiled_blocks(text: Path, tmp_path: Path) -> None:
+    given, plain, changed = [*SHORT, "--data", text], tmp_path / "plain", tmp_path / "changed"
+    assert train(*given, "--steps", 2, "--out", plain, "--recompute", "1").exit_code == 0
+    shutil.copytree(plain, changed)
+    assert train(*given, "--steps", 4, "--out", plain, "--resume").exit_code == 0
+    config = tmp_path / "config.json"
+    config.write_text('{"compile": {"blocks": true, "backend": "eager"}}')
+    options = ["--recompute", "full", "--deepspeed_config", config]
+    again = train(*given, "--steps", 4, "--out", changed, "--resume", *options)
+    assert again.exit_code == 0, again.output
+    assert "activations recomputed, blocks compiled" in again.output
+    assert "Compiling the blocks" in again.output
+    assert [record.loss for record in steps_of(changed)] == [record.loss for record in steps_of(plain)]
+
+
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
@@ -229,7 +246,6 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--num-attention-heads", 4), "--num-attention-heads"),
         (("--context", 8), "--seq-length"),
         (("--vocab-size", 300), "--vocab-size"),
-        (("--checkpoint-activations",), "--checkpoint-activations"),
         (("--batch-size", 4), "--batch-size"),
         (("--accumulation", 2), "--accumulation"),
         (("--rule", "sgd"), "--rule"),

@@ -19,10 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
+from twinflow.activations.selective import selective_contexts
 from twinflow.conflicts import refuse
 from twinflow.device import Device, device_for
 from twinflow.errors import invalid_value
@@ -41,13 +42,16 @@ def checkpoint_layers(
     device: Device | None = None,
     trace: Trace | None = None,
     min_bytes: int = MIN_BYTES,
+    selective: bool = False,
 ) -> Handle:
     """Checkpoint layers of the model. `layers`: names of classes, or modules.
 
     With `offload`, floating-point inputs of at least `min_bytes` are kept in page-locked host memory until backward.
     The copies use streams of `device`, which the handle then owns. Without `device` new streams are made, which record
-    to `trace`. With `partition`, each tensor rank keeps a part of the inputs. A model that has its own checkpointing
-    switched on is not changed. A layer inside another checkpointed layer is not checkpointed separately.
+    to `trace`. With `partition`, each tensor rank keeps a part of the inputs. With `selective`, the results of matrix
+    products and of attention are kept too, and backward computes only the other operations again. A model that has its
+    own checkpointing switched on is not changed. A layer inside another checkpointed layer is not checkpointed
+    separately.
 
     Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
     given.
@@ -74,7 +78,7 @@ def checkpoint_layers(
     if offload:
         where = next((param.device for param in model.parameters()), torch.device("cpu"))
         mover = Offload(device or device_for(where, trace), where, min_bytes)
-    return Handle([Checkpointed(name, module, mover) for name, module in chosen.items()], mover)
+    return Handle([Checkpointed(name, module, mover, selective) for name, module in chosen.items()], mover)
 
 
 class Handle:
@@ -105,18 +109,24 @@ class Handle:
 class Checkpointed:
     """The `forward` of a layer that is checkpointed in training."""
 
-    def __init__(self, name: str, module: nn.Module, offload: Offload | Partition | None) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, offload: Offload | Partition | None, is_selective: bool = False
+    ) -> None:
         update_wrapper(self, module.forward)
         self.name = name
+        self.is_selective = is_selective
         self._module, self._forward, self._offload = module, module.forward, offload
+        self._compiled: Callable[..., Any] | None = None
         self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
         self._is_on = True
+        self._contexts = selective_contexts if is_selective else noop_context_fn
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_training = self._module.training and torch.is_grad_enabled()
+        forward = self._compiled or self._forward
         if not (self._is_on and is_training) or getattr(self._module, "gradient_checkpointing", False):
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         leaves, spec = tree_flatten(_without_cache(self.name, args, kwargs))
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}  # each tensor once
         numbers = {key: number for number, key in enumerate(tensors)}
@@ -127,13 +137,18 @@ class Checkpointed:
         def run(*given: Tensor) -> Any:
             filled = [other if place is None else given[place] for place, other in zip(places, others, strict=True)]
             inner_args, inner_kwargs = tree_unflatten(filled, spec)
-            return self._forward(*inner_args, **inner_kwargs)
+            return forward(*inner_args, **inner_kwargs)
 
         # All tensors, also those in tuples and keyword arguments, are passed as positional arguments, because torch
         # applies the hooks for saved tensors only to these.
         inputs = list(tensors.values())
         with self._offload.saving(inputs, self.name) if self._offload is not None else nullcontext():
-            return checkpoint(run, *inputs, use_reentrant=False)
+            return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the layer inside of the checkpoint. `options`: arguments of torch.compile."""
+        compiled: Callable[..., Callable[..., Any]] = torch.compile
+        self._compiled = compiled(self._forward, **options)
 
     def remove(self) -> None:
         """Restore the forward. If another library has wrapped this object, it stays and calls the original forward."""
@@ -196,8 +211,8 @@ def _checkpoints_itself(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"{name or type(module).__name__}.gradient_checkpointing"
-        if getattr(getattr(module, "config", None), "checkpoint_activations", False) is True:
-            return f"{name or type(module).__name__}.config.checkpoint_activations"
+        if getattr(getattr(module, "config", None), "recompute", None) not in (None, "none"):
+            return f"{name or type(module).__name__}.config.recompute"
     return None
 
 

@@ -80,6 +80,9 @@ class FinetuneOptions:
         "Recompute activations in backward. Default: chosen for the machine.",
         "--checkpoint-activations/--no-checkpoint-activations",
     )
+    compile: bool | None = option(
+        None, "Compile each layer with torch.compile.  [default: no-compile]", "--compile/--no-compile"
+    )
     precision: str | None = option(None, "Data type of the weights: bf16 or fp32. Default: bf16 on a GPU, else fp32.")
     template: bool | None = option(
         None,
@@ -131,6 +134,7 @@ class FinetuneSettings:
     ratio: float | None
     offload_params: bool | None
     checkpoint_activations: bool | None
+    compile: bool
     precision: str
     template: bool | None
     chat_template: str | None
@@ -152,6 +156,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "method": "sft",
     "epochs": EPOCHS,
     "packing": False,
+    "compile": False,
     "weight_decay": 0.0,
     "rank": RANK,
     "beta": BETA,
@@ -248,6 +253,9 @@ def check_settings(settings: FinetuneSettings) -> None:
         raise incompatible("--merge", f"--method {settings.method}", "it trains no adapters", "Leave --merge out.")
     if settings.packing and settings.method == "dpo":
         raise incompatible("--packing", "--method dpo", "TRL does not pack pairs of answers", "Leave --packing out.")
+    if settings.compile and settings.method == "qlora":
+        reason = "graphs with weights of 4 bits are not tested"
+        raise incompatible("--compile", "--method qlora", reason, "Leave --compile out, or use --method lora.")
     if settings.chat_template is not None and not Path(settings.chat_template).is_file():
         raise invalid_value("--chat-template", settings.chat_template, "an existing Jinja file")
     check_threads(settings.threads, "--threads")

@@ -9,12 +9,13 @@ selects, what an error message proposes, and whether a run gets a warning that m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
-from twinflow.cli.settings import TrainSettings, is_on
+from twinflow.cli.settings import TrainSettings, is_on, recomputes
 from twinflow.config import Axes, Config, load_config, resolve_axes
 from twinflow.config.resolve import optimizer_choice
 from twinflow.errors import not_enough
@@ -24,7 +25,6 @@ from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
 from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
 from twinflow.planner.formats import STATES, WEIGHT_BYTES
-from twinflow.planner.models import activation_bytes
 from twinflow.rules import RULES
 
 _GPU_SHARE: Final = 0.98  # usable share of the GPU memory; the rest is left for gaps between tensors
@@ -32,6 +32,8 @@ _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left t
 _NO_LIMIT: Final = 1 << 60
 _SURE: Final = ("weights", "state", "gradients")  # exact kinds of memory; the other kinds are estimates or can shrink
 _ESTIMATE_FACTOR: Final = 8  # no estimate of activations is wrong by this factor
+_CHOSEN_SHARE: Final = 0.92  # share of the memory that a chosen recomputation may fill, because estimates may be low
+_NUM_SHARES: Final = 8  # shares of the blocks that are tried, because a few blocks more or less change the time little
 _RATIOS: Final = [i / 50 for i in range(51)]  # ratios that are tried
 _MAX_REMEDIES: Final = 3
 
@@ -56,6 +58,8 @@ class Case:
     # Copies of the optimizer state. With ZeRO stage 0 each replica has one, and `run` describes one replica.
     num_copies: int = 1
     kept: float = 1.0  # share of the activations of one forward of the whole model that a rank keeps
+    # What backward may compute again, in the order of its time. The first that fits is chosen.
+    recompute: tuple[str | int, ...] = ("full",)
 
     @property
     def num_ranks(self) -> int:
@@ -74,6 +78,7 @@ class MemoryPlan:
     tight: str = ""  # warning if memory is tight
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
+    recompute: str | int = "none"  # what backward computes again
 
     @property
     def host_line(self) -> str:
@@ -116,6 +121,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     weights = checked.zero_optimization.offload_param
     axes = resolve_axes(checked)
     num_parts = axes.pipe * axes.model  # parts that the model is split into
+    # With the section of the config, the engine recomputes blocks if the model does not.
+    recompute = "full" if shape.recompute == "none" and recomputes(config) else shape.recompute
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
     run = Run(
         model=cost_of(shape, settings.preset, WEIGHT_BYTES[settings.precision]),
@@ -124,7 +131,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         micro_batches=settings.accumulation,
         clips=bool(checked.gradient_clipping) or overflow,
         delayed=offload.delayed_update,
-        checkpointing=shape.checkpoint_activations,
+        **recompute_fields(recompute),
         weights=settings.precision,
         num_moments=num_moments,
         world=settings.world if stage else num_parts,
@@ -140,7 +147,23 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
         num_copies=1 if stage else settings.world // num_parts,
         kept=_kept(axes, checked.pipeline.schedule, settings.accumulation),
+        recompute=_choices(shape.num_layers, num_parts) if settings.recompute == "auto" else (recompute,),
     )
+
+
+def recompute_fields(recompute: str | int) -> dict[str, Any]:
+    """The fields of `Run` for a value of --recompute."""
+    if isinstance(recompute, int):
+        return {"checkpointing": True, "checkpointed": recompute, "selective": True}
+    return {"checkpointing": recompute == "full", "checkpointed": None, "selective": recompute == "selective"}
+
+
+def _choices(num_layers: int, num_parts: int) -> tuple[str | int, ...]:
+    """What backward may compute again. A model in several parts is recomputed as a whole or not at all."""
+    if num_parts > 1:
+        return ("none", "full")
+    step = -(-num_layers // _NUM_SHARES)
+    return ("none", "selective", *range(step, num_layers - step // 2, step), "full")
 
 
 def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
@@ -163,12 +186,35 @@ def rule_of(config: Config) -> tuple[tuple[str, ...], int]:
 
 
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
-    """Choose the state format of a run.
+    """Choose the state format of a run, and what backward computes again: as little as the memory allows.
 
     `states`: a format, or "auto". "auto" selects the widest format with which the run fits at least where it
     fits with the narrowest one: on the GPU, on the host, or on both. Raises a MemoryError if weights, state and waiting
     gradients fit in none of these formats.
     """
+    plan = _with_format(_recomputing(case, case.recompute[-1]), states, available)
+    case = replace(case, run=replace(case.run, states=plan.states))
+    # The memory falls from choice to choice, so a search by halves finds the first one that fits.
+    choices = case.recompute[:-1]
+    first = bisect_left(choices, True, key=lambda choice: _is_roomy(_recomputing(case, choice), available))
+    used = bytes_at(_recomputing(case, case.recompute[first]), available)
+    return replace(plan, used=used, recompute=case.recompute[first])
+
+
+def _recomputing(case: Case, recompute: str | int) -> Case:
+    return replace(case, run=replace(case.run, **recompute_fields(recompute)))
+
+
+def _is_roomy(case: Case, available: Available) -> bool:
+    """Whether activations fit beside everything else, with a larger reserve than `has_room` leaves."""
+    used = bytes_at(case, available)
+    if available.gpu_bytes is not None:
+        return used.gpu_total <= _CHOSEN_SHARE * available.gpu_bytes
+    return not available.host_bytes or used.host_total - used.host["shadows"] <= _CHOSEN_SHARE * available.host_bytes
+
+
+def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
+    """The plan with the state format that `plan_memory` chooses."""
     formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
     possible = [each for each in cases if _missing(each, available).is_zero]
@@ -211,8 +257,7 @@ def bytes_at(case: Case, available: Available, ratio: float | None = None) -> By
     limit = _NO_LIMIT if gpu_bytes is None else gpu_bytes
     found = bytes_of(run, placed, Memory(limit, available.host_bytes // case.num_copies))
     host = {kind: count * case.num_copies for kind, count in found.host.items()}
-    activations = activation_bytes(run.model, run.batch * run.tokens, run.checkpointing)
-    gpu = {**found.gpu, "activations": int(activations * case.kept)}
+    gpu = {**found.gpu, "activations": int(run.activation_bytes * case.kept)}
     if gpu_bytes is not None:
         return Bytes(gpu, host)
     return without_gpu(Bytes(gpu, host), case.num_ranks)
@@ -345,11 +390,16 @@ def _changes(case: Case) -> list[list[_Change]]:
     smaller = [run.batch >> i for i in range(1, run.batch.bit_length())]
     return [
         [(f"--states {name}", {"states": name}) for name in narrower],
-        [("--checkpoint-activations", {"checkpointing": True})] if not run.checkpointing else [],
+        [(f"--recompute {name}", recompute_fields(name)) for name in ("selective", "full")[_mode(run) :]],
         [(f"--batch-size {size}", {"batch": size}) for size in smaller],
         [("--grad-clip 0", {"clips": False})] if case.only_clips else [],
         [("--accumulation 1", {"micro_batches": 1})] if run.micro_batches > 1 else [],
     ]
+
+
+def _mode(run: Run) -> int:
+    """0: nothing is recomputed, 1: the cheap operations or some blocks are, 2: all blocks are."""
+    return 2 if run.num_recomputed == len(run.model.blocks) else int(run.selective)
 
 
 def _near_ratio(case: Case, available: Available) -> float | None:

@@ -109,6 +109,8 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
             made["bf16"] = {**made["bf16"], "check_grad_overflow": False}
     if not made.get("optimizer"):
         made["optimizer"] = {"type": "AdamW", "params": {"lr": LEARNING_RATE[bool(run.adapter_rank)]}}
+    if run.selective and "activation_checkpointing" not in made:
+        made["activation_checkpointing"] = {"selective": True}
     if run.checkpointing and "activation_checkpointing" not in made:
         # This key turns checkpointing on. With one tensor rank, it has no other effect.
         made["activation_checkpointing"] = {"partition_activations": True}

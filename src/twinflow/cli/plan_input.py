@@ -483,7 +483,7 @@ def make_wish(
         parks = False  # weights on the host need one of twinflow's rules
     checkpointing = options.checkpoint_activations
     if checkpointing is None and "activation_checkpointing" in config:
-        checkpointing = activations.is_asked_for
+        checkpointing = activations.is_asked_for and not activations.selective
     return Wish(
         model=model,
         tokens=sequence_length(options) or model.context,
@@ -499,6 +499,7 @@ def make_wish(
         micro_batch=micro_batch,
         accumulation=accumulation,
         checkpointing=checkpointing,
+        selective=activations.selective,
         states=options.states,
         formats=formats,
         offload_params=parks,

@@ -70,7 +70,8 @@ def title(run: Run) -> str:
 def how(run: Run) -> str:
     parts = [batch(run)]
     parts += [f"{run.weights} weights", "clipping" if run.clips else "no clipping"]
-    parts.append("activations recomputed" if run.checkpointing else "activations kept")
+    kept = "cheap activations recomputed" if run.selective else "activations kept"
+    parts.append("activations recomputed" if run.checkpointing else kept)
     parts += ["updates delayed by one step"] if run.delayed else []
     return ", ".join(parts)
 
@@ -148,7 +149,8 @@ def advice(plan: Plan, fit: Fit) -> str:
 def chosen(fit: Fit) -> list[str]:
     """The settings of a fit as phrases."""
     where = "weights on the host" if fit.offload_params else "weights on the GPU"
-    again = "activation checkpointing" if fit.checkpointing else "no activation checkpointing"
+    kept = "selective recomputation of activations" if fit.selective else "no activation checkpointing"
+    again = "activation checkpointing" if fit.checkpointing else kept
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
     return [ratio, batch(fit.case.run), again, where, *([] if fit.clips else ["no gradient clipping"])]
 

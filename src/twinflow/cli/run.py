@@ -166,6 +166,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config)
         plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
+    if settings.recompute == "auto":
+        settings = replace(settings, model=replace(settings.model, recompute=plan.recompute))
     config = engine_config(settings, plan.states)
     engine = build_engine(settings, config, ranks)
     # A resumed run with another number of ranks validates with the same sequences.
@@ -318,6 +320,8 @@ def _train(run: Run, outcome: Outcome, console: Console) -> None:
         measured = ranks.first([record.step for record in outcome.valids])
         talk = Talk(ranks, lambda: bool(stop), run.engine.device)
         loop = Loop(settings, run.engine, run.data, talk, run.num_valid)
+        if run.config.get("compile", {}).get("blocks"):
+            progress.note("Compiling the blocks in the first validation and the first step, which take longer")
         try:
             for record in loop.records(measured):
                 if metrics is not None:
@@ -418,7 +422,9 @@ def _finish(run: Run, outcome: Outcome, progress: TrainProgress) -> None:
         _save(run, outcome, progress)
         _settle_save(run, outcome, progress)
         if outcome.status == "finished":
-            with suppress(torch.OutOfMemoryError):  # the checkpoint is saved, and only the sample is missing
+            # If memory is short, only the sample is missing: the checkpoint is saved. Blocks are not compiled here,
+            # because they would be compiled again for each length of the text.
+            with suppress(torch.OutOfMemoryError), torch.compiler.set_stance("force_eager"):
                 outcome.sample = sample_text(run.engine, run.data, run.settings.context)
 
 

@@ -25,7 +25,7 @@ from twinflow.config import Axes, compression_choice, load_config, optimizer_cho
 from twinflow.config.fields import Shown
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment, is_elastic
-from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, GPTConfig
+from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, RECOMPUTE, GPTConfig
 from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
@@ -33,6 +33,10 @@ from twinflow.planner.formats import STATES
 from twinflow.rules import RULES
 
 SECTIONS: Final = ("pipeline", "tensor_parallel")
+_FASTER: Final = (
+    "compile",
+    "float8",
+)  # sections that a resumed run may change, as it may change --compile and --float8
 SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
 _STAGES, _TENSOR = "--pipeline-parallel-size", "--model-parallel-size"
 MIN_LR_SHARE: Final = 0.1  # learning rate at the end of the cosine schedule, as a share of the peak
@@ -75,11 +79,23 @@ class TrainOptions:
         None, "Size of the vocabulary. Default: the size that the preset and the tokenizer need."
     )
     context: int | None = option(None, "Tokens in a sequence. Default: as in the preset.", "--seq-length --context")
+    recompute: str | None = option(
+        None,
+        "Activations that backward computes again: none, selective (all but matrix products and attention), full "
+        "(whole blocks), or a number of whole blocks beside selective ones. Default: as little as the memory allows.",
+    )
     checkpoint_activations: bool | None = option(
         None,
-        "Keep only the input of each block and recompute the other activations in backward. "
-        "Default: on for models of width 1600 and more.",
+        "Same as --recompute full, or --recompute none.",
         "--checkpoint-activations/--no-checkpoint-activations",
+    )
+    compile: bool | None = option(
+        None,
+        "Compile each block with torch.compile.  [default: only with --float8]",
+        "--compile/--no-compile",
+    )
+    float8: bool = option(
+        False, "Compute the linear layers of the blocks in float8, on a GPU that can. Needs torchao.", "--float8"
     )
     steps: int = option(800, "Number of training steps.", "--steps --train-iters")
     batch_size: int | None = option(
@@ -199,6 +215,9 @@ class TrainSettings:
     world: int = 1  # number of ranks
     global_batch: int | None = None  # sequences in a step; None: batch_size x accumulation x replicas
     verify_saves: bool = False
+    recompute: str | int = "auto"  # "auto", or `GPTConfig.recompute`
+    compile: bool = False  # compile the blocks
+    float8: bool = False  # linear layers of the blocks in float8
 
     @property
     def context(self) -> int:
@@ -240,6 +259,9 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
     if options.resume and options.out is None:
         raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
     preset, shape = choose_shape(options)
+    recompute = parse_recompute(options)
+    if recompute == "auto" and recomputes(file_config):
+        recompute = "none"  # the engine recomputes blocks, and not the model
     rule = only_one("--rule", options.rule, file_config, "optimizer") or "adamw"
     replicas = check_layout(file_config, shape, world)
     usual_size = PRESET_BATCH.get(preset, 8)
@@ -269,8 +291,39 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         out=Path("runs") / f"{preset}-{rule}-{now}" if options.out is None else options.out,
         file_config=file_config,
         world=world,
+        recompute=recompute,
+        compile=_compiles(options, file_config),
+        float8=bool(only_one("--float8", options.float8 or None, file_config, "float8")),
         **{name: getattr(options, name) for name in _AS_GIVEN},
     )
+
+
+def parse_recompute(options: TrainOptions) -> str | int:
+    """Parse --recompute and --checkpoint-activations. "auto": none of them is given."""
+    text, flag = options.recompute, options.checkpoint_activations
+    if text is not None and flag is not None:
+        other = "--checkpoint-activations" if flag else "--no-checkpoint-activations"
+        raise incompatible(f"--recompute {text}", other, "both set the same value", "Give only one of them.")
+    if text is None:
+        return "auto" if flag is None else "full" if flag else "none"
+    if text in RECOMPUTE or text == "auto":
+        return text
+    if not text.isdecimal() or len(text) > len(str(MAX_SIZES["num_layers"])):
+        raise invalid_value("--recompute", text, f"{', '.join(RECOMPUTE)}, auto, or a number of blocks")
+    return int(text)
+
+
+def recomputes(config: Mapping[str, Any]) -> bool:
+    """Whether a config turns activation checkpointing on, with which the engine recomputes whole blocks."""
+    section = load_config({"activation_checkpointing": config.get("activation_checkpointing") or {}})
+    return section.activation_checkpointing.is_asked_for
+
+
+def _compiles(options: TrainOptions, file_config: Mapping[str, Any]) -> bool:
+    """Whether the command line asks for compiled blocks. Float8 without them is slower than bf16."""
+    section = file_config.get("compile") or {}
+    only_one("--compile" if options.compile else "--no-compile", options.compile, section, "blocks")
+    return options.float8 and "blocks" not in section if options.compile is None else options.compile
 
 
 def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -507,6 +560,14 @@ def check_settings(settings: TrainSettings) -> None:
         raise invalid_value("--states", settings.states, formats, f"These are the formats of --rule {settings.rule}.")
     if settings.placement not in PLACEMENTS:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
+    axes = axes_of(settings.file_config)
+    if axes.pipe * axes.model > 1 and settings.recompute not in ("auto", "none", "full"):
+        raise incompatible(
+            f"--recompute {settings.recompute}",
+            "pipeline or tensor ranks",
+            "the part of a rank is recomputed as a whole or not at all",
+            "Use --recompute none or --recompute full.",
+        )
 
 
 def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
@@ -534,10 +595,10 @@ def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
     shape = replace(PRESETS[preset], **given)
     if context is not None:
         shape = replace(shape, context=context)
-    checkpoints = options.checkpoint_activations
-    if checkpoints is None:
-        checkpoints = shape.hidden >= 1600  # activations of large shapes do not fit on a GPU
-    return "custom" if given else preset, replace(shape, checkpoint_activations=checkpoints)
+    recompute = parse_recompute(options)
+    if isinstance(recompute, int):
+        check_whole("--recompute", recompute, least=0, most=shape.num_layers)
+    return "custom" if given else preset, replace(shape, recompute="none" if recompute == "auto" else recompute)
 
 
 def rule_params(name: str) -> dict[str, Any]:
@@ -629,6 +690,10 @@ def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     offload.setdefault("host_threads", settings.threads)
     if settings.keep_last is not None:
         config.setdefault("checkpoint", {}).setdefault("keep_last", settings.keep_last)
+    if settings.compile:
+        config.setdefault("compile", {})["blocks"] = True
+    if settings.float8:
+        config["float8"] = {"enabled": True}
     return config
 
 
@@ -699,10 +764,11 @@ def check_same_run(saved: Mapping[str, Any], settings: TrainSettings) -> None:
 
 def _kept(values: Mapping[str, Any], with_batch: bool) -> dict[str, Any]:
     """The settings that a resumed run must keep, by option. `with_batch`: the batch sizes too."""
-    shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in (values.get("model") or {}).items()}
+    sizes = {name: value for name, value in (values.get("model") or {}).items() if name != "recompute"}
+    shape = {SHAPE_OPTIONS.get(name, option_name(name)): value for name, value in sizes.items()}
     names = ("batch_size", "accumulation", *KEPT) if with_batch else KEPT
     rest = {option_name(name): values.get(name) for name in names}
     file = dict(values.get("file_config") or {})
-    for key in SECTIONS if with_batch else (*SECTIONS, *BATCH_KEYS):
+    for key in (*SECTIONS, *_FASTER, *(() if with_batch else BATCH_KEYS)):
         file.pop(key, None)
     return {**shape, **rest, "--deepspeed_config": file}

@@ -22,7 +22,7 @@ from rich.console import Console
 from twinflow.cli.ranks import USER_ERRORS, Ranks, join
 from twinflow.cli.run import REPORT, Outcome, Run, is_lost, prepare, run_training
 from twinflow.cli.settings import TrainOptions, as_json, make_settings, option_name
-from twinflow.models.gpt import count_params, flops_per_token
+from twinflow.models.gpt import GPTConfig, count_params, flops_per_token
 from twinflow.monitor.metrics import share_ahead, tokens_per_second
 from twinflow.monitor.progress import duration
 from twinflow.monitor.report import Report, number, write_report
@@ -72,7 +72,7 @@ def out_of_memory(error: Exception) -> Exception:
     is_host = re.search(r"DefaultCPUAllocator|Cannot allocate memory", text) is not None
     if not is_host and not isinstance(error, torch.OutOfMemoryError):
         return error
-    remedy = "Use a smaller --batch-size, --checkpoint-activations, or a smaller model."
+    remedy = "Use a smaller --batch-size, --recompute full, or a smaller model."
     return MemoryError(f"The run needs more memory than is available: {text.splitlines()[0].rstrip('.')}. {remedy}")
 
 
@@ -139,14 +139,15 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
     clipping = f"clip {clip:g}" if clip else "no clipping"
     delayed = ", delayed by one step" if settings.delayed_update else ""
     parts = f" in {settings.accumulation} micro-batches" if settings.accumulation > 1 else ""
-    kept = ", activations recomputed" if shape.checkpoint_activations else ""
     states = run.config["zero_optimization"]["offload_optimizer"]["states"]
     ratio = f", ratio {str(settings.ratio).removesuffix('.0')}" if settings.ratio != 1.0 else ""
+    fast = ", blocks compiled" if run.config.get("compile", {}).get("blocks") else ""
+    fast += ", float8" if run.config.get("float8", {}).get("enabled") else ""
     return [
         (
             "model",
             f"{count_params(shape) / 1e6:,.2f} M parameters: {shape.num_layers} layers, hidden {shape.hidden}, "
-            f"{shape.num_heads} heads, context {shape.context}{kept}",
+            f"{shape.num_heads} heads, context {shape.context}{_recomputed(shape)}{fast}",
         ),
         (
             "optimizer",
@@ -165,6 +166,15 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("output", str(settings.out)),
     ]
+
+
+def _recomputed(shape: GPTConfig) -> str:
+    if shape.recompute == "none":
+        return ""
+    if shape.recompute in ("full", shape.num_layers):
+        return ", activations recomputed"
+    blocks = f" and {shape.num_recomputed} whole blocks" if shape.num_recomputed else ""
+    return f", cheap activations{blocks} recomputed"
 
 
 def print_header(run: Run, console: Console) -> None:

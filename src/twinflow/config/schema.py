@@ -380,6 +380,9 @@ class ActivationCheckpointing(Section):
         "turn checkpointing on for layers with these class names; null: other keys turn it on, for the model's blocks "
         "(members of its ModuleLists and Sequentials)",
     )
+    selective: bool = ours(
+        False, "turn checkpointing on; keep results of matrix products and attention, and recompute all others"
+    )
 
     @property
     def is_asked_for(self) -> bool:
@@ -447,10 +450,22 @@ class FlopsProfiler(Section):
     recompute_fwd_factor: Amount = unused(0.0, "recomputation in backward is counted, not estimated", quiet=(0.0,))
 
 
-class CompileSection(Section):
-    """`compile`: DeepCompile, which is not supported."""
+class Float8(Section):
+    """`float8`: matrix products of the blocks in float8, with torchao."""
 
-    deepcompile: bool = refused(False, "compile the model's blocks with torch.compile before initialize()")
+    enabled: bool = ours(False, "compute the linear layers of the model's blocks in float8")
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = ours(
+        "tensorwise", "torchao's recipe: one scale for each tensor, or for each row"
+    )
+    emulate: bool = ours(False, "round to float8 and compute in the dtype of the weights; slow, on any device")
+
+
+class CompileSection(Section):
+    """`compile`: torch.compile for each block. DeepCompile is not supported."""
+
+    blocks: bool = ours(False, "compile each block of the model with torch.compile")
+    backend: str = ours("inductor", "with blocks: the backend of torch.compile")
+    deepcompile: bool = refused(False, "set compile.blocks: torch.compile compiles each block of the model")
     autoep_non_moe: bool = unused(False, _COMPILE)
     free_activation: bool = unused(False, _COMPILE)
     free_activation_threshold: Whole = unused(10 << 20, _COMPILE)
@@ -486,6 +501,7 @@ class Config(Section):
 
     fp16: Fp16 = section(Fp16, "train in fp16")
     bf16: Bf16 = section(Bf16, "train in bf16")
+    float8: Float8 = section(Float8, "compute the linear layers of blocks in float8")
     torch_autocast: TorchAutocast = section(TorchAutocast, "run the forward under torch.autocast")
     data_types: DataTypes = section(DataTypes, "dtypes besides those of the weights")
     optimizer: Optimizer | None = section(None, "the update rule")
@@ -503,7 +519,7 @@ class Config(Section):
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "counts the FLOPs of one step")
     pipeline: Pipeline = section(Pipeline, "pipeline parallelism")
     tensor_parallel: TensorParallel = section(TensorParallel, "tensor parallelism")
-    compile: CompileSection = section(CompileSection, "DeepCompile, which must be off")
+    compile: CompileSection = section(CompileSection, "torch.compile for each block; DeepCompile must be off")
 
     prescale_gradients: bool = honoured(False, "divide gradients by the number of ranks before the sum, not after it")
     gradient_allreduce_op: Literal["mean", "sum"] = honoured("mean", "reduction of gradients over ranks: mean or sum")

@@ -35,12 +35,12 @@ from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import incompatible, invalid_value, unusable_path, wrong_state
 from twinflow.files import replace_file
 from twinflow.launch.watch import Watch
-from twinflow.offload.blocks import find_blocks
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
 from twinflow.optim.whole import whole_weights
 from twinflow.parallel.replica import Replica
 from twinflow.parallel.tensor import same_randoms
+from twinflow.speedups import compile_blocks
 
 
 class Engine(EngineBase):
@@ -423,10 +423,7 @@ class Engine(EngineBase):
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
         """Compiles each block (layer) separately with torch.compile, so that no compiled graph waits for weights."""
-        compiled: Callable[..., Callable[..., object]] = torch.compile
-        for block in find_blocks(self.module):
-            module = block.module
-            module.forward = compiled(module.forward, backend=backend, **(compile_kwargs or {}))
+        compile_blocks(self.module, self.device, backend, compile_kwargs)
 
     def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> ResumableLoader:
         """Builds the engine's data loader from a dataset and returns it."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.launch.environment import rank_environment
 from twinflow.offload.clipping import clip_values
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.speedups import has_compiled_blocks
 from twinflow.zero.partitioned import regroup
 
 _PRECISIONS = ("no", "bf16")
@@ -154,10 +156,12 @@ def scaling(accelerator: Any) -> dict[str, Any]:
 
 class PlainModels:
     """Replaces `accelerator.prepare_model`, so that the models of TwinOptimizers are not wrapped in
-    DistributedDataParallel, which would reduce gradients that TwinOptimizer has already taken.
+    DistributedDataParallel, which would reduce gradients that TwinOptimizer has already taken. A model whose blocks are
+    compiled is not compiled as a whole.
     """
 
     def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
         self._original = accelerator.prepare_model
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -166,7 +170,20 @@ class PlainModels:
             return self._original(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         # `evaluation_mode` skips only the wrapper. The model is on its device: the optimizer was built there. Some of
         # its weights may be on the host, and must stay there.
-        return self._original(model, device_placement=False, evaluation_mode=True)
+        with without_dynamo(self._accelerator) if has_compiled_blocks(model) else nullcontext():
+            return self._original(model, device_placement=False, evaluation_mode=True)
+
+
+@contextmanager
+def without_dynamo(accelerator: Any) -> Iterator[None]:
+    """Prevents the accelerator from compiling models. Its state is shared by all accelerators, so it is restored."""
+    plugin = accelerator.state.dynamo_plugin
+    before = plugin.backend
+    plugin.backend = type(before).NO
+    try:
+        yield
+    finally:
+        plugin.backend = before
 
 
 def keep_plain(accelerator: Any, model: nn.Module) -> None:

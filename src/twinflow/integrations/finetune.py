@@ -295,6 +295,7 @@ class TuneSettings:
     seq_length: int
     packing: bool
     checkpoint_activations: bool
+    compile: bool
     keep_last: int
     rank: int  # of LoRA matrices
     beta: float  # of DPO
@@ -513,6 +514,7 @@ def make_trainer(
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.grad_clip,
         "gradient_checkpointing": settings.checkpoint_activations,
+        "torch_compile": settings.compile,
         "seed": settings.seed,
         "bf16": False,  # the weights have their dtype; no autocast
         "max_length": settings.seq_length,
@@ -580,7 +582,9 @@ def answer(model: Any, tokenizer: Any, prompt: str) -> str:
     was_training = model.training
     model.eval()
     given = {"max_new_tokens": SAMPLE_TOKENS, "max_time": SAMPLE_S, "do_sample": False}
-    written = model.generate(**tokens, **given, pad_token_id=tokenizer.pad_token_id)[0]
+    # Not compiled, because layers would be compiled again for each length of the text.
+    with torch.compiler.set_stance("force_eager"):
+        written = model.generate(**tokens, **given, pad_token_id=tokenizer.pad_token_id)[0]
     model.train(was_training)
     text: str = tokenizer.decode(written[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.strip()

@@ -33,11 +33,13 @@ from twinflow.integrations.ranks import (
     start_ranks,
 )
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.speedups import compile_blocks, has_compiled_blocks
 from twinflow.zero import Zero
 
 _PACKAGES = "transformers accelerate"
 need("accelerate", _PACKAGES, "twinflow.integrations.huggingface")
 transformers = need("transformers", _PACKAGES, "twinflow.integrations.huggingface")
+_MODES = (None, "default", "max-autotune-no-cudagraphs")  # of torch.compile
 # Options of TwinOptimizer that TrainingArguments set, with their names there.
 _DECLARED = {"max_grad_norm": "max_grad_norm", "accumulation_steps": "gradient_accumulation_steps"}
 
@@ -109,6 +111,7 @@ class TwinMixin:
         self._divided = divided(self.twin)
         if self._divided is not None and trainer.args.save_on_each_node:
             raise conflict("Hugging Face and Lightning", "save_on_each_node", option="TrainingArguments")
+        _compile(trainer)
         trainer.optimizer = connect(accelerator, self.twin, "TrainingArguments.max_grad_norm")
         return trainer.optimizer
 
@@ -246,15 +249,26 @@ def _adopt(twin: TwinOptimizer, trainer: Any) -> TwinOptimizer:
     return twin
 
 
+def _compile(trainer: Any) -> None:
+    """Compiles the blocks, as `torch_compile` asks. The Trainer would compile the model as a whole, whose gradients
+    arrive at the end of backward.
+    """
+    args = trainer.args
+    if args.torch_compile and not has_compiled_blocks(trainer.model):
+        mode = {} if args.torch_compile_mode is None else {"mode": args.torch_compile_mode}
+        compile_blocks(trainer.model, args.device, args.torch_compile_backend, mode)
+
+
 def _check_arguments(trainer: Any) -> None:
     """Raise ValueError for arguments with which training would fail or give wrong results."""
     args = trainer.args
     if args.n_gpu > 1:
         remedy = "Start one process for each GPU, for example with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         raise invalid_value("The number of GPUs of this process", args.n_gpu, [1], remedy)
-    if args.torch_compile:
-        remedy = "Compile the blocks before training: `for layer in model.model.layers: layer.compile()`."
-        raise invalid_value("TrainingArguments.torch_compile", True, [False], remedy)
+    if args.torch_compile and args.torch_compile_mode not in _MODES:
+        # A replayed CUDA graph would overwrite gradients that TwinOptimizer has not read yet.
+        remedy = "The other modes of torch.compile use CUDA graphs."
+        raise invalid_value("TrainingArguments.torch_compile_mode", args.torch_compile_mode, _MODES, remedy)
     if args.fsdp or args.deepspeed:
         raise conflict("Hugging Face and Lightning", "fsdp")
     if args.auto_find_batch_size and args.world_size > 1:

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from twinflow.activations.selective import selective_contexts
 from twinflow.errors import invalid_value
 from twinflow.loss import chunked_cross_entropy
 from twinflow.parallel.specs import Part
 from twinflow.planner.models import ModelCost, gpt_cost
 
+RECOMPUTE: Final = ("none", "selective", "full")
 # Standard deviation of GPT-2's initial weight matrices and embeddings.
 INIT_STD: Final = 0.02
 
@@ -39,7 +41,10 @@ class GPTConfig:
     num_heads: int
     dropout: float = 0.0
     tied: bool = True  # the output head uses the token embedding's weight
-    checkpoint_activations: bool = False  # save only the input of each block, and run its forward again in backward
+    # What backward computes again. "none": nothing. "selective": everything in a block except matrix products and
+    # attention. "full": whole blocks, of which only the input is kept. A number N: N whole blocks, and the others as
+    # with "selective".
+    recompute: str | int = "none"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "hidden", "num_heads"):
@@ -51,6 +56,24 @@ class GPTConfig:
             raise invalid_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}", remedy)
         if not 0.0 <= self.dropout < 1.0:
             raise invalid_value("dropout", self.dropout, "a number >= 0 and < 1")
+        is_count = type(self.recompute) is int and 0 <= self.recompute <= self.num_layers
+        if self.recompute not in RECOMPUTE and not is_count:
+            allowed = f"{', '.join(RECOMPUTE)}, or a number of blocks from 0 to {self.num_layers}"
+            raise invalid_value("recompute", self.recompute, allowed)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Number of blocks that backward computes again as a whole."""
+        return self.recompute if isinstance(self.recompute, int) else self.num_layers * (self.recompute == "full")
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether backward computes the cheap operations of the other blocks again."""
+        return self.recompute == "selective" or isinstance(self.recompute, int)
+
+    def is_recomputed(self, block: int) -> bool:
+        """Whether backward computes this block again as a whole. Such blocks are spread evenly over the model."""
+        return (block * self.num_recomputed) % self.num_layers < self.num_recomputed
 
 
 # GPT-2's vocabulary of 50,257 tokens, padded to a multiple of 128 as in Megatron: matrix units work best on such sizes.
@@ -96,13 +119,13 @@ def flops_per_token(config: GPTConfig) -> int:
     return int(cost_of(config).model_flops(config.context))
 
 
-def activation_bytes(config: GPTConfig, batch: int, tokens: int, checkpointing: bool, dtype_bytes: int = 2) -> int:
+def activation_bytes(config: GPTConfig, batch: int, tokens: int, dtype_bytes: int = 2) -> int:
     """Estimate of the peak memory of a training step, without weights, their gradients and optimizer state.
 
     The step has `batch` sequences of `tokens` tokens in a dtype of `dtype_bytes`.
     """
     activations = cost_of(config, dtype_bytes=dtype_bytes).activations
-    return activations.peak_bytes(config.num_layers, batch * tokens, checkpointing)
+    return activations.peak_bytes(config.num_layers, batch * tokens, config.num_recomputed, config.is_selective)
 
 
 class GPTOutput(NamedTuple):
@@ -204,17 +227,32 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer. Attention and MLP are each added to the residual stream."""
+    """One pre-norm transformer layer. Attention and MLP are each added to the residual stream.
 
-    def __init__(self, config: GPTConfig) -> None:
+    `is_selective`: backward computes everything again except matrix products and attention.
+    """
+
+    def __init__(self, config: GPTConfig, is_selective: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.is_selective = is_selective
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.is_selective and self.training and torch.is_grad_enabled()):
+            return self.layers(x)
+        # Inside of the block, so that the checkpoint is a part of the graph if the block is compiled.
+        has_dropout = self.dropout.p > 0
+        again: Tensor = checkpoint(
+            self.layers, x, use_reentrant=False, preserve_rng_state=has_dropout, context_fn=selective_contexts
+        )
+        return again
+
+    def layers(self, x: Tensor) -> Tensor:
+        """The forward without a checkpoint."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return x
@@ -230,7 +268,9 @@ class GPT(nn.Module):
         self.position_embedding = Embedding(config.context, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         # Offload works block by block: all blocks are in one ModuleList and are called in its order.
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, config.is_selective and not config.is_recomputed(i)) for i in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.hidden)
         # The meta device avoids allocating a weight that is replaced at once.
         self.head = Head(config.hidden, config.vocab_size, bias=False, device="meta" if config.tied else None)
@@ -252,20 +292,23 @@ class GPT(nn.Module):
         }
         return [
             Part(first, partial(_embed, self.token_embedding, self.position_embedding, self.dropout)),
-            *(Part({f"blocks.{i}": block}, self._runner(block), is_block=True) for i, block in enumerate(self.blocks)),
+            *(
+                Part({f"blocks.{i}": block}, self._runner(i, block), is_block=True)
+                for i, block in enumerate(self.blocks)
+            ),
             Part({"norm": self.norm, "head": self.head}, partial(_finish, self.norm, self.head), is_loss=True),
         ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
         x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens)
-        for block in self.blocks:
-            x = self._runner(block)(x)
+        for i, block in enumerate(self.blocks):
+            x = self._runner(i, block)(x)
         x = self.norm(x)
         return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))
 
-    def _runner(self, block: nn.Module) -> Callable[[Tensor], Any]:
-        return partial(_run_again, block) if self.config.checkpoint_activations else block
+    def _runner(self, index: int, block: nn.Module) -> Callable[[Tensor], Any]:
+        return partial(_run_again, block) if self.config.is_recomputed(index) else block
 
 
 def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:

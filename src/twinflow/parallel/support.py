@@ -27,6 +27,9 @@ class Combination:
     foreign: bool = False  # the model is from Hugging Face
     partition_activations: bool = False
     has_optimizer: bool = True
+    compiles: bool = False  # compile.blocks
+    float8: bool = False
+    selective: bool = False  # activation_checkpointing.selective
 
     @property
     def axes(self) -> list[str]:
@@ -109,6 +112,27 @@ LIMITS: Final = (
         lambda c: c.partition_activations and c.sequence,
         "tensor ranks split the sequence, so the activations are already partitioned",
         "Set partition_activations to false.",
+    ),
+    Limit(
+        "activation_checkpointing.selective=True",
+        _BOTH,
+        lambda c: c.selective,
+        "the part of a rank is recomputed as a whole or not at all",
+        "Set selective to false, and layers or partition_activations.",
+    ),
+    Limit(
+        "compile.blocks=True",
+        _BOTH,
+        lambda c: c.compiles,
+        "a pipeline postpones parts of a block's backward, and tensor ranks communicate inside of a block",
+        "Set compile.blocks to false.",
+    ),
+    Limit(
+        "float8.enabled=True",
+        _BOTH,
+        lambda c: c.float8,
+        "the plans that divide a model know torch's linear layers only",
+        "Set float8.enabled to false.",
     ),
     Limit(
         "An engine without an optimizer",

@@ -12,7 +12,7 @@ from typing import Final
 
 from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, reserved_bytes, state_bytes
 from twinflow.planner.machines import Rates
-from twinflow.planner.models import ModelCost, activation_bytes
+from twinflow.planner.models import ModelCost
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Fetch, Item, Timing, Ways
 
 # Defaults of the runtime.
@@ -61,7 +61,9 @@ class Run:
     states: str = "fp32"
     clips: bool = True  # updates wait for the gradient norm (clipping, or a loss scale)
     delayed: bool = False  # each update is applied one step later
-    checkpointing: bool = True  # activation checkpointing of every block
+    checkpointing: bool = True  # activation checkpointing: blocks keep only their inputs, and are recomputed
+    checkpointed: int | None = None  # with checkpointing: only so many blocks are recomputed. None: all
+    selective: bool = False  # of blocks that are not recomputed as a whole, the cheap operations are recomputed
     weights: str = "bf16"
     world: int = 1  # number of GPUs that share the optimizer state; all are in one machine
     stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
@@ -85,6 +87,19 @@ class Run:
     def numel(self) -> int:
         """Elements of the weights that one GPU computes with."""
         return -(-self.model.numel // self.tensor_parallel)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Number of blocks that backward computes again as a whole."""
+        num_blocks = len(self.model.blocks)
+        wanted = num_blocks if self.checkpointed is None else self.checkpointed
+        return min(wanted, num_blocks) if self.checkpointing else 0
+
+    @property
+    def activation_bytes(self) -> int:
+        """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
+        found = self.model.activations
+        return found.peak_bytes(len(self.model.blocks), self.batch * self.tokens, self.num_recomputed, self.selective)
 
     @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
@@ -198,7 +213,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "weights": weights,
         "gradients": grads.gpu_bytes,
         "state": resident,
-        "activations": activation_bytes(run.model, run.batch * run.tokens, run.checkpointing) // run.tensor_parallel,
+        "activations": run.activation_bytes // run.tensor_parallel,
         "staging": staging,
     }
     slot = bucket_numel(run) * width
@@ -378,13 +393,15 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
     traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
     backward = forward * (FROZEN_BACKWARD if run.adapter_rank else BACKWARD)
-    if run.checkpointing:
-        backward += forward
+    again = run.num_recomputed / len(model.blocks) if model.blocks else 0.0
+    backward += forward * again
+    if run.selective:
+        backward += (1.0 - again) * traffic / parts
     if run.four_bits:
         # Each use of a matrix first writes it in 16 bits, which the product then reads.
         unpack = (FOUR_BIT_BYTES + WEIGHT_BYTES[run.weights]) * sum(model.block_products) / rates.device_bytes
         forward += unpack
-        backward += unpack * (2 if run.checkpointing else 1)
+        backward += unpack * (1.0 + again)
     if run.world > 1 and link_rate:
         # During compute, weights are gathered in forward (with ZeRO-3 also in backward). Gradients are scattered in
         # backward.
@@ -412,7 +429,7 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         own = -(-numel // run.world)
         count = max(1, min(-(-own // BUCKET_NUMEL), _MOST_ITEMS // len(model.blocks)))
         # With checkpointing, the first third of a block's backward recomputes the forward and produces no gradient.
-        span = length * (0.65 if run.checkpointing else 1.0)
+        span = length * (1.0 - 0.35 * run.num_recomputed / len(model.blocks))
         items += [Item(-(-own // count), "host", end - span * k / count, need, block) for k in range(count)]
         before += cost
     return items

@@ -55,6 +55,7 @@ class Wish:
     micro_batch: int | None = None  # if given, `sequences` is used only for the accumulation
     accumulation: int | None = None
     checkpointing: bool | None = None
+    selective: bool = False  # without checkpointing: selective recomputation. It is chosen if `checkpointing` is None
     states: str | None = None
     formats: tuple[str, ...] = STATES  # state formats of the update rule, if `states` is None
     ratio: float | None = None
@@ -82,6 +83,7 @@ class Fit:
     micro_batch: int  # sequences in a micro-batch of each GPU
     accumulation: int  # micro-batches in a step
     checkpointing: bool  # activation checkpointing of every block
+    selective: bool  # only operations that are cheap are recomputed
     clips: bool  # clipping of the gradient norm
     states: str  # "fp32", "bf16" or "int8"
     ratio: float  # share of the optimizer state on the host
@@ -152,8 +154,8 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
     """
     kept: list[Run] = []
     fitting = [run for run in _runs(wish) if _missing(run, wish, setting).is_zero]
-    for run in sorted(fitting, key=lambda run: (run.checkpointing, -run.batch)):
-        same = [r for r in kept if (r.checkpointing, r.offload_params) == (run.checkpointing, run.offload_params)]
+    for run in sorted(fitting, key=lambda run: (run.checkpointing, run.selective, -run.batch)):
+        same = [r for r in kept if _kind(r) == _kind(run)]
         if len(same) < _NUM_MICRO_BATCHES:
             kept.append(run)
     if not setting.memory.gpu_bytes:  # no speed is predicted: no recomputation, then the largest micro-batch
@@ -174,6 +176,10 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
             elif wish.ratio is None:
                 found.append(best_case(best.run, setting))
     return recommended(found)
+
+
+def _kind(run: Run) -> tuple[bool, bool, bool]:
+    return run.checkpointing, run.selective, run.offload_params
 
 
 def _case(run: Run, wish: Wish, setting: Setting) -> Case:
@@ -209,7 +215,7 @@ def _lack(missing: Memory) -> int:
 def _runs(wish: Wish) -> Iterator[Run]:
     """All combinations of the settings that the wish leaves open."""
     for states in _formats(wish):
-        for checkpointing in _either(wish.checkpointing):
+        for checkpointing, selective in _recomputations(wish):
             for offload_params in places(wish):
                 for micro_batch, accumulation in _batches(wish):
                     yield Run(
@@ -221,6 +227,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         clips=wish.clips is not False,
                         delayed=wish.delayed,
                         checkpointing=checkpointing,
+                        selective=selective,
                         weights=wish.weights,
                         world=wish.world,
                         stage=3 if offload_params and wish.world > 1 else wish.stage,
@@ -233,6 +240,14 @@ def _runs(wish: Wish) -> Iterator[Run]:
 
 def _formats(wish: Wish) -> tuple[str, ...]:
     return wish.formats if wish.states is None else (wish.states,)
+
+
+def _recomputations(wish: Wish) -> list[tuple[bool, bool]]:
+    """Pairs of `checkpointing` and `selective`, the fastest first."""
+    if wish.checkpointing is not None:
+        return [(wish.checkpointing, wish.selective and not wish.checkpointing)]
+    is_known = wish.model.activations.selective_bytes > 0 and wish.method == "full"
+    return [(False, False), *([(False, True)] if is_known else []), (True, False)]
 
 
 def _either(given: bool | None) -> tuple[bool, ...]:
@@ -255,6 +270,7 @@ def _fit_of(case: Case, changes: tuple[str, ...], helps: tuple[str, ...]) -> Fit
         micro_batch=run.batch,
         accumulation=run.micro_batches,
         checkpointing=run.checkpointing,
+        selective=run.selective,
         clips=run.clips,
         states=run.states,
         ratio=case.ratio,

@@ -64,16 +64,21 @@ class Activations:
     fixed_bytes: int = 0  # part of the loss that does not depend on the number of tokens
     chunk_tokens: int = 0  # tokens in a chunk, if the loss is computed in chunks
     chunk_bytes: float = 0.0  # bytes for each token of a chunk
+    # Activations of a block if backward recomputes only cheap operations. 0: not known, so that no plan chooses it.
+    selective_bytes: float = 0.0
 
-    def peak_bytes(self, num_blocks: int, num_tokens: int, checkpointing: bool) -> int:
+    def peak_bytes(self, num_blocks: int, num_tokens: int, num_recomputed: int, is_selective: bool = False) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
 
         The peak is the activations that the blocks keep, plus the larger of two: the loss with its logits, or the
-        backward of one block.
+        backward of one block. `num_recomputed` blocks keep only their inputs (activation checkpointing). With
+        `is_selective`, the others keep only what is not cheap to compute.
         """
-        kept = num_blocks * (self.stream_bytes if checkpointing else self.block_bytes) + self.end_bytes
+        each = (self.selective_bytes or self.block_bytes) if is_selective else self.block_bytes
+        kept = num_recomputed * self.stream_bytes + (num_blocks - num_recomputed) * each + self.end_bytes
         loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
-        backward = num_tokens * self.block_bytes * (2 if checkpointing else 1)
+        again = self.block_bytes if num_recomputed else self.block_bytes - each
+        backward = num_tokens * (self.block_bytes + again)
         return int(num_tokens * kept + max(loss, backward))
 
 
@@ -88,6 +93,16 @@ def block_bytes(hidden: int, num_heads: int, width: int = 2, kept_by: int = 1, n
     """
     statistics = 4 * (4 / kept_by + num_heads / num_tp)
     return width * hidden * (4 / kept_by + 12 / num_tp) + statistics
+
+
+def selective_bytes(hidden: int, num_heads: int, width: int = 2) -> float:
+    """Bytes that a block of a GPT keeps for each token with selective recomputation: 11 values for each hidden unit,
+    and a sum for each head in fp32.
+
+    The values are the input of the block, q, k and v (3), the output of attention (1), and the results of the other
+    three linear layers (1, 4 and 1). A compiled block does not keep the last one.
+    """
+    return 11 * width * hidden + 4 * num_heads
 
 
 def gpt_activations(
@@ -107,6 +122,7 @@ def gpt_activations(
         fixed_bytes=vocab_size * hidden * max(width, 4),
         chunk_tokens=LOSS_CHUNK,
         chunk_bytes=(max(width, 4) + width) * vocab_size,
+        selective_bytes=selective_bytes(hidden, num_heads, width),
     )
 
 

@@ -85,11 +85,6 @@ class ModelCost:
         return 3.0 * self.forward_flops(tokens)
 
 
-def activation_bytes(model: ModelCost, num_tokens: int, checkpointing: bool) -> int:
-    """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
-    return model.activations.peak_bytes(len(model.blocks), num_tokens, checkpointing)
-
-
 def gpt_cost(
     name: str,
     vocab_size: int,
