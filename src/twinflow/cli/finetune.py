@@ -1,8 +1,9 @@
 """`twinflow finetune`: tunes a pretrained model of Hugging Face on chats, instructions, pairs of answers or texts.
 
 The data is checked before anything is loaded. The planner then chooses batch, state format and place of the weights for
-this machine, and the command reports the choice and one example with its loss mask. `integrations/finetune.py` has the
-parts that need transformers, TRL and PEFT. They are imported when the data has passed the checks.
+this machine (finetune_fit.py), and the command reports the choice and one example with its loss mask.
+`integrations/finetune.py` and `finetune_data.py` have the parts that need transformers, TRL and PEFT. They are imported
+when the data has passed the checks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import torch
 import typer
 from rich.console import Console
 
+from twinflow.cli.finetune_fit import Choice, choose
 from twinflow.cli.finetune_settings import (
     ADAPTERS,
     MAX_LENGTH,
     MAX_VALID,
     MIN_ROWS,
-    SEQUENCES,
     SETTINGS,
     VALID_SHARE,
     FinetuneOptions,
@@ -38,7 +39,6 @@ from twinflow.cli.finetune_settings import (
     as_json,
     make_settings,
 )
-from twinflow.cli.plan_input import this_setting
 from twinflow.cli.ranks import USER_ERRORS
 from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
@@ -52,8 +52,6 @@ from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, rea
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, write_report
 from twinflow.native import set_threads
-from twinflow.planner.fit import Fit, Wish, choose_fit
-from twinflow.planner.models import from_hf
 from twinflow.version import __version__
 
 CHECKPOINTS, TUNED, SAMPLES = "checkpoints", "model", "samples.json"
@@ -112,7 +110,7 @@ def _load_libraries() -> Callable[[], AbstractContextManager[None]]:
     # They report, on import or in every run, what a user of this command cannot change.
     for name in ("torchao", "torch.utils._pytree", "trl", "accelerate", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from twinflow.integrations.finetune import quiet
+    from twinflow.integrations.finetune_data import quiet
 
     return quiet
 
@@ -125,118 +123,13 @@ def _check_alone() -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Settings that depend on the machine."""
-
-    batch_size: int
-    accumulation: int
-    checkpointing: bool
-    grad_clip: float
-    states: str
-    ratio: float
-    offload_params: bool
-    rows: list[tuple[str, str]]  # rows of the header that report the choice
-    notes: list[str]
-
-
-def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, num_rows: int) -> Choice:
-    """The planner's choice for this machine. Raises a MemoryError if nothing fits."""
-    clip = 1.0 if settings.grad_clip is None else settings.grad_clip
-    try:
-        model = from_hf(config, Path(settings.model).name)
-    except ValueError:
-        return _unplanned(settings, str(config.get("model_type")), clip, seq_length, num_rows)
-    place = this_setting(settings.gpu_memory)
-    wish = Wish(
-        model,
-        # Both answers of a pair are in one micro-batch.
-        tokens=2 * seq_length if settings.method == "dpo" else seq_length,
-        sequences=min(SEQUENCES, num_rows),
-        method=settings.method if settings.method in ADAPTERS else "full",
-        rank=settings.rank,
-        clips=None if settings.grad_clip is None else settings.grad_clip > 0,
-        weights=settings.precision,
-        micro_batch=settings.batch_size,
-        accumulation=settings.accumulation,
-        checkpointing=settings.checkpoint_activations,
-        states=settings.states,
-        ratio=settings.ratio,
-        offload_params=settings.offload_params,
-    )
-    fit = choose_fit(wish, place.setting)
-    if not fit.fits:
-        raise MemoryError(_short(fit, place.text))
-    on_gpu = place.setting.memory.gpu_bytes > 0
-    speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s else ""
-    recomputed = ", activations recomputed" if fit.checkpointing else ""
-    share = f", {fit.ratio:.0%} of it on the host" if on_gpu and not fit.offload_params else ""
-    weights = ", weights on the host" if fit.offload_params else ""
-    memory = f"GPU {_gb(fit.gpu_bytes)}, host {_gb(fit.host_bytes)}" if on_gpu else f"host {_gb(fit.host_bytes)}"
-    return Choice(
-        batch_size=fit.micro_batch,
-        accumulation=fit.accumulation,
-        checkpointing=fit.checkpointing,
-        grad_clip=clip if fit.clips else 0.0,
-        states=fit.states,
-        ratio=fit.ratio,
-        offload_params=fit.offload_params,
-        rows=[
-            ("machine", place.text),
-            ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length) + recomputed),
-            ("state", f"AdamW in {fit.states}{share}{weights}"),
-            ("planned", f"{memory}{speed}"),
-        ],
-        notes=list(fit.changes),
-    )
-
-
-def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_length: int, num_rows: int) -> Choice:
-    """Settings that need little memory, for a model that the planner does not know."""
-    batch = settings.batch_size or 1
-    parts = settings.accumulation or max(1, min(SEQUENCES, num_rows) // batch)
-    checkpointing = settings.checkpoint_activations is not False
-    note = (
-        f"The planner does not know models of type {model_type!r}, so the settings are those that need little memory. "
-        "Change them with --batch-size, --accumulation, --states, --ratio and --offload-params."
-    )
-    return Choice(
-        batch_size=batch,
-        accumulation=parts,
-        checkpointing=checkpointing,
-        grad_clip=clip,
-        states=settings.states or "fp32",
-        ratio=1.0 if settings.ratio is None else settings.ratio,
-        offload_params=bool(settings.offload_params),
-        rows=[("batch", _batch_text(batch, parts, seq_length))],
-        notes=[note],
-    )
-
-
-def _batch_text(batch: int, parts: int, seq_length: int) -> str:
-    micro = f"1 micro-batch of {batch}" if parts == 1 else f"{parts} micro-batches of {batch}"
-    return f"{micro} sequences, each of at most {seq_length:,} tokens"
-
-
-def _short(fit: Fit, machine: str) -> str:
-    """The sentences of the error if nothing fits."""
-    lacks = [("GPU", fit.short_gpu_bytes), ("host", fit.short_host_bytes)]
-    short = " and ".join(f"{_gb(lack)} of {name} memory" for name, lack in lacks if lack)
-    helps = f" Each of these is enough: {'; '.join(fit.helps)}." if fit.helps else ""
-    return f"This run does not fit: it is short by {short} ({machine}).{helps}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.0f} MB"
-
-
-@dataclass(frozen=True)
 class TuneRun:
     """A run that is ready to start or to be resumed."""
 
     settings: FinetuneSettings  # with all values that were chosen
     choice: Choice
     tokenizer: Any
-    data: Any  # Prepared of integrations/finetune.py
+    data: Any  # Prepared of integrations/finetune_data.py
     questions: list[tuple[str, str, str]]  # of the sample answers: prompt, question, expected answer
     header: list[tuple[str, str]]
     checkpoint: Path | None  # from which the run is resumed
@@ -248,7 +141,8 @@ def prepare(
     """Tokenize the data, choose settings for the machine, and report all of it. Of the model, only the tokenizer and
     the config are loaded. `checked`: examples by the name of their file.
     """
-    from twinflow.integrations import finetune as tuning
+    from twinflow.integrations import finetune_data as tuning
+    from twinflow.integrations.finetune import last_checkpoint
 
     tokenizer = tuning.load_tokenizer(settings.model, settings.chat_template)
     config = tuning.load_config(settings.model)
@@ -278,7 +172,7 @@ def prepare(
         data=data,
         questions=[tuning.question(tokenizer, row) for row in shown],
         header=_header(settings, config, choice, data, examples, valid),
-        checkpoint=tuning.last_checkpoint(settings.out / CHECKPOINTS) if settings.resume else None,
+        checkpoint=last_checkpoint(settings.out / CHECKPOINTS) if settings.resume else None,
     )
     title = f"twinflow {__version__}: tuning {settings.model} on {where()}"
     print_rows(console, title, run.header)
