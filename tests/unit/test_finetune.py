@@ -202,6 +202,38 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The number of processes" in refused("no/model", "data.jsonl")
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_dpo_reads_each_weight_once_and_only_for_the_optimizer(
+    offload: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL would hash all weights before the optimizer takes them, so that a whole copy of the model is in memory."""
+    import pretrained_cases as cases
+
+    from twinflow.integrations import dpo, pretrained
+
+    read, create = pretrained._FileTensor.read, dpo.TwinDPOTrainer.create_optimizer
+    numels: dict[str, int] = {}
+    closed: list[tuple[int, int]] = []
+
+    def count(self: Any, start: int, into: torch.Tensor) -> None:
+        numels[self.info.name] = numels.get(self.info.name, 0) + into.numel()
+        read(self, start, into)
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.twin is None:
+            closed.append((cases.num_closed(self.model), len(list(self.model.parameters()))))
+        return create(self, *args, **kwargs)
+
+    monkeypatch.setattr(pretrained._FileTensor, "read", count)
+    monkeypatch.setattr(dpo.TwinDPOTrainer, "create_optimizer", look)
+    options = ("--method", "dpo", "--steps", 1, "--batch-size", 4, "--samples", 0, "--out", tmp_path / "run")
+    place = "--offload-params" if offload else "--no-offload-params"
+    finished(folder / "qwen", folder / "pairs.jsonl", *options, place)
+    model = loaded(folder / "qwen")[0]
+    assert numels == {name: param.numel() for name, param in model.named_parameters()}
+    assert closed == [(len(numels), len(numels))]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ["sft", "lora", "qlora", "dpo"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from twinflow.files import read_json
 from twinflow.integrations import need
+from twinflow.integrations.dpo import TwinDPOTrainer
 from twinflow.integrations.finetune_data import EXTRA, NAME, Prepared, no_model
 from twinflow.integrations.huggingface import TwinMixin
 from twinflow.integrations.pretrained import from_pretrained
@@ -164,15 +165,8 @@ class SFT(TuneMixin, trl.SFTTrainer):  # type: ignore[name-defined,misc]
     """Supervised fine-tuning by TRL, on data that `Preparation` has tokenized, with `TuneMixin`'s measurements."""
 
 
-class DPO(TuneMixin, trl.DPOTrainer):  # type: ignore[name-defined,misc]
-    """Direct preference optimization by TRL. Its constructor computes the log probabilities of the untuned model, for
-    which weights on the host need their optimizer.
-    """
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        if self.twin is None and self._twin_options.get("offload_params"):
-            self.create_optimizer()  # TRL runs the model in its constructor, and the weights are not on the device
-        return super()._precompute_ref_logps(*args, **kwargs)
+class DPO(TuneMixin, TwinDPOTrainer):
+    """Direct preference optimization by TRL, with `TuneMixin`'s measurements."""
 
 
 class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
