@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from twinflow.cli.finetune_settings import ADAPTERS, SEQUENCES, FinetuneSettings
 from twinflow.cli.plan_input import this_setting
+from twinflow.integrations.ranks import STAGE
 from twinflow.planner.fit import Fit, Wish, choose_fit
 from twinflow.planner.models import from_hf
 
@@ -27,19 +28,32 @@ class Choice:
     notes: list[str]
 
 
-def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, num_rows: int) -> Choice:
-    """The planner's choice for this machine. Raises a MemoryError if nothing fits."""
+def choose(
+    settings: FinetuneSettings,
+    config: dict[str, Any],
+    seq_length: int,
+    num_rows: int,
+    gpu_bytes: int | None = None,
+    num_machines: int = 1,
+) -> Choice:
+    """The planner's choice for this machine. Raises a MemoryError if nothing fits.
+
+    `gpu_bytes`: the least free memory of the GPUs of all processes. `num_machines`: machines with as much host memory
+    as this one.
+    """
     clip = 1.0 if settings.grad_clip is None else settings.grad_clip
     try:
         model = from_hf(config, Path(settings.model).name)
     except ValueError:
         return _unplanned(settings, str(config.get("model_type")), clip, seq_length, num_rows)
-    place = this_setting(settings.gpu_memory)
+    place = this_setting(gpu_bytes if settings.gpu_memory is None else settings.gpu_memory)
+    memory = replace(place.setting.memory, host_bytes=place.setting.memory.host_bytes * num_machines)
+    setting, world = replace(place.setting, memory=memory), settings.world
     wish = Wish(
         model,
         # Both answers of a pair are in one micro-batch.
         tokens=2 * seq_length if settings.method == "dpo" else seq_length,
-        sequences=min(SEQUENCES, num_rows),
+        sequences=_sequences(num_rows, world),
         method=settings.method if settings.method in ADAPTERS else "full",
         rank=settings.rank,
         clips=None if settings.grad_clip is None else settings.grad_clip > 0,
@@ -50,16 +64,20 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
         states=settings.states,
         ratio=settings.ratio,
         offload_params=settings.offload_params,
+        world=world,
+        stage=STAGE if world > 1 else 0,
     )
-    fit = choose_fit(wish, place.setting)
+    fit = choose_fit(wish, setting)
     if not fit.fits:
         raise MemoryError(_short(fit, place.text))
-    on_gpu = place.setting.memory.gpu_bytes > 0
-    speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s else ""
+    on_gpu = memory.gpu_bytes > 0
+    # The speed of the connection between processes is not known.
+    speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s and world == 1 else ""
     recomputed = ", activations recomputed" if fit.checkpointing else ""
     share = f", {fit.ratio:.0%} of it on the host" if on_gpu and not fit.offload_params else ""
     weights = ", weights on the host" if fit.offload_params else ""
-    memory = f"GPU {_gb(fit.gpu_bytes)}, host {_gb(fit.host_bytes)}" if on_gpu else f"host {_gb(fit.host_bytes)}"
+    each, together = (" each", " together") if world > 1 else ("", "")
+    gpu = f"GPU {_gb(fit.gpu_bytes)}{each}, " if on_gpu else ""
     return Choice(
         batch_size=fit.micro_batch,
         accumulation=fit.accumulation,
@@ -70,9 +88,10 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
         offload_params=fit.offload_params,
         rows=[
             ("machine", place.text),
-            ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length) + recomputed),
+            *_rank_rows(world, fit.offload_params),
+            ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length, world) + recomputed),
             ("state", f"AdamW in {fit.states}{share}{weights}"),
-            ("planned", f"{memory}{speed}"),
+            ("planned", f"{gpu}host {_gb(fit.host_bytes)}{together}{speed}"),
         ],
         notes=list(fit.changes),
     )
@@ -81,7 +100,8 @@ def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, 
 def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_length: int, num_rows: int) -> Choice:
     """Settings that need little memory, for a model that the planner does not know."""
     batch = settings.batch_size or 1
-    parts = settings.accumulation or max(1, min(SEQUENCES, num_rows) // batch)
+    parts = settings.accumulation or max(1, _sequences(num_rows, settings.world) // batch)
+    offload_params = bool(settings.offload_params)
     checkpointing = settings.checkpoint_activations is not False
     note = (
         f"The planner does not know models of type {model_type!r}, so the settings are those that need little memory. "
@@ -94,15 +114,29 @@ def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_len
         grad_clip=clip,
         states=settings.states or "fp32",
         ratio=1.0 if settings.ratio is None else settings.ratio,
-        offload_params=bool(settings.offload_params),
-        rows=[("batch", _batch_text(batch, parts, seq_length))],
+        offload_params=offload_params,
+        rows=[
+            *_rank_rows(settings.world, offload_params),
+            ("batch", _batch_text(batch, parts, seq_length, settings.world)),
+        ],
         notes=[note],
     )
 
 
-def _batch_text(batch: int, parts: int, seq_length: int) -> str:
+def _sequences(num_rows: int, world: int) -> int:
+    """Sequences of each process in a step, if the options leave them open."""
+    return max(1, min(SEQUENCES, num_rows) // world)
+
+
+def _rank_rows(world: int, offload_params: bool) -> list[tuple[str, str]]:
+    return [("ranks", f"{world}, ZeRO stage {3 if offload_params else STAGE}")] if world > 1 else []
+
+
+def _batch_text(batch: int, parts: int, seq_length: int, world: int) -> str:
     micro = f"1 micro-batch of {batch}" if parts == 1 else f"{parts} micro-batches of {batch}"
-    return f"{micro} sequences, each of at most {seq_length:,} tokens"
+    on_each = " on each rank" if world > 1 else ""
+    plural = "" if batch == 1 else "s"
+    return f"{micro} sequence{plural}{on_each}, each of at most {seq_length:,} tokens"
 
 
 def _short(fit: Fit, machine: str) -> str:

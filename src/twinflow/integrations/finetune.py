@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from twinflow.files import read_json
 from twinflow.integrations import need
 from twinflow.integrations.dpo import TwinDPOTrainer
-from twinflow.integrations.finetune_data import EXTRA, NAME, Prepared, no_model
+from twinflow.integrations.finetune_data import EXTRA, IGNORED, NAME, Prepared, no_model
 from twinflow.integrations.huggingface import TwinMixin
 from twinflow.integrations.pretrained import from_pretrained
 from twinflow.monitor.metrics import StepMeter, StepRecord, ValidRecord
@@ -78,6 +78,12 @@ def load_model(model: str, dtype: torch.dtype, method: str) -> nn.Module:
     return _quantized(loaded) if method == "qlora" and not by_kernels else loaded
 
 
+def load_whole(model: str, dtype: torch.dtype) -> nn.Module:
+    """The model in memory, without communication between ranks."""
+    loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return loaded
+
+
 def _quantized(model: nn.Module) -> nn.Module:
     """Stores the matrices of all linear layers but the head in 4 bits (NF4), frozen."""
     torchao = need("torchao.quantization", EXTRA, NAME)
@@ -103,7 +109,12 @@ class Listener(Protocol):
     def begin(self, trainer: Any) -> None:
         """The optimizer exists and no step has run in this process."""
 
-    def step(self, record: StepRecord) -> None: ...
+    def exchange(self, loss: float, num_tokens: int) -> None:
+        """Tells the other ranks this rank's loss and tokens of a step. All ranks call this before `step`."""
+
+    def step(self, record: StepRecord) -> StepRecord:
+        """Gets the record of this rank and returns that of all ranks."""
+        ...
 
     def valid(self, record: ValidRecord) -> None: ...
 
@@ -144,6 +155,56 @@ class TuneMixin(TwinMixin):
         self.marks.middle = self.clock.now()
         return found
 
+    def _get_train_sampler(self, *_: Any, **__: Any) -> list[int]:
+        """The rows of all steps: every row once in a random order, then every row again in another order, and so on.
+
+        Every step is full. It has the same rows however ranks and micro-batches divide it, and a rank never has fewer
+        of them than the others. With an epoch of the Trainer, the last step of an epoch would have fewer rows, or on
+        several ranks rows that are repeated.
+        """
+        trainer: Any = self
+        args, num_rows = trainer.args, len(trainer.train_dataset)
+        num_wanted = args.max_steps * args.gradient_accumulation_steps * args.train_batch_size * args.world_size
+        generator = torch.Generator().manual_seed(args.seed)
+        passes = [torch.randperm(num_rows, generator=generator) for _ in range(-(-num_wanted // num_rows))]
+        return torch.cat(passes)[:num_wanted].tolist()
+
+    def num_counted(self, inputs: Any) -> int:
+        """The number of terms of which the loss of a batch is the mean."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The mean loss of the validation data, over its learned tokens or pairs of answers.
+
+        The Trainer takes the mean of the losses of batches, which depends on how the rows are divided. Here it does
+        not. All ranks compute equally many batches, because a forward may gather weights.
+        """
+        trainer: Any = self
+        args, data = trainer.args, trainer.eval_dataset
+        was_training = trainer.model.training
+        trainer.model.eval()
+        total = count = 0.0
+        for first in range(0, len(data), args.eval_batch_size * args.world_size):
+            own = range(first + args.process_index, len(data), args.world_size)[: args.eval_batch_size]
+            inputs = trainer._prepare_inputs(trainer.data_collator([data[row] for row in own or (0,)]))
+            weight = self.num_counted(inputs) if own else 0  # 0: other ranks have rows, and this rank has none
+            total += weight * float(trainer.compute_loss(trainer.model, inputs))
+            count += weight
+        trainer.model.train(was_training)
+        team = None if self.twin is None else self.twin.team
+        sums = torch.tensor([total, count], dtype=torch.float64)
+        if team is not None and team.world > 1:
+            sums = team.calls.gather_rows(sums).sum(dim=0)
+        found = {"eval_loss": float(sums[0] / sums[1])}
+        trainer.control = trainer.callback_handler.on_evaluate(args, trainer.state, trainer.control, found)
+        return found
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        # The next file is the mark of a complete checkpoint, so the files of all ranks come first.
+        cast(Any, self).accelerator.wait_for_everyone()
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         start = self.clock.now()
         mask, tokens = inputs.get("attention_mask"), inputs["input_ids"]
@@ -164,9 +225,15 @@ class TuneMixin(TwinMixin):
 class SFT(TuneMixin, trl.SFTTrainer):  # type: ignore[name-defined,misc]
     """Supervised fine-tuning by TRL, on data that `Preparation` has tokenized, with `TuneMixin`'s measurements."""
 
+    def num_counted(self, inputs: Any) -> int:
+        return int((inputs["labels"][..., 1:] != IGNORED).sum())  # nothing predicts the first token
+
 
 class DPO(TuneMixin, TwinDPOTrainer):
     """Direct preference optimization by TRL, with `TuneMixin`'s measurements."""
+
+    def num_counted(self, inputs: Any) -> int:
+        return len(inputs["input_ids"]) // 2  # both answers of a pair are rows of the batch
 
 
 class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
@@ -181,8 +248,6 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         self._start_s = 0.0
         self._save_start_s = 0.0
         self._lr = 0.0
-        self._num_tokens = 0
-        self._is_bad = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._listener.begin(self.trainer)
@@ -193,8 +258,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         self._lr = float(self.trainer.twin.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        record = self._record(state)
-        self._listener.step(record)
+        record = self._listener.step(self._record(state))
         # A loss or gradient that is not finite ends the run without a checkpoint: --resume needs a good one.
         is_bad = not math.isfinite(record.loss) or record.skipped
         is_last = state.global_step >= state.max_steps
@@ -227,7 +291,7 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         forward_s = sum(clock.seconds(start, middle) for start, middle, _ in marks.times)
         backward_s = sum(clock.seconds(middle, end) for _, middle, end in marks.times)
         num_tokens = int(sum(int(number) for number in marks.num_tokens))
-        self._num_tokens += num_tokens
+        self._listener.exchange(loss, num_tokens)
         return self._meter.record(
             counts,
             wall_s,
@@ -237,7 +301,6 @@ class Steps(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
             lr=self._lr,
             num_tokens=num_tokens,
             skipped=not twin.was_applied,
-            tokens_total=self._num_tokens,
             host_share=twin.host_share,
         )
 
@@ -272,6 +335,7 @@ def make_trainer(
         "logging_nan_inf_filter": False,
         "save_total_limit": settings.keep_last,
         "report_to": [],
+        "log_level_replica": "error",  # as `quiet` for the first rank
         "disable_tqdm": True,
         "dataloader_pin_memory": device.type == "cuda",
         "use_cpu": device.type == "cpu",
@@ -303,7 +367,7 @@ def make_trainer(
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint. Those without their last file, of a run that was killed while it saved, are
-    removed. Damaged ones are left out.
+    removed. Damaged ones are left out. Of several ranks, one calls this.
     """
     found: dict[int, Path] = {}
     for path in folder.glob("checkpoint-*"):
@@ -339,11 +403,14 @@ def answer(model: Any, tokenizer: Any, prompt: str) -> str:
 def save_tuned(trainer: Any, tokenizer: Any, folder: Path, card: str, merge: Callable[[], nn.Module] | None) -> None:
     """Writes the tuned model as a folder that `from_pretrained` loads: weights or adapters, tokenizer, chat template,
     generation config and model card. The folder appears when it is complete. `merge`: loads the base model, into which
-    the adapters are merged.
+    the adapters are merged. All ranks must call this function, and rank 0 writes.
     """
     partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    if trainer.is_world_process_zero():
+        shutil.rmtree(partial, ignore_errors=True)
     trainer.save_model(str(partial))
+    if not trainer.is_world_process_zero():
+        return
     if merge is not None:
         merged = peft.PeftModel.from_pretrained(merge(), str(partial)).merge_and_unload()
         shutil.rmtree(partial)

@@ -104,9 +104,10 @@ class Fit:
 
 def places(wish: Wish) -> tuple[bool, ...]:
     """Whether weights may be on the host: False, True or both. They are refused there with delayed updates and with a
-    ratio other than 1.
+    ratio other than 1. On several GPUs, a base in 4 bits stays on each of them.
     """
-    if wish.offload_params is None and (wish.delayed or wish.ratio not in (None, 1.0)):
+    stays = wish.method == "qlora" and wish.world > 1
+    if wish.offload_params is None and (stays or wish.delayed or wish.ratio not in (None, 1.0)):
         return (False,)
     return _either(wish.offload_params)
 
@@ -189,7 +190,7 @@ def _ratio(run: Run, wish: Wish, setting: Setting) -> float:
 
 def _used(run: Run, wish: Wish, setting: Setting) -> Bytes:
     used = costs.bytes_of(run, costs.placed_at(run, _ratio(run, wish, setting)), setting.memory)
-    return used if setting.memory.gpu_bytes else costs.without_gpu(used)
+    return used if setting.memory.gpu_bytes else costs.without_gpu(used, run.world)
 
 
 def _missing(run: Run, wish: Wish, setting: Setting) -> Memory:
