@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import signal
 import sys
@@ -21,6 +22,7 @@ from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli import finetune as command
+from twinflow.cli import plan_input
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
@@ -161,7 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -
 
 
 def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> None:
+    def forbidden(_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(command, "_load_libraries", forbidden)
@@ -173,6 +175,24 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
     assert "'preference' for --method dpo" in refused("no/model", path, "--method", "dpo")
     path.write_text(json.dumps(FORMS["preference"][0]) + "\n")
     assert "Use --method dpo" in refused("no/model", path)
+
+
+def test_without_a_network_only_the_cache_of_the_hub_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a misspelt folder would be asked of the hub again and again, for half a minute."""
+
+    def fails(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(plan_input, "getproxies", dict)
+    monkeypatch.setattr(plan_input.socket, "getaddrinfo", fails)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # restored after the test
+    data = folder / "train.jsonl"
+    finished(folder / "qwen", data, "--dry-run")
+    assert "HF_HUB_OFFLINE" not in os.environ
+    text = refused("tiny/qwenn", data)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "There is no such folder, it is not in the local cache of the hub, and the hub cannot be reached." in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import random
 import shlex
 import time
@@ -38,6 +39,7 @@ from twinflow.cli.finetune_settings import (
     as_json,
     make_settings,
 )
+from twinflow.cli.plan_input import resolve_hub
 from twinflow.cli.ranks import ONE_SIGNAL_S, USER_ERRORS, Ranks, SharedError, join
 from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
@@ -82,7 +84,7 @@ def finetune(options: FinetuneOptions) -> None:
         settings = replace(settings, out=Path(ranks.first(str(settings.out))), threads=ranks.least(settings.threads))
         with ranks.together():
             checked = check_files(settings)
-            quiet = _load_libraries()
+            quiet = _load_libraries(settings)
         with quiet():
             run = prepare(settings, saved, checked, ranks, console)
             outcome = None if settings.dry_run else run_tuning(run, console)
@@ -121,8 +123,15 @@ def check_files(settings: FinetuneSettings) -> dict[str, Examples]:
     return checked
 
 
-def _load_libraries() -> Callable[[], AbstractContextManager[None]]:
-    """Imports the libraries, and returns a context without their progress bars and warnings."""
+def _load_libraries(settings: FinetuneSettings) -> Callable[[], AbstractContextManager[None]]:
+    """Imports the libraries, and returns a context without their progress bars and warnings. Without a network to the
+    hub, they use only their local cache.
+    """
+    if not all(Path(name).exists() for name in (settings.model, settings.data)):
+        try:
+            resolve_hub()
+        except OSError:
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when they are imported
     # They report, on import or in every run, what a user of this command cannot change.
     for name in ("torchao", "torch.utils._pytree", "trl", "accelerate", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)

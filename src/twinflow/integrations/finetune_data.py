@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ def load_config(model: str) -> Any:
 def no_model(model: str, error: Exception) -> ValueError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     remedy = f"transformers reports: {first}"
+    if os.environ.get("HF_HUB_OFFLINE") == "1" and not Path(model).exists():
+        remedy = "There is no such folder, it is not in the local cache of the hub, and the hub cannot be reached."
     return invalid_value("MODEL", model, "the folder or the hub name of a causal language model", remedy)
 
 
