@@ -105,7 +105,8 @@ class Preparation:
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 "The data are chats, but the tokenizer of the model has no chat template, as is usual for a model that "
-                "was not tuned for chats. Give a Jinja file with --chat-template."
+                "was not tuned for chats. Use the version of the model for chats, or give a Jinja file with "
+                "--chat-template, or use texts as prompt and completion."
             )
 
     def rows(self, examples: Examples) -> list[Row]:
