@@ -141,6 +141,8 @@ def test_a_tuned_model_loads_in_transformers_and_a_run_is_resumed(folder: Path, 
     (out / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()
     again = finished(*given, "--resume", "--out", out)
     assert "checkpoint-2" in again
+    begun = finished(*given, "--resume", "--steps", 1, "--samples", 0, "--out", tmp_path / "new")
+    assert "There is no checkpoint yet. Training starts from step 0." in begun
     assert (out / "model" / "model.safetensors").read_bytes() == weights
     assert "but must be 0.001, as when the run began" in refused(*given, "--lr", 3, "--resume", "--out", out)
     assert "a folder without an earlier run" in refused(*given, "--out", out)
@@ -209,7 +211,7 @@ def test_without_a_network_only_the_cache_of_the_hub_is_used(folder: Path, monke
         (("--gpu-memory", "8GB"), "this machine has no GPU"),
         (("--chat-template", "none.jinja"), "an existing Jinja file"),
         (("--resume",), "--resume needs the folder of the run"),
-        (("--resume", "--out", "none"), "the folder of a run with a file settings.json"),
+        (("--resume", "--out", "."), "the folder of a run with a file settings.json"),
         (("--seq-length", 0), "--seq-length is 0"),
     ],
 )

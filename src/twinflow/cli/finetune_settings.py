@@ -108,7 +108,9 @@ class FinetuneOptions:
         None, "Steps between checkpoints. 0: only one at the end.  [default: 0]", "--save-every --save-interval"
     )
     keep_last: int | None = option(None, "How many checkpoints to keep.  [default: 2]")
-    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    resume: bool = option(
+        False, "Continue the run in --out from its last checkpoint. If there is no such folder, begin it.", "--resume"
+    )
     dry_run: bool = option(False, "Check the data and show the plan, without loading the model.", "--dry-run")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 24GB.")
     threads: int | None = option(
@@ -190,9 +192,10 @@ def make_settings(
     if options.resume:
         if options.out is None:
             raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
-        saved = read_saved(options.out)
-        _check_same(given, saved)
-        saved = _redivided(saved, world)
+        if options.out.exists():  # a launcher that restarts failed ranks begins the run with --resume too
+            saved = read_saved(options.out)
+            _check_same(given, saved)
+            saved = _redivided(saved, world)
     stored = {name: value for name, value in saved.items() if value is not None}
     kept = {name: value for name, value in stored.items() if name not in FREE}
     values = {**_DEFAULTS, **stored, **given, **kept, "world": world}
