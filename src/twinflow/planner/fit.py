@@ -141,7 +141,10 @@ def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
     if wish.micro_batch is None and wish.accumulation is None:
         for clips in clipping:
             for count in range(wish.sequences - 1, 0, -1):
-                note = f"A step has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+                each = " of each GPU" if wish.world > 1 else ""
+                note = (
+                    f"A step{each} has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+                )
                 found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
     return found
 
