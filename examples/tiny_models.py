@@ -2,7 +2,7 @@
 chat template, and questions and answers of a synthetic task.
 
     python examples/tiny_models.py tiny
-    twinflow finetune tiny/qwen tiny/train.jsonl --steps 150 --lr 1e-3 --out tiny/run
+    twinflow finetune tiny/qwen tiny/train.jsonl --steps 250 --lr 1e-3 --out runs/tiny
 
 The models are pretrained here, for some seconds, on plain text that counts: "After 41 comes 42." They have never
 seen a question. `train.jsonl` has chats that ask for the numbers after a number. `test.jsonl` asks about other numbers.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
+
+for _name in ("torchao", "torch.utils._pytree"):  # on import they report what concerns no user of this script
+    logging.getLogger(_name).setLevel(logging.ERROR)
+from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -27,8 +31,9 @@ from transformers import (
     Qwen3ForCausalLM,
     set_seed,
 )
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
-from twinflow import TwinOptimizer
+from twinflow import TwinOptimizer  # noqa: E402
 
 FIRST, LAST = 10, 99  # all numbers
 QUESTIONS = {1: "Which number comes after {}?", 3: "Write the three numbers after {}."}
@@ -170,6 +175,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("tiny"))
     parser.add_argument("--steps", type=int, default=600, help="steps of pretraining (default: 600)")
     given = parser.parse_args()
+    disable_progress_bar()
     given.folder.mkdir(parents=True, exist_ok=True)
     write_data(given.folder)
     test = read_rows(given.folder / "test.jsonl")
@@ -181,7 +187,7 @@ def main() -> None:
         tokenizer.save_pretrained(given.folder / kind)
         share = exact_share(model.eval(), tokenizer, test)
         print(f"{given.folder / kind}: loss {loss:.3f}, answers {share:.0%} of the questions exactly")
-    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 150 --lr 1e-3")
+    print(f"try: twinflow finetune {given.folder}/qwen {given.folder}/train.jsonl --steps 250 --lr 1e-3")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,13 @@ def collectives_of_one_rank(rank: int, world: int, is_checked: bool, device: str
     return found
 
 
+def broadcast_one_element(rank: int, world: int) -> float:
+    """A tensor of one element with a stride of 16, which torch calls contiguous."""
+    given = torch.arange(32.0)[16::16] + rank
+    new_group("gloo").broadcast(given.as_strided((1,), (16,)))
+    return float(given)
+
+
 def digest_checked(rank: int, world: int, stage: int) -> str:
     os.environ[CHECK] = "1"
     return digest_alone(rank, world, stage)

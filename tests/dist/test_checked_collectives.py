@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 from dist_support import run_ranks
-from group_cases import call_from_two_threads, call_in_different_orders, collectives_of_one_rank, train_checked
+from group_cases import (
+    broadcast_one_element,
+    call_from_two_threads,
+    call_in_different_orders,
+    collectives_of_one_rank,
+    train_checked,
+)
 from zero_cases import config_of, train_all
 
 
@@ -26,6 +32,10 @@ def test_two_threads_are_an_error() -> None:
 
 def test_one_rank_gets_the_same_results_from_the_backend() -> None:
     assert run_ranks(1, collectives_of_one_rank, True) == run_ranks(1, collectives_of_one_rank, False)
+
+
+def test_a_broadcast_takes_one_element_with_any_stride() -> None:
+    assert run_ranks(2, broadcast_one_element) == [16.0, 16.0]
 
 
 @pytest.mark.matrix

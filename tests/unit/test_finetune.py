@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import signal
 import sys
@@ -21,6 +22,7 @@ from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
 from twinflow.cli import finetune as command
+from twinflow.cli import plan_input
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
@@ -139,6 +141,8 @@ def test_a_tuned_model_loads_in_transformers_and_a_run_is_resumed(folder: Path, 
     (out / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()
     again = finished(*given, "--resume", "--out", out)
     assert "checkpoint-2" in again
+    begun = finished(*given, "--resume", "--steps", 1, "--samples", 0, "--out", tmp_path / "new")
+    assert "There is no checkpoint yet. Training starts from step 0." in begun
     assert (out / "model" / "model.safetensors").read_bytes() == weights
     assert "but must be 0.001, as when the run began" in refused(*given, "--lr", 3, "--resume", "--out", out)
     assert "a folder without an earlier run" in refused(*given, "--out", out)
@@ -151,8 +155,17 @@ def test_a_dry_run_reports_and_writes_nothing(folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_a_loss_that_is_not_finite_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ("--steps", 4, "--lr", 1e30, "--grad-clip", 0, "--samples", 0, "--out", out)
+    text = refused(folder / "qwen", folder / "train.jsonl", *options)
+    assert "is not a finite number. Use a lower --lr (now 1e+30)" in text
+    assert (out / "report.html").exists()
+    assert not list((out / "checkpoints").glob("checkpoint-*"))
+
+
 def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> None:
+    def forbidden(_: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(command, "_load_libraries", forbidden)
@@ -164,6 +177,24 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
     assert "'preference' for --method dpo" in refused("no/model", path, "--method", "dpo")
     path.write_text(json.dumps(FORMS["preference"][0]) + "\n")
     assert "Use --method dpo" in refused("no/model", path)
+
+
+def test_without_a_network_only_the_cache_of_the_hub_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a misspelt folder would be asked of the hub again and again, for half a minute."""
+
+    def fails(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(plan_input, "getproxies", dict)
+    monkeypatch.setattr(plan_input.socket, "getaddrinfo", fails)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # restored after the test
+    data = folder / "train.jsonl"
+    finished(folder / "qwen", data, "--dry-run")
+    assert "HF_HUB_OFFLINE" not in os.environ
+    text = refused("tiny/qwenn", data)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "There is no such folder, it is not in the local cache of the hub, and the hub cannot be reached." in text
 
 
 @pytest.mark.parametrize(
@@ -181,7 +212,7 @@ def test_broken_data_is_refused_before_anything_is_imported(tmp_path: Path, monk
         (("--gpu-memory", "8GB"), "this machine has no GPU"),
         (("--chat-template", "none.jinja"), "an existing Jinja file"),
         (("--resume",), "--resume needs the folder of the run"),
-        (("--resume", "--out", "none"), "the folder of a run with a file settings.json"),
+        (("--resume", "--out", "."), "the folder of a run with a file settings.json"),
         (("--seq-length", 0), "--seq-length is 0"),
     ],
 )
@@ -191,16 +222,36 @@ def test_wrong_options_are_refused(options: tuple[Any, ...], reason: str, tmp_pa
     assert reason in refused("no/model", path, *options)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "a",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert "The number of processes" in refused("no/model", "data.jsonl")
+@pytest.mark.parametrize("offload", [True, False])
+def test_dpo_reads_each_weight_once_and_only_for_the_optimizer(
+    offload: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL would hash all weights before the optimizer takes them, so that a whole copy of the model is in memory."""
+    import pretrained_cases as cases
+
+    from twinflow.integrations import dpo, pretrained
+
+    read, create = pretrained._FileTensor.read, dpo.TwinDPOTrainer.create_optimizer
+    numels: dict[str, int] = {}
+    closed: list[tuple[int, int]] = []
+
+    def count(self: Any, start: int, into: torch.Tensor) -> None:
+        numels[self.info.name] = numels.get(self.info.name, 0) + into.numel()
+        read(self, start, into)
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.twin is None:
+            closed.append((cases.num_closed(self.model), len(list(self.model.parameters()))))
+        return create(self, *args, **kwargs)
+
+    monkeypatch.setattr(pretrained._FileTensor, "read", count)
+    monkeypatch.setattr(dpo.TwinDPOTrainer, "create_optimizer", look)
+    options = ("--method", "dpo", "--steps", 1, "--batch-size", 4, "--samples", 0, "--out", tmp_path / "run")
+    place = "--offload-params" if offload else "--no-offload-params"
+    finished(folder / "qwen", folder / "pairs.jsonl", *options, place)
+    model = loaded(folder / "qwen")[0]
+    assert numels == {name: param.numel() for name, param in model.named_parameters()}
+    assert closed == [(len(numels), len(numels))]
 
 
 @pytest.mark.matrix

@@ -58,6 +58,20 @@ def test_clipping_goes_before_sequences_and_both_are_named() -> None:
     assert not choose_fit(Wish(LLAMA_8B, 2048, clips=True), setting_of("rtx4090", 52)).fits
 
 
+def test_several_ranks_share_the_machine() -> None:
+    """Without GPUs each rank has its own process and weights. A base in 4 bits is not on the hosts of several ranks."""
+    no_gpu = Setting(Rates(0.0, 0.0, 0.0, {}, {}, 0.0, 0.0), Memory(0, 64 * GB))
+    one, two = (
+        choose_fit(Wish(cost_of(PRESETS["tiny"], "tiny"), 64, weights="fp32", world=world, stage=2), no_gpu)
+        for world in (1, 2)
+    )
+    assert 1.9 * one.host_bytes < two.host_bytes < 2.1 * one.host_bytes
+    small = setting_of("rtx4070", 64, gpu_gb=8)
+    fits = [choose_fit(Wish(LLAMA_8B, 2048, method="qlora", world=world, stage=2), small) for world in (1, 2)]
+    assert [fit.offload_params for fit in fits] == [True, False]
+    assert [fit.fits for fit in fits] == [True, False]
+
+
 def test_exact_formats_are_preferred() -> None:
     assert choose_fit(Wish(LLAMA_8B, 2048), setting_of("rtx4090", 256)).states == "fp32"
     assert choose_fit(Wish(LLAMA_8B, 2048), setting_of("rtx4090", 128)).states == "bf16"

@@ -18,6 +18,7 @@ import twinflow
 from twinflow.offload.quantised import inner_tensors, is_quantised, quantised_in
 from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.whole import whole_weights
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -179,3 +180,22 @@ def test_parameters_of_bitsandbytes_count_as_quantised() -> None:
     assert is_quantised(kind(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
     assert not is_quantised(nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
     assert not is_quantised(nn.Parameter(torch.zeros(4)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_whole_weights_have_copies_of_quantised_ones(kind: str) -> None:
+    """NF4 tensors of torchao do not copy themselves."""
+    if kind == "nf4":
+        model: nn.Module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4))
+        compact = torchao.NF4Tensor.from_tensor(torch.randn(64, 64), 64, 64)
+        model[0].weight = nn.Parameter(compact, requires_grad=False)
+        name = "0.weight"
+    else:
+        model, name = quantised(kind), _UP
+    own = dict(model.named_parameters())[name]
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-3)
+    found = dict(whole_weights(optimizer))[name]
+    for (_, mine), (_, theirs) in zip(inner_tensors(found), inner_tensors(own), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.data_ptr() != theirs.data_ptr()
+    optimizer.close()

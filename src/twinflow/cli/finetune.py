@@ -1,8 +1,9 @@
 """`twinflow finetune`: tunes a pretrained model of Hugging Face on chats, instructions, pairs of answers or texts.
 
 The data is checked before anything is loaded. The planner then chooses batch, state format and place of the weights for
-this machine, and the command reports the choice and one example with its loss mask. `integrations/finetune.py` has the
-parts that need transformers, TRL and PEFT. They are imported when the data has passed the checks.
+this machine (finetune_fit.py), and the command reports the choice and one example with its loss mask.
+`integrations/finetune.py` and `finetune_data.py` have the parts that need transformers, TRL and PEFT. They are imported
+when the data has passed the checks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +26,12 @@ import torch
 import typer
 from rich.console import Console
 
+from twinflow.cli.finetune_fit import Choice, choose
 from twinflow.cli.finetune_settings import (
     ADAPTERS,
     MAX_LENGTH,
     MAX_VALID,
     MIN_ROWS,
-    SEQUENCES,
     SETTINGS,
     VALID_SHARE,
     FinetuneOptions,
@@ -38,22 +39,21 @@ from twinflow.cli.finetune_settings import (
     as_json,
     make_settings,
 )
-from twinflow.cli.plan_input import this_setting
-from twinflow.cli.ranks import USER_ERRORS
+from twinflow.cli.plan_input import resolve_hub
+from twinflow.cli.ranks import ONE_SIGNAL_S, USER_ERRORS, Ranks, SharedError, join
 from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
-from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, print_rows, printable, where
+from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, out_of_memory, print_rows, printable, where
+from twinflow.cli.training import Talk
 from twinflow.data.chats import Examples, check_rows, read_examples
 from twinflow.data.files import missing_path
 from twinflow.errors import invalid_value, unusable_path
 from twinflow.files import read_json, write_whole
-from twinflow.launch.environment import rank_environment
+from twinflow.integrations.ranks import watch_ranks
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, write_report
 from twinflow.native import set_threads
-from twinflow.planner.fit import Fit, Wish, choose_fit
-from twinflow.planner.models import from_hf
 from twinflow.version import __version__
 
 CHECKPOINTS, TUNED, SAMPLES = "checkpoints", "model", "samples.json"
@@ -71,23 +71,39 @@ def finetune(options: FinetuneOptions) -> None:
     prompts with answers, pairs of answers, or texts.
 
     Example: twinflow finetune Qwen/Qwen2.5-1.5B-Instruct chats.jsonl --out runs/first
+
+    If the command is started with `twinflow launch --module twinflow finetune`, torchrun or srun, all ranks tune one
+    model together.
     """
-    console = Console()
+    console, ranks = Console(), Ranks()
     try:
-        _check_alone()
-        settings, saved = make_settings(options)
-        checked = check_files(settings)
-        quiet = _load_libraries()
+        ranks = join()
+        console = ranks.console(console)
+        with ranks.together():
+            settings, saved = make_settings(options, ranks.world, ranks.here.local_world_size)
+        settings = replace(settings, out=Path(ranks.first(str(settings.out))), threads=ranks.least(settings.threads))
+        with ranks.together():
+            checked = check_files(settings)
+            quiet = _load_libraries(settings)
         with quiet():
-            run = prepare(settings, saved, checked, console)
-            if settings.dry_run:
-                return
-            outcome = run_tuning(run, console)
-    except (*USER_ERRORS, ImportError) as error:
-        typer.echo(f"error: {error}", err=True)
+            run = prepare(settings, saved, checked, ranks, console)
+            outcome = None if settings.dry_run else run_tuning(run, console)
+    except (*USER_ERRORS, ImportError, RuntimeError) as raised:
+        error = out_of_memory(raised)
+        if not isinstance(error, (*USER_ERRORS, ImportError)):
+            raise
+        if (text := ranks.message(error)) is not None:
+            typer.echo(text, err=True)
+        else:
+            ranks.after_first()
         raise typer.Exit(1) from None
-    show(run, outcome, console)
-    raise typer.Exit(EXIT_CODES[outcome.status])
+    if outcome is None:
+        ranks.leave(is_failure=False)
+        return
+    if ranks.is_first:
+        show(run, outcome, console)
+    ranks.leave(is_failure=outcome.status == "stopped")
+    raise typer.Exit(1 if outcome.status == "stopped" else EXIT_CODES[outcome.status])
 
 
 def check_files(settings: FinetuneSettings) -> dict[str, Examples]:
@@ -107,126 +123,21 @@ def check_files(settings: FinetuneSettings) -> dict[str, Examples]:
     return checked
 
 
-def _load_libraries() -> Callable[[], AbstractContextManager[None]]:
-    """Imports the libraries, and returns a context without their progress bars and warnings."""
+def _load_libraries(settings: FinetuneSettings) -> Callable[[], AbstractContextManager[None]]:
+    """Imports the libraries, and returns a context without their progress bars and warnings. Without a network to the
+    hub, they use only their local cache.
+    """
+    if not all(Path(name).exists() for name in (settings.model, settings.data)):
+        try:
+            resolve_hub()
+        except OSError:
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when they are imported
     # They report, on import or in every run, what a user of this command cannot change.
     for name in ("torchao", "torch.utils._pytree", "trl", "accelerate", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from twinflow.integrations.finetune import quiet
+    from twinflow.integrations.finetune_data import quiet
 
     return quiet
-
-
-def _check_alone() -> None:
-    found = rank_environment(os.environ)
-    if found is not None and found.world_size > 1:
-        remedy = "Use TRL with TwinMixin for several processes (docs/finetune.md)."
-        raise invalid_value("The number of processes of `twinflow finetune`", found.world_size, [1], remedy)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Settings that depend on the machine."""
-
-    batch_size: int
-    accumulation: int
-    checkpointing: bool
-    grad_clip: float
-    states: str
-    ratio: float
-    offload_params: bool
-    rows: list[tuple[str, str]]  # rows of the header that report the choice
-    notes: list[str]
-
-
-def choose(settings: FinetuneSettings, config: dict[str, Any], seq_length: int, num_rows: int) -> Choice:
-    """The planner's choice for this machine. Raises a MemoryError if nothing fits."""
-    clip = 1.0 if settings.grad_clip is None else settings.grad_clip
-    try:
-        model = from_hf(config, Path(settings.model).name)
-    except ValueError:
-        return _unplanned(settings, str(config.get("model_type")), clip, seq_length, num_rows)
-    place = this_setting(settings.gpu_memory)
-    wish = Wish(
-        model,
-        # Both answers of a pair are in one micro-batch.
-        tokens=2 * seq_length if settings.method == "dpo" else seq_length,
-        sequences=min(SEQUENCES, num_rows),
-        method=settings.method if settings.method in ADAPTERS else "full",
-        rank=settings.rank,
-        clips=None if settings.grad_clip is None else settings.grad_clip > 0,
-        weights=settings.precision,
-        micro_batch=settings.batch_size,
-        accumulation=settings.accumulation,
-        checkpointing=settings.checkpoint_activations,
-        states=settings.states,
-        ratio=settings.ratio,
-        offload_params=settings.offload_params,
-    )
-    fit = choose_fit(wish, place.setting)
-    if not fit.fits:
-        raise MemoryError(_short(fit, place.text))
-    on_gpu = place.setting.memory.gpu_bytes > 0
-    speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s else ""
-    recomputed = ", activations recomputed" if fit.checkpointing else ""
-    share = f", {fit.ratio:.0%} of it on the host" if on_gpu else ""
-    weights = ", weights on the host" if fit.offload_params else ""
-    memory = f"GPU {_gb(fit.gpu_bytes)}, host {_gb(fit.host_bytes)}" if on_gpu else f"host {_gb(fit.host_bytes)}"
-    return Choice(
-        batch_size=fit.micro_batch,
-        accumulation=fit.accumulation,
-        checkpointing=fit.checkpointing,
-        grad_clip=clip if fit.clips else 0.0,
-        states=fit.states,
-        ratio=fit.ratio,
-        offload_params=fit.offload_params,
-        rows=[
-            ("machine", place.text),
-            ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length) + recomputed),
-            ("state", f"AdamW in {fit.states}{share}{weights}"),
-            ("planned", f"{memory}{speed}"),
-        ],
-        notes=list(fit.changes),
-    )
-
-
-def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_length: int, num_rows: int) -> Choice:
-    """Settings that need little memory, for a model that the planner does not know."""
-    batch = settings.batch_size or 1
-    parts = settings.accumulation or max(1, min(SEQUENCES, num_rows) // batch)
-    checkpointing = settings.checkpoint_activations is not False
-    note = (
-        f"The planner does not know models of type {model_type!r}, so the settings are those that need little memory. "
-        "Change them with --batch-size, --accumulation, --states, --ratio and --offload-params."
-    )
-    return Choice(
-        batch_size=batch,
-        accumulation=parts,
-        checkpointing=checkpointing,
-        grad_clip=clip,
-        states=settings.states or "fp32",
-        ratio=1.0 if settings.ratio is None else settings.ratio,
-        offload_params=bool(settings.offload_params),
-        rows=[("batch", _batch_text(batch, parts, seq_length))],
-        notes=[note],
-    )
-
-
-def _batch_text(batch: int, parts: int, seq_length: int) -> str:
-    micro = f"1 micro-batch of {batch}" if parts == 1 else f"{parts} micro-batches of {batch}"
-    return f"{micro} sequences, each of at most {seq_length:,} tokens"
-
-
-def _short(fit: Fit, machine: str) -> str:
-    """The sentences of the error if nothing fits."""
-    lacks = [("GPU", fit.short_gpu_bytes), ("host", fit.short_host_bytes)]
-    short = " and ".join(f"{_gb(lack)} of {name} memory" for name, lack in lacks if lack)
-    helps = f" Each of these is enough: {'; '.join(fit.helps)}." if fit.helps else ""
-    return f"This run does not fit: it is short by {short} ({machine}).{helps}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.0f} MB"
 
 
 @dataclass(frozen=True)
@@ -234,24 +145,75 @@ class TuneRun:
     """A run that is ready to start or to be resumed."""
 
     settings: FinetuneSettings  # with all values that were chosen
+    ranks: Ranks
     choice: Choice
     tokenizer: Any
-    data: Any  # Prepared of integrations/finetune.py
+    data: Any  # Prepared of integrations/finetune_data.py
     questions: list[tuple[str, str, str]]  # of the sample answers: prompt, question, expected answer
     header: list[tuple[str, str]]
     checkpoint: Path | None  # from which the run is resumed
 
 
 def prepare(
-    settings: FinetuneSettings, saved: dict[str, Any], checked: dict[str, Examples], console: Console
+    settings: FinetuneSettings, saved: dict[str, Any], checked: dict[str, Examples], ranks: Ranks, console: Console
 ) -> TuneRun:
     """Tokenize the data, choose settings for the machine, and report all of it. Of the model, only the tokenizer and
-    the config are loaded. `checked`: examples by the name of their file.
+    the config are loaded. `checked`: examples by the name of their file. Every rank prepares all of the data, and
+    trains on a part of it. The first rank chooses the settings.
     """
-    from twinflow.integrations import finetune as tuning
+    from twinflow.integrations import finetune_data as tuning
+    from twinflow.integrations.finetune import last_checkpoint
+
+    # In turns, because some of it may be downloaded.
+    tokenizer, config, examples, given = ranks.in_turns(lambda: _read(settings, checked))
+    for rank, fingerprint in enumerate(prints := ranks.gather(examples.fingerprint)):
+        if fingerprint != prints[0]:
+            raise SharedError(
+                f"DATA of rank {rank} differs from that of rank 0: the checksums are {fingerprint} and {prints[0]}. "
+                "Put the same data on all machines."
+            )
+    with ranks.together():
+        _check_form(settings.method, examples.form)
+        _check_data(examples.fingerprint, saved)
+        train, valid = _split(examples, given, settings.seed)
+        limit = _max_positions(config)
+        preparation = tuning.Preparation(tokenizer, settings.method, examples)
+        data = tuning.prepare(
+            preparation, train, valid, lambda longest: _seq_length(settings, longest, limit), settings.packing
+        )
+    choice = _chosen(settings, config.to_dict(), data, ranks)
+    with ranks.together():
+        settings = _filled(settings, choice, data)
+        folder = settings.out / CHECKPOINTS
+        checkpoint = last_checkpoint(folder) if settings.resume and ranks.is_first else None
+    found = ranks.first(None if checkpoint is None else str(checkpoint))
+    shown = (valid or train).rows[: settings.num_samples]
+    run = TuneRun(
+        settings=settings,
+        ranks=ranks,
+        choice=choice,
+        tokenizer=tokenizer,
+        data=data,
+        questions=[tuning.question(tokenizer, row) for row in shown],
+        header=_header(settings, config, choice, data, examples, valid),
+        checkpoint=None if found is None else Path(found),
+    )
+    title = f"twinflow {__version__}: tuning {settings.model} on {where()}"
+    print_rows(console, title, run.header)
+    print_example(console, data.shown, train.places[0])
+    for note in choice.notes:
+        console.print(f"Note: {note}", highlight=False, markup=False, soft_wrap=True)
+    with ranks.together():
+        if not settings.dry_run and ranks.is_first:
+            _write_settings(settings, examples.fingerprint)
+    return run
+
+
+def _read(settings: FinetuneSettings, checked: dict[str, Examples]) -> tuple[Any, Any, Examples, Examples | None]:
+    """Tokenizer and config of the model, the data, and that of --valid-data."""
+    from twinflow.integrations import finetune_data as tuning
 
     tokenizer = tuning.load_tokenizer(settings.model, settings.chat_template)
-    config = tuning.load_config(settings.model)
     as_chat = settings.template if settings.template is not None else tokenizer.chat_template is not None
 
     def read(name: str) -> Examples:
@@ -259,35 +221,20 @@ def prepare(
             return checked[name] if as_chat else read_examples(Path(name), as_chat=False)
         return check_rows(tuning.load_rows(name, settings.split), name, as_chat)
 
-    examples = read(settings.data)
-    _check_form(settings.method, examples.form)
-    _check_data(examples.fingerprint, saved)
-    train, valid = _split(examples, None if settings.valid_data is None else read(settings.valid_data), settings.seed)
-    limit = _max_positions(config)
-    preparation = tuning.Preparation(tokenizer, settings.method, examples)
-    data = tuning.prepare(
-        preparation, train, valid, lambda longest: _seq_length(settings, longest, limit), settings.packing
-    )
-    choice = choose(settings, config.to_dict(), data.seq_length, len(data.train))
-    settings = _filled(settings, choice, data)
-    shown = (valid or train).rows[: settings.num_samples]
-    run = TuneRun(
-        settings=settings,
-        choice=choice,
-        tokenizer=tokenizer,
-        data=data,
-        questions=[tuning.question(tokenizer, row) for row in shown],
-        header=_header(settings, config, choice, data, examples, valid),
-        checkpoint=tuning.last_checkpoint(settings.out / CHECKPOINTS) if settings.resume else None,
-    )
-    title = f"twinflow {__version__}: tuning {settings.model} on {where()}"
-    print_rows(console, title, run.header)
-    print_example(console, data.shown, train.places[0])
-    for note in choice.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False, soft_wrap=True)
-    if not settings.dry_run:
-        _write_settings(settings, examples.fingerprint)
-    return run
+    valid = None if settings.valid_data is None else read(settings.valid_data)
+    return tokenizer, tuning.load_config(settings.model), read(settings.data), valid
+
+
+def _chosen(settings: FinetuneSettings, config: dict[str, Any], data: Any, ranks: Ranks) -> Choice:
+    """The choice of the first rank for all ranks."""
+    gpu_bytes = ranks.least(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() and ranks.world > 1 else None
+    num_machines = -(-ranks.world // ranks.here.local_world_size)
+    choice = None
+    with ranks.together():
+        if ranks.is_first:
+            choice = choose(settings, config, data.seq_length, len(data.train), gpu_bytes, num_machines)
+    values = ranks.first(None if choice is None else asdict(choice))
+    return Choice(**{**values, "rows": [(name, text) for name, text in values["rows"]]})
 
 
 def _is_file(name: str) -> bool:
@@ -353,7 +300,7 @@ def _seq_length(settings: FinetuneSettings, longest: int, limit: int | None) -> 
 
 def _filled(settings: FinetuneSettings, choice: Choice, data: Any) -> FinetuneSettings:
     """The settings with the values that data and machine have decided."""
-    sequences = choice.batch_size * choice.accumulation
+    sequences = choice.batch_size * choice.accumulation * settings.world
     steps = settings.steps or max(1, math.ceil(settings.epochs * len(data.train) / sequences))
     warmup = steps // 20 if settings.warmup is None else settings.warmup
     if warmup > steps:
@@ -394,7 +341,7 @@ def _header(
     }
     held = f", {len(valid.rows):,} for validation" if valid is not None else ", none for validation"
     packed = f", packed into {len(data.train):,} sequences" if settings.packing else ""
-    sequences = choice.batch_size * choice.accumulation
+    sequences = choice.batch_size * choice.accumulation * settings.world
     assert settings.steps is not None
     epochs = settings.steps * sequences / len(data.train)
     adapted = f", rank {settings.rank}" if settings.method in ADAPTERS else ""
@@ -430,35 +377,50 @@ def print_example(console: Console, parts: Sequence[tuple[str, str]], place: str
 
 
 class Watcher:
-    """The listener of the trainer: prints progress, writes metrics, and takes the samples before training."""
+    """The listener of the trainer: prints progress, writes metrics, and takes the samples before training. Each rank
+    has one. `metrics`: None on all ranks but the first, which has the records of all.
+    """
 
-    def __init__(self, run: TuneRun, outcome: Outcome, progress: TrainProgress, metrics: MetricsWriter, asked: Any):
+    def __init__(
+        self, run: TuneRun, outcome: Outcome, progress: TrainProgress, metrics: MetricsWriter | None, talk: Talk
+    ):
         self._run = run
         self._outcome = outcome
         self._progress = progress
         self._metrics = metrics
-        self._asked: Callable[[], bool] = asked
+        self._talk = talk
         self.before: list[str] = []  # sample answers
 
     def begin(self, trainer: Any) -> None:
         from twinflow.integrations.finetune import answer
 
-        samples = self._run.settings.out / SAMPLES
+        samples, is_first = self._run.settings.out / SAMPLES, self._run.ranks.is_first
         if self._run.checkpoint is not None:
-            self.before = read_json(samples) if samples.exists() else []
+            self.before = read_json(samples) if is_first and samples.exists() else []
             return
+        # All ranks answer: a forward may gather weights.
         self.before = [answer(trainer.model, self._run.tokenizer, prompt) for prompt, _, _ in self._run.questions]
-        write_whole(samples, json.dumps(self.before) + "\n")
+        if is_first:
+            write_whole(samples, json.dumps(self.before) + "\n")
         if trainer.eval_dataset is not None:
             trainer.evaluate()
 
-    def step(self, record: StepRecord) -> None:
-        self._metrics.write(record)
+    def exchange(self, loss: float, num_tokens: int) -> None:
+        self._talk.after_step(loss, num_tokens)
+
+    def step(self, record: StepRecord) -> StepRecord:
+        record, steps = self._talk.of_all(record), self._outcome.steps
+        before = steps[-1].tokens_total if steps else 0  # also of the run that is resumed
+        record = replace(record, tokens_total=before + record.num_tokens)
+        if self._metrics is not None:
+            self._metrics.write(record)
         self._progress.step(record)
-        self._outcome.steps.append(record)
+        steps.append(record)
+        return record
 
     def valid(self, record: ValidRecord) -> None:
-        self._metrics.write(record)
+        if self._metrics is not None:
+            self._metrics.write(record)
         self._outcome.valids.append(record)
         self._progress.note(f"Validation loss after {record.step} steps: {record.loss:.4f}")
 
@@ -466,14 +428,23 @@ class Watcher:
         self._progress.note(f"Checkpoint: {path} ({duration(seconds)})")
 
     def should_stop(self) -> bool:
-        return self._asked()
+        return self._talk.should_stop()
 
 
 def run_tuning(run: TuneRun, console: Console) -> Outcome:
     """Load the model, train, and write the tuned model. The outcome is finished, interrupted or stopped."""
+    watch = watch_ranks() if run.ranks.world > 1 else None
+    try:
+        return _run_tuning(run, console)
+    finally:
+        if watch is not None:
+            watch.close()  # reports an error of this rank, which ends the other ranks
+
+
+def _run_tuning(run: TuneRun, console: Console) -> Outcome:
     from twinflow.integrations import finetune as tuning
 
-    settings, outcome = run.settings, Outcome()
+    settings, ranks, outcome = run.settings, run.ranks, Outcome()
     assert settings.steps is not None and settings.warmup is not None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     cap_gpu(settings.gpu_memory)
@@ -490,14 +461,14 @@ def run_tuning(run: TuneRun, console: Console) -> Outcome:
         console.print(text, highlight=False, soft_wrap=True)
     path = settings.out / METRICS
     with ExitStack() as stack:
-        metrics = stack.enter_context(MetricsWriter(path, resume_after=first or -1))
+        metrics = stack.enter_context(MetricsWriter(path, resume_after=first or -1)) if ranks.is_first else None
         progress = TrainProgress(console, settings.steps, max(1, settings.steps // 20), first_step=first + 1)
         stack.enter_context(progress)
-        stop = stack.enter_context(stop_signals(console, 0.0))
-        earlier = read_metrics(path)
+        stop = stack.enter_context(stop_signals(console, ONE_SIGNAL_S if ranks.world > 1 else 0.0))
+        earlier = read_metrics(path) if ranks.is_first else []
         outcome.steps += [record for record in earlier if isinstance(record, StepRecord)]
         outcome.valids += [record for record in earlier if isinstance(record, ValidRecord)]
-        watcher = Watcher(run, outcome, progress, metrics, lambda: bool(stop))
+        watcher = Watcher(run, outcome, progress, metrics, Talk(ranks, lambda: bool(stop), device))
         callback = tuning.Steps(watcher, settings.valid_every, settings.save_every, device)
         schedule = partial(lr_factor, warmup=settings.warmup, steps=settings.steps)
         trainer = tuning.make_trainer(
@@ -521,7 +492,7 @@ def run_tuning(run: TuneRun, console: Console) -> Outcome:
         print_samples(console, run.questions, watcher.before, after)
         merge = None
         if settings.merge:
-            merge = lambda: tuning.load_model(settings.model, DTYPES[settings.precision], "sft")  # noqa: E731
+            merge = partial(tuning.load_whole, settings.model, DTYPES[settings.precision])
         tuning.save_tuned(trainer, run.tokenizer, settings.out / TUNED, model_card(run, outcome), merge)
     trainer.twin.close()
     return outcome
@@ -562,7 +533,9 @@ def _message(run: TuneRun, outcome: Outcome, done: int) -> str:
         )
     if outcome.status == "interrupted":
         lost = " ".join(["", *outcome.notes])
-        return f"Interrupted after {done} of {settings.steps} steps.{lost} To continue: {resume_command(settings)}"
+        how = f", start {settings.world} processes as before with" if settings.world > 1 else ""
+        again = f"To continue{how}: {resume_command(settings)}"
+        return f"Interrupted after {done} of {settings.steps} steps.{lost} {again}"
     return f"Finished {done} steps in {duration(outcome.wall_s)}."
 
 
@@ -608,6 +581,7 @@ def show(run: TuneRun, outcome: Outcome, console: Console) -> None:
     rows = [
         (option_name(name), words[value] if value is None or isinstance(value, bool) else str(value))
         for name, value in values.items()
+        if name != "world"
     ]
     report = Report(
         title=settings.out.name or str(settings.out),
@@ -631,6 +605,8 @@ def show(run: TuneRun, outcome: Outcome, console: Console) -> None:
         kind = "adapters" if settings.method in ADAPTERS and not settings.merge else "tuned model"
         numbers.append((kind, str(tuned)))
     print_rows(console, outcome.message, numbers)
+    if outcome.status == "stopped" and settings.world > 1:
+        typer.echo(f"error: {outcome.message}", err=True)  # the launcher shows this line as the cause
     if outcome.status == "finished":
         text = f'Next: in Python, transformers.AutoModelForCausalLM.from_pretrained("{tuned}") loads the result.'
         console.print(text, highlight=False, markup=False, soft_wrap=True)

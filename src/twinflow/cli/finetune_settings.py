@@ -1,4 +1,7 @@
-"""Settings of `twinflow finetune`: the options of the command line, their defaults and checks."""
+"""Settings of `twinflow finetune`: the options of the command line, their defaults and checks.
+
+A step has the same sequences on any number of processes: a run that is resumed on another number divides them anew.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,14 @@ class FinetuneOptions:
     steps: int | None = option(None, "Number of training steps. Default: as many as --epochs needs.")
     epochs: float | None = option(None, "Passes over the data.  [default: 3]")
     batch_size: int | None = option(
-        None, "Sequences in a micro-batch. Default: chosen for the machine.", "--batch-size --micro-batch-size"
+        None,
+        "Sequences in a micro-batch of each process. Default: chosen for the machine.",
+        "--batch-size --micro-batch-size",
     )
-    accumulation: int | None = option(None, "Micro-batches in a step. Default: as many as make 16 sequences in a step.")
+    accumulation: int | None = option(
+        None,
+        "Micro-batches of each process in a step. Default: as many as make 16 sequences in a step of all processes.",
+    )
     seq_length: int | None = option(
         None,
         "Tokens to which an example is cut. Default: the longest example, at most 2048.",
@@ -103,10 +111,14 @@ class FinetuneOptions:
         None, "Steps between checkpoints. 0: only one at the end.  [default: 0]", "--save-every --save-interval"
     )
     keep_last: int | None = option(None, "How many checkpoints to keep.  [default: 2]")
-    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    resume: bool = option(
+        False, "Continue the run in --out from its last checkpoint. If there is no such folder, begin it.", "--resume"
+    )
     dry_run: bool = option(False, "Check the data and show the plan, without loading the model.", "--dry-run")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 24GB.")
-    threads: int | None = option(None, "CPU threads. Default: all that this process may use.")
+    threads: int | None = option(
+        None, "CPU threads of each process. Default: all that this process may use, divided among those of the machine."
+    )
     out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
 
 
@@ -149,6 +161,7 @@ class FinetuneSettings:
     dry_run: bool
     gpu_memory: int | None
     threads: int
+    world: int  # number of processes
     out: Path
 
 
@@ -169,8 +182,12 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
-def make_settings(options: FinetuneOptions) -> tuple[FinetuneSettings, dict[str, Any]]:
-    """The settings of a run, and what a run to resume has saved. A resumed run takes its settings from there."""
+def make_settings(
+    options: FinetuneOptions, world: int = 1, num_local: int = 1
+) -> tuple[FinetuneSettings, dict[str, Any]]:
+    """The settings of a run, and what a run to resume has saved. A resumed run takes its settings from there. `world`:
+    number of processes, `num_local` of them on this machine.
+    """
     given = {name: value for name, value in asdict(options).items() if value is not None}
     given |= {"chat_template": None if options.chat_template is None else str(options.chat_template)}
     given["ratio"] = _ratio(options.ratio)
@@ -180,15 +197,19 @@ def make_settings(options: FinetuneOptions) -> tuple[FinetuneSettings, dict[str,
     if options.resume:
         if options.out is None:
             raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
-        saved = read_saved(options.out)
-        _check_same(given, saved)
-    values = {**_DEFAULTS, **{name: value for name, value in saved.items() if value is not None}, **given}
+        if options.out.exists():  # a launcher that restarts failed ranks begins the run with --resume too
+            saved = read_saved(options.out)
+            _check_same(given, saved)
+            saved = _redivided(saved, world)
+    stored = {name: value for name, value in saved.items() if value is not None}
+    kept = {name: value for name, value in stored.items() if name not in FREE}
+    values = {**_DEFAULTS, **stored, **given, **kept, "world": world}
     method = values["method"]
     if method not in METHODS:
         raise invalid_value("--method", method, METHODS)
     values.setdefault("lr", LRS[method])
     values.setdefault("precision", "bf16" if torch.cuda.is_available() else "fp32")
-    values.setdefault("threads", get_threads())
+    values.setdefault("threads", max(1, get_threads() // num_local))
     if "out" not in values:
         values["out"] = Path("runs") / f"{Path(values['model']).name}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     known: dict[str, Any] = {one.name: values.get(one.name) for one in fields(FinetuneSettings)}
@@ -229,6 +250,31 @@ def _check_same(given: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             raise invalid_value(what, value, expected, "Use the same value, or start a new run in another --out.")
 
 
+def _redivided(saved: dict[str, Any], world: int) -> dict[str, Any]:
+    """The saved settings with micro-batches for this number of processes. A step keeps its sequences. No micro-batch
+    becomes larger, because it may not fit.
+    """
+    before = saved.get("world", 1)
+    if before == world:
+        return saved
+    for name, value in (
+        ("world", before),
+        ("batch_size", saved.get("batch_size")),
+        ("accumulation", saved.get("accumulation")),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise invalid_value(f"{name} in {SETTINGS}", value, "a whole number >= 1", "Restore the file from a copy.")
+    sequences = saved["batch_size"] * saved["accumulation"] * before
+    if sequences % world:
+        remedy = f"Start the run on {before}, as when it began."
+        raise invalid_value(
+            "The number of processes", world, f"a divisor of {sequences}, the sequences in a step of this run", remedy
+        )
+    share = sequences // world
+    size = max(size for size in range(1, saved["batch_size"] + 1) if share % size == 0)
+    return {**saved, "batch_size": size, "accumulation": share // size, "world": world, "threads": None}
+
+
 def check_settings(settings: FinetuneSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
     if settings.out.exists() and not settings.out.is_dir():
@@ -251,6 +297,9 @@ def check_settings(settings: FinetuneSettings) -> None:
         raise ValueError("--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out.")
     if settings.merge and settings.method not in ADAPTERS:
         raise incompatible("--merge", f"--method {settings.method}", "it trains no adapters", "Leave --merge out.")
+    if settings.method == "qlora" and settings.offload_params and settings.world > 1:
+        reason = "a base in 4 bits stays whole on each GPU then"
+        raise incompatible("--offload-params", "--method qlora on several ranks", reason, "Leave --offload-params out.")
     if settings.packing and settings.method == "dpo":
         raise incompatible("--packing", "--method dpo", "TRL does not pack pairs of answers", "Leave --packing out.")
     if settings.compile and settings.method == "qlora":

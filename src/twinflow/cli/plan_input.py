@@ -183,7 +183,7 @@ def _named_model(model: str) -> ModelCost:
 def _from_hub(name: str) -> Path:
     """The config.json of a model of the hub, from the local cache or else from the hub."""
     try:
-        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub import hf_hub_download
     except ImportError:
         remedy = "This needs the package huggingface_hub, which is not installed. Install it, or give a config.json."
         raise invalid_value("--model", name, "an existing file or folder", remedy) from None
@@ -191,13 +191,19 @@ def _from_hub(name: str) -> Path:
     with suppress(Exception):  # a model in the cache needs no network
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     try:
-        if not getproxies():  # without a network, the library would try again for half a minute
-            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+        resolve_hub()
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         remedy = f"It is not in the local cache, and the hub did not return it: {reason}. Give a folder or config.json."
         raise invalid_value("--model", name, "an existing file or folder, or a model of the hub", remedy) from None
+
+
+def resolve_hub() -> None:
+    """Raises OSError if there is no network to the hub: its library would try again for half a minute."""
+    if not getproxies():
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        socket.getaddrinfo(urlsplit(endpoint).hostname, None)
 
 
 def model_of_file(path: Path, name: str) -> ModelCost:

@@ -156,12 +156,14 @@ class Talk:
         """Whether a rank has reported a signal in the last exchange."""
         return self.asked() if self.ranks.group is None else self._stops
 
-    def after_step(self, loss: float) -> None:
-        """Exchange the loss, the load and the stop flag of a step."""
+    def after_step(self, loss: float, num_tokens: int | None = None) -> None:
+        """Exchange the loss, the load and the stop flag of a step. `num_tokens`: tokens of this rank, if ranks may have
+        different numbers of them.
+        """
         load = self._meter.look()
         peak = torch.cuda.max_memory_allocated(self._device) if self._device is not None else 0
-        rows = self.ranks.rows([self.asked(), loss, load.host_bytes, load.cores_busy, peak])
-        stops, losses, host_bytes, cores_busy, gpu_bytes = rows.unbind(dim=1)
+        rows = self.ranks.rows([self.asked(), loss, load.host_bytes, load.cores_busy, peak, num_tokens or 0])
+        stops, losses, host_bytes, cores_busy, gpu_bytes, tokens = rows.unbind(dim=1)
         self._stops = bool(stops.any())
         self._totals = {
             "loss": float(losses.mean()),  # equal bits on every rank, so that a loss that is not finite stops all ranks
@@ -169,6 +171,8 @@ class Talk:
             "cores_busy": float(cores_busy.sum()),
             "gpu_bytes": int(gpu_bytes.max()),
         }
+        if num_tokens is not None:
+            self._totals["num_tokens"] = int(tokens.sum())
 
     def of_all(self, record: StepRecord) -> StepRecord:
         """The record of this rank, with loss, memory and load of all ranks."""

@@ -149,7 +149,8 @@ def _unusable(source: str, problems: Sequence[str]) -> ValueError:
     more = f"\n  and {len(problems) - NUM_SHOWN:,} more" if len(problems) > NUM_SHOWN else ""
     many = "1 row" if len(problems) == 1 else f"{len(problems):,} rows"
     listed = "".join(f"\n  {problem}" for problem in problems[:NUM_SHOWN])
-    return ValueError(f"{source} has {many} that cannot be used:{listed}{more}\nCorrect or remove them.")
+    them = "it" if len(problems) == 1 else "them"
+    return ValueError(f"{source} has {many} that cannot be used:{listed}{more}\nCorrect or remove {them}.")
 
 
 def detect_form(row: Mapping[str, Any]) -> str:

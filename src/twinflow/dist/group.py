@@ -232,6 +232,8 @@ class Group:
         if self.is_on_host != (flat.device.type == "cpu"):  # A model on the GPU may have a buffer on the host.
             flat = flat.to("cpu" if self.is_on_host else "cuda")
         flat = flat.contiguous()
+        if flat.stride(0) != 1:  # one element, which torch calls contiguous, but does not view as bytes
+            flat = flat.new_empty(1).copy_(flat)
         with self._call("broadcast", flat.numel(), flat.dtype):
             raw, first = flat.view(torch.uint8), self.ranks[source]
             work = dist.broadcast(raw, src=first, group=self.handle, async_op=self.is_on_host)

@@ -65,10 +65,10 @@ class TwinMixin:
                     remedy = "Set fp16=True in TrainingArguments."
                 raise invalid_value("The name of an option in twin", name, allowed, remedy)
         join_ranks(kwargs.get("args", args[1] if len(args) > 1 else None))
-        super().__init__(*args, **kwargs)
-        trainer: Any = self
         self._divided: DividedModel | None = None  # the model, if ranks have parts of its weights
         self._gathered: dict[str, Tensor] | None = None  # the whole weights while a file is written
+        super().__init__(*args, **kwargs)  # a trainer may build its optimizer here
+        trainer: Any = self
         _check_arguments(self)
         check_accelerator(trainer.accelerator)
         if trainer.accelerator.num_processes > 1:

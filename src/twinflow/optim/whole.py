@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from twinflow.dist.group import alone
 from twinflow.errors import incompatible, wrong_state
+from twinflow.offload.quantised import is_wrapper, rebuilt
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.gathered import home_of
 from twinflow.zero.partitioned import forget_gathered
@@ -69,7 +70,7 @@ def whole_weights(
             key = id(value)
             found = tied.pop(key, None)
             if found is None:
-                found = next(gathered) if key in parts else value.detach().to("cpu", copy=True)
+                found = next(gathered) if key in parts else _copied(value)
                 assert found is not None
             num_left[key] -= 1
             if num_left[key]:
@@ -78,6 +79,14 @@ def whole_weights(
     finally:  # the other ranks send all of their parts, also if the caller stops before the end
         for _ in gathered:
             pass
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy on the host. Some classes of quantised weights cannot copy themselves, so their tensors are copied."""
+    if is_wrapper(value):
+        plain = value.detach()
+        return rebuilt(plain, type(plain), _copied)
+    return value.detach().to("cpu", copy=True)
 
 
 def _named_tensors(model: nn.Module, exclude_frozen: bool) -> dict[str, Tensor]:

@@ -105,8 +105,11 @@ class Fit:
 
 
 def places(wish: Wish) -> tuple[bool, ...]:
-    """Whether weights may be on the host: False, True or both. They are refused there with delayed updates."""
-    if wish.offload_params is None and wish.delayed:
+    """Whether weights may be on the host: False, True or both. They are refused there with delayed updates. On several
+    GPUs, a base in 4 bits stays on each of them.
+    """
+    stays = wish.method == "qlora" and wish.world > 1
+    if wish.offload_params is None and (stays or wish.delayed):
         return (False,)
     return _either(wish.offload_params)
 
@@ -140,7 +143,10 @@ def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
     if wish.micro_batch is None and wish.accumulation is None:
         for clips in clipping:
             for count in range(wish.sequences - 1, 0, -1):
-                note = f"A step has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+                each = " of each GPU" if wish.world > 1 else ""
+                note = (
+                    f"A step{each} has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+                )
                 found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
     return found
 
@@ -201,7 +207,7 @@ def _ratio(run: Run, wish: Wish, setting: Setting) -> float:
 
 def _used(run: Run, wish: Wish, setting: Setting) -> Bytes:
     used = costs.bytes_of(run, costs.placed_at(run, _ratio(run, wish, setting)), setting.memory)
-    return used if setting.memory.gpu_bytes else costs.without_gpu(used)
+    return used if setting.memory.gpu_bytes else costs.without_gpu(used, run.world)
 
 
 def _missing(run: Run, wish: Wish, setting: Setting) -> Memory:
