@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -130,8 +130,25 @@ def counting(live: LiveBytes, engine: PipelineEngine) -> Iterator[None]:
     for param in engine.module.parameters():
         hooked: Any = param  # torch does not type this method
         hooked.register_post_accumulate_grad_hook(lambda _: compute.record().synchronize())
-    with mock.patch("twinflow.loss._wide_product", _wide_product), live:
+    shared: Any = engine.optimizer.runtime.sharing
+    prompt = contextlib.nullcontext() if shared is None else mock.patch.object(shared, "take_flat", _prompt(shared))
+    with mock.patch("twinflow.loss._wide_product", _wide_product), prompt, live:
         yield
+
+
+def _prompt(shared: Any) -> Callable[[Any], Tensor]:
+    """Takes a buffer when all reductions have ended: on a GPU the next one waits for them in the order of a stream. The
+    thread that reduces on a CPU may be late, and then more buffers are made."""
+    take = shared.take_flat
+
+    def taken(bucket: Any) -> Tensor:
+        with shared._changed:
+            while shared._is_busy or shared._next() is not None:
+                shared._changed.wait(0.1)
+        found: Tensor = take(bucket)
+        return found
+
+    return taken
 
 
 _ATEN = torch.ops.aten
