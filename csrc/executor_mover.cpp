@@ -124,7 +124,7 @@ bool Executor::send_weights() {
     if (writes && sends_.size() >= kSendsAtOnce) break;
     if ((writes || (one.spec.is_shared && task->job->spec.is_delayed)) && one.is_frozen) {
       did = did || !one.is_wanted;  // a thread may wait in `next_wanted`
-      one.is_wanted = true;  // a background checkpoint still reads the parameters before a delayed update
+      one.is_wanted = true;         // a background checkpoint still reads the parameters before a delayed update
       continue;
     }
     if (writes) copy_back(*task);

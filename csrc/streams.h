@@ -17,7 +17,7 @@ class Event {
   enum State { kFailed = -1, kPending = 0, kDone = 1 };
   virtual ~Event() = default;
   virtual State state() = 0;
-  virtual State wait() = 0;  // blocks the calling thread until the state is not kPending
+  virtual State wait() = 0;                // blocks the calling thread until the state is not kPending
   virtual Event& real() { return *this; }  // the event of the real stream, see late_streams.h
 };
 using EventRef = std::shared_ptr<Event>;
