@@ -87,6 +87,51 @@ def test_the_logits_are_computed_only_if_they_are_read() -> None:
     logits.sum().backward()  # gradients flow through logits that were read
 
 
+def test_logits_read_first_without_gradients_still_have_their_graph() -> None:
+    model = llama()
+    chunk_loss(model)
+    logits = model(input_ids=batch()[0]).logits
+    with torch.no_grad():
+        assert logits.float().isfinite().all()
+    logits.square().sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_logits_of_an_older_weight_are_refused() -> None:
+    """They would be those of the new weight."""
+    model = llama()
+    chunk_loss(model)
+    optimizer = TwinOptimizer(model, lr=1e-2)
+    tokens, labels = batch()
+    output = model(input_ids=tokens, labels=labels)
+    output.loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has changed since then"):
+        output.logits.argmax(-1)
+    optimizer.close()
+
+
+def test_autocast() -> None:
+    model = llama()
+    tokens, labels = batch()
+
+    def run() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(input_ids=tokens, labels=labels)
+        output.loss.backward()
+        return output.loss.detach(), output.logits
+
+    loss, logits = run()
+    gradient = model.lm_head.weight.grad.clone()
+    chunk_loss(model)
+    found, lazy = run()
+    assert lazy.dtype == logits.dtype == torch.bfloat16
+    assert torch.equal(lazy + 0, logits)  # outside of autocast
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=0.02, atol=1e-4)
+
+
 def test_generation_and_evaluation_are_as_before() -> None:
     model = llama().eval()
     tokens, labels = batch()

@@ -3,7 +3,8 @@
 `chunk_loss(model)` replaces two things on the model object. The output layer returns `LazyLogits`, which has the shape
 of the logits and no memory. The model's loss function computes the loss from the inputs of the output layer, one chunk
 of tokens at a time (twinflow.loss). Any other operation on `LazyLogits` computes the logits first, so code that reads
-them gets the same values as without this module.
+them gets the same values as without this module. If the weight of the output layer has changed since the forward, these
+values cannot be computed any more, and the operation raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twinflow.errors import incompatible, invalid_value
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.loss import IGNORE_INDEX, chunked_cross_entropy
 
 # Attributes of LazyLogits that need no values. The meta tensor has them.
@@ -28,20 +29,34 @@ class LazyLogits(Tensor):
 
     inputs: Tensor
     weight: Tensor
+    _versions: tuple[int, int]  # of inputs and weight when this object was made
     _computed: Tensor | None
 
     @classmethod
     def of(cls, inputs: Tensor, weight: Tensor) -> LazyLogits:
+        device = inputs.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            inputs = inputs.to(torch.get_autocast_dtype(device))  # as the output layer does
         made = torch.empty(*inputs.shape[:-1], len(weight), dtype=inputs.dtype, device="meta").as_subclass(cls)
         made.inputs = inputs
         made.weight = weight
+        made._versions = (inputs._version, weight._version)
         made._computed = None
         return made
 
     def values(self) -> Tensor:
-        """The logits, as the output layer computes them. They are computed once."""
+        """The logits, as the output layer computes them. They are computed once, with their graph."""
         if self._computed is None:
-            self._computed = F.linear(self.inputs, self.weight)
+            if (self.inputs._version, self.weight._version) != self._versions:
+                raise wrong_state(
+                    "The logits of this forward cannot be computed",
+                    "the weight of the output layer has changed since then (chunk_loss computes logits when they are "
+                    "read)",
+                    "Read the logits before optimizer.step(), or train without chunk_loss.",
+                )
+            # The output layer ran with gradients enabled, and its result is not to depend on who reads it first.
+            with torch.enable_grad(), torch.autocast(self.inputs.device.type, enabled=False):
+                self._computed = F.linear(self.inputs, self.weight.to(self.inputs.dtype))
         return self._computed
 
     @classmethod
@@ -111,7 +126,7 @@ class ChunkedLoss:
             shift_labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         inputs = logits.inputs
         targets = shift_labels.reshape(-1).to(inputs.device)
-        mean = chunked_cross_entropy(inputs.reshape(-1, inputs.shape[-1]), logits.weight, targets)
+        mean = chunked_cross_entropy(inputs.reshape(-1, inputs.shape[-1]), logits.weight.to(inputs.dtype), targets)
         if num_items_in_batch is None:
             return mean
         count = (targets != IGNORE_INDEX).sum()
