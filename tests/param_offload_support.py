@@ -114,3 +114,14 @@ def move(optimizer: TwinOptimizer, *blocks: int) -> None:
         is_away = places(optimizer)[block] == AWAY
         reconfigure.move_block(runtime, block, RESIDENT if is_away else HOST)
         assert places(optimizer)[block] == (HERE if is_away else AWAY)
+
+
+def steps_of(engine: Any, first: int, num: int) -> list[float]:
+    """Losses of `num` steps of an engine, on the batches from `first` on."""
+    losses = []
+    for step in range(first, first + num):
+        loss = engine(tokens(step)[:, :-1], tokens(step)[:, 1:]).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses

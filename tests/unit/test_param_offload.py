@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from param_offload_support import SHAPE, check_same, gpt, loss_of, tokens, train
+from param_offload_support import SHAPE, check_same, gpt, loss_of, steps_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twinflow
-from twinflow.device import Device, Event
+from twinflow.device import Device
 from twinflow.models.gpt import GPT
-from twinflow.offload.param_offload import LAUNCHED_AHEAD
 from twinflow.offload.plan import ROOT
 from twinflow.offload.weight_guard import plain
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -54,33 +52,6 @@ def test_no_bit_changes_with_slow_copies() -> None:
         optimizer.runtime.device.delay("fetch", 0.01)
 
     check_same(gpt(), steps=3, watch=slow)
-
-
-def test_the_launching_thread_waits_for_the_device() -> None:
-    """More launches than the driver keeps would block the copies of the executor too."""
-    waited: list[tuple[int, Event]] = []
-
-    class Points(deque[Event]):
-        num_added = 0
-
-        def append(self, point: Event, /) -> None:
-            self.num_added += 1
-            super().append(point)
-
-        def popleft(self) -> Event:
-            found = super().popleft()
-            waited.append((self.num_added, found))
-            return found
-
-    def watch(optimizer: TwinOptimizer) -> None:
-        assert optimizer.runtime.param_offload is not None
-        optimizer.runtime.param_offload._asked = Points()
-
-    train(gpt(num_layers=7), True, steps=2, watch=watch)
-    # Seven blocks in two forwards and backwards, of which the last block of a forward is not fetched again.
-    assert len(waited) > 2 * 13 - LAUNCHED_AHEAD
-    assert [num_added for num_added, _ in waited] == list(range(LAUNCHED_AHEAD, LAUNCHED_AHEAD + len(waited)))
-    assert all(point.done() for _, point in waited)
 
 
 class Odd(nn.Module):
@@ -263,16 +234,6 @@ def test_an_optimizer_that_is_given_must_be_built_as_the_config_says(offloads_pa
     with pytest.raises(ValueError, match=r"zero_optimization.offload_param.device"):
         twinflow.initialize(model=model, optimizer=optimizer, config=chosen)
     optimizer.close()
-
-
-def steps_of(engine: Any, first: int, num: int) -> list[float]:
-    losses = []
-    for step in range(first, first + num):
-        loss = engine(tokens(step)[:, :-1], tokens(step)[:, 1:]).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("to_offloaded", [True, False])

@@ -23,7 +23,7 @@ from param_offload_support import (
     movable,
     move,
     places,
-    tokens,
+    steps_of,
     train,
 )
 from torch import Tensor, nn
@@ -198,16 +198,6 @@ def config(ratio: float | str | None) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": zero if ratio is None else {**zero, "offload_param": {"device": "cpu"}},
     }
-
-
-def steps_of(engine: Any, first: int, num: int) -> list[float]:
-    losses = []
-    for step in range(first, first + num):
-        loss = engine(tokens(step)[:, :-1], tokens(step)[:, 1:]).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(

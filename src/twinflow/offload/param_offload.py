@@ -14,16 +14,15 @@ A block whose optimizer state is on the device (ratio below 1) is not offloaded:
 nothing here concerns it. With ratio "auto", blocks move between steps (`bring`, `send_away`).
 
 Threads and order: the thread that runs the model asks for the copies ("fetches"), in the order of the blocks and
-`BLOCKS_AHEAD` blocks ahead. It resizes the storage at once, on the model's stream, and records an event there. It waits
-if it is more than `LAUNCHED_AHEAD` fetches ahead of the device. The executor copies the weights on the stream "fetch",
-after that event and after the block's update. The model's stream waits for the event of the copy before the block runs.
-If ranks share the buckets, the thread of `SharedFetcher` copies this rank's part and gathers the other parts.
+`BLOCKS_AHEAD` blocks ahead. It resizes the storage at once, on the model's stream, and records an event there. The
+executor copies the weights on the stream "fetch", after that event and after the block's update. The model's stream
+waits for the event of the copy before the block runs. If ranks share the buckets, the thread of `SharedFetcher` copies
+this rank's part and gathers the other parts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, Protocol, SupportsIndex
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from twinflow.device import Device, Event
+from twinflow.device import Device
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
@@ -47,9 +46,6 @@ from twinflow.offload.sync import FORWARD
 from twinflow.offload.weight_guard import cover, plain, uncover
 
 BLOCKS_AHEAD = 2  # blocks that are fetched while one runs
-# Fetches that may be asked for before the device has begun the first of these blocks. CUDA keeps about 1,000 launches
-# of a stream. When they are used up, the launching thread waits inside the driver, and so do the executor's copies.
-LAUNCHED_AHEAD = 4
 
 
 @dataclass(eq=False)
@@ -127,7 +123,6 @@ class ParamOffload:
         self._writes: dict[int, int] = {}  # by block that has moved to the device: the next `num_written`
         self._trail: list[int] = []  # blocks that have run forward and whose backward has not begun
         self._begun: set[int] = set()  # blocks whose backward has begun
-        self._asked: deque[Event] = deque()  # points of the model's stream at which the last fetches were asked for
         self._is_in_backward = False
         self._gathers = gather is not None
         self._versions: dict[Tensor, int] = {}  # versions of parameters when their block began to run
@@ -608,14 +603,10 @@ class ParamOffload:
         weights = self._blocks[block]
         if weights.is_here or self._is_all_shown(block):
             return
-        if len(self._asked) == LAUNCHED_AHEAD:
-            self._asked.popleft().synchronize()
         for buffer in weights.buffers:
             buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
         weights.is_here, weights.due = True, _due(weights)
-        now = self._device.compute().record()
-        self._asked.append(now)
-        weights.fetch = self.fetcher.ask(weights.buffers, now)
+        weights.fetch = self.fetcher.ask(weights.buffers, self._device.compute().record())
 
     def _leave(self, block: int) -> None:
         weights = self._blocks[block]

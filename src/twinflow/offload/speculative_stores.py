@@ -136,10 +136,11 @@ class SpeculativeStores:
                     num_bytes += self._sizes[layout]
             self.num_bytes -= num_bytes
             self.max_bytes = self.num_bytes
-        LOGGER.info(
-            f"The machine has little free memory: {num_bytes / 1e9:.1f} GB of speculative stores were released, and "
-            f"{self.num_bytes / 1e9:.1f} GB remain."
-        )
+        if num_bytes:  # otherwise all stores are in use, and the next look may find free ones
+            LOGGER.info(
+                f"The machine has little free memory: {num_bytes / 1e9:.1f} GB of speculative stores were released, "
+                f"and {self.num_bytes / 1e9:.1f} GB remain."
+            )
 
     def _count(self, plan: BucketPlan, nbytes: int) -> None:
         self.num_bytes += nbytes

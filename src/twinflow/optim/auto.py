@@ -338,7 +338,7 @@ class AutoPlacement:
         return sum(self._clipped) / max(1, len(self._clipped))
 
     def _settle(self) -> None:
-        """Ends the choice."""
+        """Keeps the present placement, and compares later steps with those that follow now (`_keep`)."""
         self.is_settled = True
         self._since = 0
         self._watched = []
