@@ -221,7 +221,7 @@ bool Executor::fill_slots() {
     if (!slot) return did;
     Task* found = nullptr;
     for (Task* task : complete) {
-      if (is_allowed(*task) || reserve(*task) || holds_on_host_) {
+      if (is_allowed(*task) || holds_on_host_ || reserve(*task)) {
         found = task;
         break;
       }

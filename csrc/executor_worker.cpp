@@ -41,14 +41,17 @@ void Executor::work_loop() {
   }
 }
 
-// The task with the earliest deadline that can be updated now, with its slots and stores reserved.
+// The task with the earliest deadline that can be updated now, with its slots and stores reserved. Gradients that wait
+// on the host get their speculative store here and not when they leave the device: the first gradients of a backward
+// are those with the latest deadlines, and would take the stores from those that the next forward needs first.
 Task* Executor::pick() {
   std::vector<Task*> ready;
   for (auto& task : tasks_)
     if (task->phase == Phase::kOnHost && may_update(*task)) ready.push_back(task.get());
   std::sort(ready.begin(), ready.end(), [](Task* a, Task* b) { return a->deadline() < b->deadline(); });
   for (Task* task : ready) {
-    if (is_to_sum(*task) || prepare(*task)) {
+    bool may = is_allowed(*task) || (holds_on_host_ && reserve(*task));
+    if (is_to_sum(*task) || (may && prepare(*task))) {
       enter(*task, Phase::kUpdating);
       return task;
     }
@@ -57,7 +60,7 @@ Task* Executor::pick() {
 }
 
 bool Executor::may_update(Task& task) {
-  if (!is_allowed(task) || !task.has_arrived) return false;
+  if (!task.has_arrived) return false;
   Bucket& one = *task.bucket;
   if (is_to_sum(task)) return one.parts.front() == &task && !one.is_full;  // in order, so that sums are reproducible
   return is_next(task) && may_change(one);

@@ -103,18 +103,22 @@ class _ChunkedCrossEntropy(Function):
         mean = 1.0 / num_targets.clamp(min=1)  # Without targets the loss is NaN and the gradient is 0.
         gain = torch.full_like(mean, FP16_GAIN) if is_fp16 else mean
         total = torch.zeros_like(num_targets)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
+
+        def add_chunk(rows: slice) -> None:
+            """A function of its own, so that the logits of a chunk are freed before those of the next one are made."""
             found = softmax.find(targets[rows], len(weight))
             losses, probs = softmax.losses_and_probs(F.linear(hidden[rows], weight).to(wide), found)
-            total += losses.sum()
+            total.add_(losses.sum())
             if grad_hidden is None and grad_weight is None:
-                continue
+                return
             grad_logits = _grad_of_logits(probs, found, gain).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.t(), hidden[rows])
+
+        for start in range(0, len(hidden), chunk):
+            add_chunk(slice(start, start + chunk))
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.scale = mean / FP16_GAIN if is_fp16 else None
         ctx.weight_dtype = weight.dtype

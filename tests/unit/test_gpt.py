@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from twinflow import loss as loss_module
-from twinflow.loss import LOSS_CHUNK, chunked_cross_entropy
+from twinflow.loss import LOSS_CHUNK, Targets, WholeSoftmax, chunked_cross_entropy
 from twinflow.models.gpt import (
     GPT,
     INIT_STD,
@@ -268,6 +269,30 @@ def test_chunked_loss_and_gradients_are_torchs(chunk: int, dtype: torch.dtype, t
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
     for grad, truth in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, truth, rtol=0, atol=tolerance)
+
+
+class WatchedSoftmax(WholeSoftmax):
+    """Counts the chunks whose logits exist when the next chunk begins."""
+
+    def __init__(self) -> None:
+        self.logits: list[weakref.ref[Tensor]] = []
+        self.num_alive: list[int] = []
+
+    def find(self, targets: Tensor, num_rows: int) -> Targets:
+        self.num_alive.append(sum(ref() is not None for ref in self.logits))
+        return super().find(targets, num_rows)
+
+    def losses_and_probs(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        self.logits.append(weakref.ref(logits))
+        return super().losses_and_probs(logits, targets)
+
+
+@pytest.mark.parametrize("wants_grad", [True, False])
+def test_logits_of_a_chunk_are_freed_before_the_next_chunk(wants_grad: bool) -> None:
+    hidden, weight = torch.randn(8, 4, requires_grad=wants_grad), torch.randn(6, 4, requires_grad=wants_grad)
+    softmax = WatchedSoftmax()
+    chunked_cross_entropy(hidden, weight, torch.arange(8) % 6, chunk=3, softmax=softmax)
+    assert softmax.num_alive == [0, 0, 0]
 
 
 def test_chunked_loss_by_finite_differences() -> None:
