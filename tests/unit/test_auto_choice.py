@@ -109,6 +109,14 @@ def test_a_disturbed_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> No
         assert clock.step_s() <= 1.02 * better_s(clock, runtime, 0.0), disturbed
 
 
+def test_a_shorter_step_after_a_move_does_not_prolong_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has no backlog then. Watched first: steps 3, 6 and 9."""
+    placement, runtime, clock = played(monkeypatch, PROBED, rates(4e9), SHORT, num_buckets=8)
+    clock.disturbed = lambda step: 0.96 if step in (3, 6, 9) else 1.0
+    assert until_settled(placement, clock) <= 12
+    assert clock.step_s() <= 1.02 * better_s(clock, runtime, 0.0)
+
+
 @pytest.mark.parametrize("is_varied", [False, True])
 def test_memory_stays_free_for_larger_inputs(monkeypatch: pytest.MonkeyPatch, is_varied: bool) -> None:
     """If the first steps have inputs of different sizes."""

@@ -55,6 +55,7 @@ LOGGER = logging.getLogger("twinflow")
 _NUM_FEW: Final = 2  # steps that are watched if they differ by `_AGREE` at most, and clipping does not vary
 _NUM_MANY: Final = 8  # steps that are watched otherwise
 _AGREE: Final = 0.03
+_RISE: Final = 0.06  # by how much the second of `_NUM_FEW` steps may be longer than the first
 _NEAR: Final = 0.01  # a step that is longer than forward and backward alone by this share at most is good enough
 _WORSE: Final = 0.01  # a placement is tried if its predicted step is longer by this share at most
 _GAIN: Final = 0.003  # a placement with more state on the device stays if steps are shorter by this share at least
@@ -218,10 +219,14 @@ class AutoPlacement:
         if num_watched not in (_NUM_FEW, _NUM_MANY + 1):
             return
         times = [found.step_s for found in self._read(self._watched)]
-        is_clear = max(times) <= (1.0 + _AGREE) * min(times) and len(set(self._clipped)) == 1
-        if not is_clear and num_watched == _NUM_FEW:
+        is_clear = max(times) <= (1.0 + _AGREE) * min(times)
+        # The step of a move is long, and the host is done with its updates before the next one begins. The first step
+        # that is watched may therefore be shorter than all later ones.
+        is_rising = num_watched == _NUM_FEW and times[0] < times[1] <= (1.0 + _RISE) * times[0]
+        is_known = (is_clear or is_rising) and len(set(self._clipped)) == 1
+        if not is_known and num_watched == _NUM_FEW:
             return
-        step_s = min(times) if is_clear else self._mean(times)
+        step_s = self._mean(times) if not is_known else min(times) if is_clear else times[1]
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
         self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
         self._choose()
