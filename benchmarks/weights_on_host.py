@@ -20,6 +20,7 @@ import datetime
 import faulthandler
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,20 @@ from twinflow.offload.materialize import build
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.planner.probe import load_or_measure
 
-HEADS = ["params", "gpu_s", "fwd_s", "host_s", "bus_s", "bound_s", "step_s", "least_s", "most_s", "x_bound"]
+HEADS = [
+    "params",
+    "gpu_s",
+    "fwd_s",
+    "host_s",
+    "copying_s",
+    "busy_s",
+    "bus_s",
+    "bound_s",
+    "step_s",
+    "least_s",
+    "most_s",
+    "x_bound",
+]
 HEADS += ["gpu_gb", "host_gb", "in_gb", "out_gb", "ratio"]
 
 
@@ -144,6 +158,7 @@ def trained(shape: str, states: str, cap: float, batch: int, more: list[str], op
         inputs_gb = layers * hidden * batch * TOKENS * 2 / 1e9 if "host" in more else 0.0
         ways = ((row["in_gb"] + inputs_gb) / rates.in_bytes, (row["out_gb"] + inputs_gb) / rates.out_bytes)
         row["bus_s"] = 1e9 * max(ways)
+        row["copying_s"] = numel / rates.host_params_copying[states]
     else:
         row["bus_s"] = 0.0
     return row
@@ -189,8 +204,10 @@ def have_same_bits() -> bool:
 
 
 def in_process(*args: str) -> dict[str, Any]:
-    """One part in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, *args], stdout=subprocess.PIPE, text=True, check=False)
+    """One part in a process of its own, with an allocator that does not lose memory between blocks of other sizes."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    command = [sys.executable, __file__, *args]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not found:
         return {"error": f"exit code {done.returncode}"}
@@ -248,9 +265,11 @@ def main() -> None:
         lines.append(f"| {name} | " + " | ".join(cells) + " |" + row.get("error", ""))
     lines += [
         "",
-        "gpu_s: forward and backward alone, no limit; host_s: the update alone; bus_s: the larger of the bytes each",
-        "way over its rate alone; bound_s: the largest of them; least_s and most_s: of the windows; ratio: the share",
-        "of the state that is on the host.",
+        "gpu_s: forward and backward alone, no limit; host_s: the update alone; copying_s: the update while both",
+        "directions copy at full rate, because copies and updates share the bandwidth of the host's memory; busy_s:",
+        "the time of updates in a step as measured; bus_s: the larger of the bytes each way over its rate alone;",
+        "bound_s: the largest of gpu_s, host_s and bus_s; least_s and most_s: of the windows; ratio: the share of",
+        "the state that is on the host.",
         "",
     ]
     text = "\n".join([*lines, "```json", json.dumps({"date": date, "rows": rows}), "```", ""])
