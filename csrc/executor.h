@@ -49,6 +49,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -356,7 +357,7 @@ class Executor {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::map<int64_t, Pointers> stores_;
   std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout
-  std::vector<int64_t> missing_;                                // buckets that found no speculative store
+  std::set<int64_t> missing_;                                   // buckets that found no speculative store
   std::map<int64_t, std::unique_ptr<Job>> jobs_;
   std::vector<std::unique_ptr<Task>> tasks_;  // tasks that are not done, in the order of submission
   std::map<int64_t, Fetch> fetches_;

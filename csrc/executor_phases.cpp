@@ -46,8 +46,7 @@ bool Executor::reserve(Task& task) {
   if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are not updated
   auto& stores = speculative_stores_[task.bucket->spec.layout];
   if (stores.empty()) {
-    if (std::find(missing_.begin(), missing_.end(), task.bucket_index) == missing_.end())
-      missing_.push_back(task.bucket_index);
+    missing_.insert(task.bucket_index);
     return false;
   }
   task.speculative_store = stores.back();
