@@ -55,7 +55,7 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "zero_optimization.offload_optimizer.ratio": (
         "the ratio is exact to 128 elements and works with any stage; in DeepSpeed it needs stage 3"
     ),
-    "zero_optimization.offload_param.device": "in DeepSpeed it does not need offload_optimizer",
+    "zero_optimization.offload_param.device": "in DeepSpeed the optimizer state can stay on the GPU",
     "activation_checkpointing.partition_activations": _BLOCKS,
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
     "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 no longer has this section",

@@ -4,14 +4,17 @@ unless they have state already or their state is not fp32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from twinflow.errors import invalid_value
+from twinflow.build_optimizer import follow
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.host import HostOptimizer
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 from twinflow.rules.rule import Rule
 
@@ -169,6 +172,31 @@ class FusedLion(Fused):
                 param.add_(momentum.lerp(param.grad, 1.0 - first).sign_(), alpha=-lr)
                 momentum.lerp_(param.grad, 1.0 - second)
         return loss
+
+
+_PASSED_ON = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+def hand_over(optimizer: Optimizer, twin: TwinOptimizer) -> None:
+    """Makes an optimizer that `initialize` has taken over a handle of the engine's optimizer: a script may keep and
+    call it. Otherwise its `step` would find no gradients and do nothing.
+    """
+    follow(optimizer, twin)
+    owner = weakref.ref(twin)
+    for name in _PASSED_ON:
+        setattr(optimizer, name, _passed_on(owner, name))
+
+
+def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        twin = owner()
+        if twin is None:
+            remedy = "Keep the engine, or build a new optimizer."
+            raise wrong_state(f"{name}() cannot run", "the engine that uses this optimizer was deleted", remedy)
+        return getattr(twin, name)(*args, **kwargs)
+
+    vars(call)["_wrapped_by_lr_sched"] = True  # schedulers of torch warn about a `step` without this mark
+    return call
 
 
 def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
@@ -65,6 +66,7 @@ class EngineSettings:
     background_bytes: int | None = None  # host memory for checkpoints in the background; None: save() blocks
     drop_last: bool = False  # drop the last batch of an epoch if it is not full
     config: Mapping[str, object] = field(default_factory=dict)  # as the user gave it
+    client_optimizer: Optimizer | Callable[..., Optimizer] | None = None  # that the user passed to initialize()
 
 
 class EngineBase:
@@ -102,13 +104,13 @@ class EngineBase:
         self.part = 0  # number of micro-batches of this step so far
         self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
-        self._is_destroyed = False
+        self._destroyed_by = ""  # why the engine cannot be used any more
         self._lr_kwargs: StateDict = {}
 
     def _check_open(self, what: str) -> None:
-        if self._is_destroyed:
+        if self._destroyed_by:
             remedy = "Do this before destroy(), or build a new engine with initialize() and load a checkpoint."
-            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
+            raise wrong_state(f"{what} cannot run", self._destroyed_by, remedy)
 
     def _need_optimizer(self) -> TwinOptimizer:
         self._check_open("Training")
@@ -254,9 +256,17 @@ class EngineBase:
         return (self.optimizer.max_grad_norm if self.optimizer is not None else None) or 0.0
 
     @property
-    def basic_optimizer(self) -> TwinOptimizer | None:
-        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
-        return self.optimizer
+    def client_optimizer(self) -> Optimizer | Callable[..., Optimizer] | None:
+        """The optimizer, or the function that builds one, that was passed to initialize()."""
+        return self.settings.client_optimizer
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer that was passed to initialize(), or else the engine's: DeepSpeed's name for an optimizer
+        without wrappers.
+        """
+        given = self.settings.client_optimizer
+        return given if isinstance(given, Optimizer) else self.optimizer
 
     def optimizer_name(self) -> str | None:
         """Name of the update rule; None without an optimizer."""

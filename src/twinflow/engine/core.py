@@ -35,6 +35,7 @@ from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import incompatible, invalid_value, unusable_path, wrong_state
 from twinflow.files import replace_file
 from twinflow.launch.watch import Watch
+from twinflow.optim.inference import HostWeights
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
 from twinflow.optim.whole import whole_weights
@@ -69,9 +70,11 @@ class Engine(EngineBase):
         reports: Reports,
         activations: Handle | None = None,
         watch: Watch | None = None,
+        host_weights: HostWeights | None = None,
     ) -> None:
         super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
+        self.host_weights = host_weights  # weights on the host, if the engine has no optimizer
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self._replica = Replica(settings.grid) if settings.grid is not None else None
@@ -460,20 +463,24 @@ class Engine(EngineBase):
         team = self.optimizer.team if self.optimizer is not None else None
         return seed if team is None else int(gather_json(team.everyone, seed)[0])
 
-    def destroy(self) -> None:
-        """Completes running updates and checkpoints, and releases memory and threads. The module stays usable."""
+    def destroy(self, reason: str = "destroy() was called") -> None:
+        """Completes running updates and checkpoints, and releases memory and threads. The module stays usable. Training
+        later raises RuntimeError with this reason.
+        """
         with ExitStack() as last_first:
             if self.watch is not None:
                 last_first.callback(self.watch.close)
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
+            if self.host_weights is not None:
+                last_first.callback(self.host_weights.close)
             if self.activations is not None:
                 last_first.callback(self.activations.remove)
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
-            self.optimizer = self.activations = None
-            self._is_destroyed = True
+            self.optimizer = self.activations = self.host_weights = None
+            self._destroyed_by = reason
             self.leave_plain_backwards()
 
 

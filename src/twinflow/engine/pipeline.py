@@ -283,13 +283,13 @@ class PipelineEngine(Engine):
     def _forget_data_iterator(self) -> None:
         self._batches = None
 
-    def destroy(self) -> None:
+    def destroy(self, reason: str = "destroy() was called") -> None:
         """Completes running updates and checkpoints, and releases memory, threads and connections."""
         with ExitStack() as last_first:
             last_first.callback(self._links.wire.close)
             for tie in self._links.ties:
                 last_first.callback(tie.close)
-            super().destroy()
+            super().destroy(reason)
 
 
 def schedule_for(module: PipelineModule, num_micro_batches: int) -> Schedule:
