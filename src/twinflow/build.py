@@ -203,6 +203,7 @@ def _engine_settings(
         background_bytes=background,
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
+        parsed=config,
         client_optimizer=optimizer,
     )
 

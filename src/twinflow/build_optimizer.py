@@ -157,8 +157,9 @@ def offload_options(config: Config) -> dict[str, Any]:
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
         is_on_host = offloads_params(config)
-        return {"ratio": 1.0 if is_on_host else 0.0, "early": "auto", "offload_params": is_on_host}
-    options = {name: getattr(offload, name) for name in offload.own_keys()}
+        ratio = 1.0 if is_on_host else 0.0
+        return {"ratio": ratio, "early": "auto", "offload_params": is_on_host, "states": config.states}
+    options = {name: getattr(offload, name) for name in offload.own_keys()} | {"states": config.states}
     tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
     options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
     options["offload_params"] = offloads_params(config)

@@ -155,6 +155,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "only stage 3 fetches weights block by block",
             "Set stage 3, or leave offload_param out.",
         ),
+        "moved state": Conflict(
+            "{call}",
+            _ON_HOST,
+            "the weights of a block are where its state is",
+            "Leave the call out: the state is on the host already.",
+        ),
         "delayed_update key": Conflict(
             "zero_optimization.offload_optimizer.delayed_update={delayed_update}",
             _PARAM_KEY,

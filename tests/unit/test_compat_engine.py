@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import compat_cases as cases
@@ -12,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from twinflow import compat
+from twinflow.config.schema import keys
+from twinflow.engine import Engine
+from twinflow.engine.deepspeed_api import ENGINE, PIPELINE, Computed, Key, NoEffect, Own, Refused
+from twinflow.engine.pipeline import PipelineEngine
 
 
 @pytest.fixture
@@ -137,3 +143,157 @@ def test_weights_on_the_host_take_the_optimizer_along(deepspeed: Any) -> None:
         found.append(engine.module_state_dict())
         engine.destroy()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def without_correction(decoupled: bool, steps: int) -> nn.Module:
+    """The model of the cases after steps of Adam without bias correction, in plain torch."""
+    model = cases.net()
+    states = {param: [torch.zeros_like(param), torch.zeros_like(param)] for param in model.parameters()}
+    for seed in range(steps):
+        model.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        with torch.no_grad():
+            for param, (first, second) in states.items():
+                grad = param.grad if decoupled else param.grad + 0.1 * param
+                first.lerp_(grad, 0.1)
+                second.mul_(0.999).addcmul_(grad, grad, value=0.001)
+                param.mul_(1.0 - 1e-2 * 0.1 if decoupled else 1.0)
+                param.sub_(1e-2 * first / (second.sqrt() + 1e-8))
+    return model
+
+
+@pytest.mark.parametrize("by", ["config", "FusedAdam", "DeepSpeedCPUAdam"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_bias_correction(deepspeed: Any, by: str, decoupled: bool) -> None:
+    model, options = cases.net(), {"lr": 1e-2, "weight_decay": 0.1, "bias_correction": False}
+    config, own = cases.config(0, gradient_clipping=0), None
+    if by == "config":
+        config["optimizer"] = {"type": "Adam", "params": {**options, "adam_w_mode": decoupled}}
+    else:
+        mode = {"adam_w_mode" if by == "FusedAdam" else "adamw_mode": decoupled}
+        own = getattr(deepspeed.ops.adam, by)(model.parameters(), **options, **mode)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)
+    for seed in range(3):
+        cases.step(engine, seed)
+    assert_same(model, without_correction(decoupled, 3))
+    engine.destroy()
+    if by == "DeepSpeedCPUAdam":  # alone too
+        model = cases.net()
+        own = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), adamw_mode=decoupled, **options)
+        for seed in range(3):
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            own.step()
+            own.zero_grad()
+        assert_same(model, without_correction(decoupled, 3))
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "RMSprop"])
+def test_states_leave_the_device_and_come_back(deepspeed: Any, rule: str) -> None:
+    """Results do not change, whether a step runs meanwhile or not."""
+    config = cases.config(2, zero_optimization={"stage": 2}, optimizer={"type": rule, "params": {"lr": 1e-2}})
+    config["gradient_clipping"] = 0
+    engine, *_ = deepspeed.initialize(model=cases.net(), config=config)
+    kinds = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+    for seed in range(4):
+        if seed == 1:
+            engine.offload_states(include=[kinds.optim_states, kinds.hp_params, kinds.lp_params])
+            assert engine.optimizer.host_share == 1.0
+        if seed == 3:
+            engine.reload_states()
+            assert engine.optimizer.host_share == 0.0
+        cases.step(engine, seed)
+    kind = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}[rule]
+    assert_same(engine.module, plain(4, kind, weight_decay=0.0))
+    engine.reload_states()  # without offload_states() before, it has no effect
+    with pytest.raises(ValueError, match="include is 'weights'"):
+        engine.offload_states(include=["weights"])
+    with pytest.raises(ValueError, match="NVMe"):
+        engine.offload_states(device=deepspeed.runtime.zero.offload_config.OffloadDeviceEnum.nvme)
+    engine.backward(engine(torch.ones(4, 6)).sum())
+    with pytest.raises(RuntimeError, match=r"Call it after step\(\)"):
+        engine.offload_states()
+    engine.destroy()
+
+
+def test_state_in_bf16_by_deepspeeds_key(deepspeed: Any) -> None:
+    keys = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    for zero in ({"stage": 1}, offload):
+        engine, *_ = deepspeed.initialize(model=cases.net(), config=cases.config(1, bf16=keys, zero_optimization=zero))
+        assert engine.optimizer.states == "bf16"
+        engine.backward(engine(torch.ones(4, 6, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+        engine.destroy()
+
+
+# The methods of DeepSpeed's engines.
+
+
+@pytest.fixture
+def engine(deepspeed: Any) -> Iterator[Any]:
+    config = cases.config(2, prescale_gradients=True, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    made, *_ = deepspeed.initialize(model=cases.net(), config=config)
+    yield made
+    made.destroy()
+
+
+def test_every_method_is_what_the_table_says(engine: Any) -> None:
+    """As many methods as DeepSpeed 0.19.8 has; those that the classes have are `Own`, the others are answered."""
+    assert (len(ENGINE), len(PIPELINE)) == (180, 20)
+    properties = {"communication_data_type", "is_compiled"}
+    for name, method in ENGINE.items():
+        assert (hasattr(Engine, name) or name == "is_compiled") == isinstance(method, Own), name
+        assert hasattr(engine, name) != isinstance(method, Refused), name
+        if isinstance(method, Refused):
+            with pytest.raises(AttributeError, match=re.escape(method.remedy)):
+                getattr(engine, name)
+        elif name in properties:
+            assert not callable(getattr(engine, name))
+        elif isinstance(method, Key | Computed | NoEffect):
+            getattr(engine, name)(*([[1]] if name.endswith("_dataset") else []))
+    for name, method in PIPELINE.items():
+        assert hasattr(PipelineEngine, name) == isinstance(method, Own), name
+    known = {".".join(key.path) for key in keys()}
+    sections = {".".join(key.path[:i]) for key in keys() for i in range(len(key.path))}
+    for path in (method.path for method in ENGINE.values() if isinstance(method, Key)):
+        assert path in known | sections, path
+
+
+def test_what_getters_return(engine: Any) -> None:
+    assert (engine.zero_reduce_bucket_size(), engine.zero_offload_optimizer().device) == (500_000_000, "cpu")
+    assert (engine.zero_cpu_offload(), engine.zero_partial_offload(), engine.zero_overlap_comm()) == (True, 1.0, None)
+    assert (engine.optimizer_params(), engine.scheduler_name(), engine.scheduler_params()) == ({"lr": 1e-2}, None, None)
+    assert (engine.postscale_gradients(), engine.dynamic_loss_scale(), engine.initial_dynamic_scale()) == (
+        False,
+        True,
+        2**16,
+    )
+    assert (engine.get_data_types(), engine.torch_autocast_dtype()) == ((torch.float32, torch.float32), torch.bfloat16)
+    assert (engine.checkpoint_tag_validation_enabled(), engine.checkpoint_tag_validation_fail()) == (True, False)
+    assert (engine.zero_prefetch_bucket_size(), engine.dynamic_loss_scale_args()["min_scale"]) == (50_000_000, 1.0)
+    assert (engine.is_map_style_dataset([1]), engine.is_iterable_style_dataset([1])) == (True, False)
+    assert (engine.curriculum_learning_enabled(), engine.get_sequence_parallel_group()) == (False, None)
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+    engine.allreduce_gradients()
+    engine.step()
+    engine.empty_partition_cache()
+    with pytest.raises(AttributeError, match=r"Did you mean 'zero_reduce_scatter'\?"):
+        engine.zero_reduce_scater()
+
+
+def test_weights_in_and_out(engine: Any, tmp_path: Path) -> None:
+    """With DeepSpeed's arguments and defaults."""
+    engine.module[0].requires_grad_(False)
+    found = engine.module_state_dict(prefix="net.", exclude_frozen_parameters=True)
+    assert list(found) == ["net.2.weight", "net.2.bias"]
+    with pytest.raises(ValueError, match="keep_vars"):
+        engine.module_state_dict(keep_vars=True)
+    zeros = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": zeros}, strict=True)
+    engine.save_16bit_model(tmp_path)
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert saved.keys() == zeros.keys()
+    assert not any(value.any() for value in saved.values())
+    with pytest.raises(ValueError, match="data_sampler"):
+        engine.deepspeed_io([1], data_sampler=object())

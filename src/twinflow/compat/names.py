@@ -206,7 +206,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     },
     "runtime.zero.config": _ours(_OF + "start", "ZeroStageEnum get_zero_config")
     | _ours("twinflow.config.schema", DeepSpeedZeroConfig="ZeroOptimization"),
-    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum")
+    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum OffloadStateTypeEnum")
     | _ours(
         "twinflow.config.schema",
         DeepSpeedZeroOffloadOptimizerConfig="OffloadOptimizer",

@@ -62,11 +62,12 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_modes(bias_correction, amsgrad)
+        _refuse_amsgrad(amsgrad)
         self.rule = ADAMW if adamw_mode else ADAM
         self.adam_w_mode = adamw_mode
         states = "fp32" if fp32_optimizer_states else "bf16"
-        HostOptimizer.__init__(self, model_params, lr, betas, eps, weight_decay, states=states)
+        options: dict[str, Any] = {"bias_correction": bias_correction, "states": states}
+        HostOptimizer.__init__(self, model_params, lr, betas, eps, weight_decay, **options)
 
 
 class DeepSpeedCPUAdagrad(Named, HostOptimizer):
@@ -83,7 +84,7 @@ class DeepSpeedCPUAdagrad(Named, HostOptimizer):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_modes(True, amsgrad)
+        _refuse_amsgrad(amsgrad)
         states = "fp32" if fp32_optimizer_states else "bf16"
         HostOptimizer.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps, states=states)
 
@@ -130,12 +131,25 @@ class FusedAdam(Fused, torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse_modes(bias_correction, amsgrad)
+        _refuse_amsgrad(amsgrad)
         self.rule = ADAMW if adam_w_mode else ADAM
         self.adam_w_mode = adam_w_mode
+        self.bias_correction = bias_correction
         self.set_grad_none = set_grad_none
         mode = {"fused": True, "decoupled_weight_decay": adam_w_mode}
         torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, **mode)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"bias_correction": self.bias_correction}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. Raises ValueError without bias correction: torch's Adam has
+        none of that kind, but `initialize` has.
+        """
+        if not self.bias_correction:
+            remedy = "Pass the optimizer to initialize(), or use DeepSpeedCPUAdam."
+            raise invalid_value("bias_correction of FusedAdam.step()", False, [True], remedy)
+        return super().step(closure)
 
 
 class FusedLion(Fused):
@@ -199,9 +213,7 @@ def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., An
     return call
 
 
-def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
-    if not bias_correction:
-        raise invalid_value("bias_correction", False, [True], "Leave it out: twinflow always corrects the bias.")
+def _refuse_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         remedy = "DeepSpeed ignores amsgrad. To use it, build torch.optim.AdamW(..., amsgrad=True)."
         raise invalid_value("amsgrad", amsgrad, [False], remedy)

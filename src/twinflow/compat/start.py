@@ -76,6 +76,16 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(str, Enum):
+    """States that `engine.offload_states()` can be asked to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 class DeepSpeedConfig:
     """A checked config with its batch sizes resolved. Other attributes are those of twinflow's `Config`."""
 
@@ -131,6 +141,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     if isinstance(optimizer, Named) and optimizer.rule_name is not None:
         given |= _by_name(optimizer, given)
     engine, twin, loader, scheduler = build.initialize(**given)
+    engine.save_weights_as("pytorch_model.bin")
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
     hand_over(optimizer, twin)

@@ -102,12 +102,13 @@ class PipelineEngine(Engine):
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> UserValue:
         """Runs forwards without gradients. Returns the mean loss, on every rank.
 
         With `compute_loss=False`, ranks of the last stage return the outputs instead. With `reduce_output=None`, they
-        return the loss of each micro-batch. In these two cases, other ranks return None.
+        return the loss of each micro-batch. In these two cases, other ranks return None. `bcast_loss` has no effect.
         """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
