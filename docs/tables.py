@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from twinflow.compat import NAME
+from twinflow.compat.internals import INTERNAL
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused, Through
 from twinflow.config.fields import HONOURED, REFUSED, UNUSED, dotted, is_on
 from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
@@ -264,7 +265,7 @@ def refused() -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for path, entries in TABLE.items():
         for name, entry in entries.items():
-            if isinstance(entry, Refused):
+            if isinstance(entry, Refused) and name not in INTERNAL.get(path, "").split():
                 rows.setdefault(entry.remedy, []).append(f"`{_full(f'{path}.{name}' if path else name)}`")
     for remedy, names in rows.items():
         yield f"| {', '.join(names)} | {remedy} |"

@@ -297,3 +297,24 @@ def test_weights_in_and_out(engine: Any, tmp_path: Path) -> None:
     assert not any(value.any() for value in saved.values())
     with pytest.raises(ValueError, match="data_sampler"):
         engine.deepspeed_io([1], data_sampler=object())
+
+
+def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, engine: Any) -> None:
+    from deepspeed.moe import utils
+    from deepspeed.utils import groups, instrument_w_nvtx
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    assert (groups.get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (1, 0)
+    assert groups.get_data_parallel_group() is dist.group.WORLD
+    assert (groups.get_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (1, 0)
+    params = list(engine.parameters())
+    made = utils.split_params_into_different_moe_groups_for_optimizer({"params": params, "lr": 1.0})
+    assert made == [{"params": params, "lr": 1.0}]
+    assert utils.split_params_into_shared_and_expert_params(params) == (params, [])
+    params[0].allreduce = False
+    assert utils.is_moe_param(params[0])
+    with pytest.raises(ValueError, match="no expert parallelism"):
+        utils.configure_moe_param_groups(params)
+    assert instrument_w_nvtx(lambda x: x + 1)(2) == 3
+    assert deepspeed.utils.set_z3_leaf_modules_by_suffix(engine.module, ["2"]) == [engine.module[2]]
+    assert not z3_leaf_module(engine.module)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim.optimizer import Optimizer
 
 from twinflow import build
+from twinflow.compat.groups import note_engine
 from twinflow.compat.optimizers import Named, hand_over
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
@@ -25,6 +26,8 @@ from twinflow.launch.environment import joined
 
 DeepSpeedConfigError = ValueError
 _TIMEOUT_S = 1800.0
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(seconds=_TIMEOUT_S)
 _AUTO_PARALLEL = "tensor_parallel.autotp_size"
 
 
@@ -142,6 +145,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         given |= _by_name(optimizer, given)
     engine, twin, loader, scheduler = build.initialize(**given)
     engine.save_weights_as("pytorch_model.bin")
+    note_engine(engine)
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
     hand_over(optimizer, twin)
