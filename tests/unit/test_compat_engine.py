@@ -273,6 +273,7 @@ def test_what_getters_return(engine: Any) -> None:
     assert (engine.zero_prefetch_bucket_size(), engine.dynamic_loss_scale_args()["min_scale"]) == (50_000_000, 1.0)
     assert (engine.is_map_style_dataset([1]), engine.is_iterable_style_dataset([1])) == (True, False)
     assert (engine.curriculum_learning_enabled(), engine.get_sequence_parallel_group()) == (False, None)
+    assert engine.to("cpu").float().requires_grad_(True) is engine
     with engine.coalesce_grad_reduction():
         engine.backward(engine(torch.ones(4, 6)).square().mean())
     engine.allreduce_gradients()

@@ -319,8 +319,11 @@ def test_a_model_made_in_deepspeeds_contexts(deepspeed: Any) -> None:
     )
     with pytest.raises(ValueError, match="remote_device is 'nvme'"):
         deepspeed.zero.Init(remote_device="nvme")
-    with pytest.raises(ValueError, match=r"dtype is torch.float16.*bf16 or fp16"):
-        deepspeed.zero.Init(dtype=torch.float16)
+    with deepspeed.zero.Init(dtype=torch.float16), deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ValueError, match=r"dtype is torch.int8"):
+        deepspeed.zero.Init(dtype=torch.int8)
     engine, *_ = deepspeed.initialize(model=model, config=cases.config(3))
     cases.step(engine, 0)
     with deepspeed.zero.unwrap_model_for_generation(engine) as module:
