@@ -415,6 +415,14 @@ def test_small_things(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = deepspeed.get_accelerator()
     assert accelerator.on_accelerator(torch.ones(1)) is (accelerator.device_name() == "cpu")
     assert accelerator.memory_allocated() <= accelerator.max_memory_allocated() < accelerator.total_memory()
+    state = accelerator.get_rng_state()
+    accelerator.set_rng_state(state)
+    assert accelerator.default_generator(0).initial_seed() == accelerator.initial_seed()
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    assert accelerator.FloatTensor([1.0]).dtype == torch.float32
+    assert accelerator.use_host_timers() is (accelerator.device_name() == "cpu")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        accelerator.no_such_thing()
     assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
     value = {"a": [torch.ones(4)[:2]]}
     copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(value)
