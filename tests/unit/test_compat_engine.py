@@ -130,6 +130,11 @@ def test_weights_on_the_host_without_an_optimizer(deepspeed: Any) -> None:
     engine.destroy()
     assert torch.equal(model(inputs), changed)
     assert all(param.requires_grad for param in model.parameters())
+    trained, *_ = deepspeed.initialize(model=model, config=cases.config(0))
+    with pytest.raises(ValueError, match="already has a TwinOptimizer"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": ON_HOST})
+    cases.step(trained, 0)  # nothing has changed
+    trained.destroy()
 
 
 def test_weights_on_the_host_take_the_optimizer_along(deepspeed: Any) -> None:
