@@ -107,10 +107,11 @@ class Engine(EngineBase):
             found = getattr(self.module, name)
             return self._returning_me(found) if name in CHAINED else found
         except AttributeError:
-            near = get_close_matches(name, [one for one in (*dir(self), *ANSWERS) if not one.startswith("_")], n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else ""
             if isinstance(method, Refused):
                 remedy = method.remedy
+            else:
+                near = get_close_matches(name, [one for one in (*dir(self), *ANSWERS) if not one.startswith("_")], n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(
                 f"Neither the engine nor its module has an attribute {name!r}. {remedy}".rstrip()
             ) from None
