@@ -291,6 +291,8 @@ def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert [value.dtype for value in found.values()] == [torch.float32] * 4
+    assert engine.optimizer.cur_scale == 1.0
+    assert not deepspeed.runtime.zero.utils.is_zero_param(engine.module[0].weight)
     for value, master in zip(found.values(), masters, strict=True):
         assert torch.equal(value, master)
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(cases.net(), tmp_path / "saved", "global_step1")

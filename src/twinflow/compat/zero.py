@@ -64,6 +64,11 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+def is_zero_param(parameter: Any) -> bool:
+    """Whether ranks have parts of a parameter, or its weights are on the host."""
+    return isinstance(parameter, Tensor) and home_of(parameter) is not None
+
+
 class Init(AbstractContextManager[None]):
     """A context in which models are built in parts on several ranks (zero/building.py): no rank has all weights.
 
