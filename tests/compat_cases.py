@@ -122,3 +122,78 @@ def hf(folder: str) -> dict[str, Any]:
     options["deepspeed"] = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero}
     whole, resumed = hf_trainer(options, folder), hf_trainer(options, folder, f"{folder}/checkpoint-2")
     return {"stock": stock, "example": example, "whole": whole, "resumed": resumed}
+
+
+def again(rank: int, world: int, stages: tuple[int, int]) -> list[float]:
+    """The weights of two engines that share a loss, after the model of one of them was given to initialize() again."""
+    compat.install()
+    import deepspeed
+
+    model, inputs = net(), torch.ones(4, 6)
+    first, *_ = deepspeed.initialize(model=model, config=config(stages[0]))
+    step(first, 0)
+    second, *_ = deepspeed.initialize(model=model, config=config(stages[1]))
+    other, *_ = deepspeed.initialize(model=net(), config=config(stages[1]))
+    for _ in range(2):
+        loss = second(inputs).square().mean() + other(inputs).square().mean()
+        loss.backward()  # DeepSpeed's way to train two engines with one loss
+        second.step()
+        other.step()
+    with deepspeed.zero.GatheredParameters([*second.module.parameters(), *other.module.parameters()]):
+        params = [*second.module.parameters(), *other.module.parameters()]
+        found = [float(value) for param in params for value in param.detach().reshape(-1)]
+    for engine in (second, other):
+        engine.destroy()
+    return found
+
+
+def variants(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
+    """Weights after three steps in ways that a script may ask for, and what engines without an optimizer compute."""
+    compat.install()
+    import deepspeed
+
+    found: dict[str, Any] = {}
+
+    def train(name: str, moves: bool = False, **more: Any) -> Any:
+        settings = config(stage, gradient_clipping=0, **more)
+        engine, *_ = deepspeed.initialize(model=net(), config=settings)
+        for seed in range(3):
+            step(engine, seed)
+            if moves and seed < 2:
+                engine.reload_states() if seed else engine.offload_states()
+                found[f"{name} {seed}"] = engine.optimizer.host_share
+        with deepspeed.zero.GatheredParameters(engine.module):
+            found[name] = [float(value) for param in engine.module.parameters() for value in param.detach().reshape(-1)]
+        return engine
+
+    train("moved", moves=True, zero_optimization={"stage": stage}).destroy()
+    params = {"lr": 1e-2, "bias_correction": False}
+    engine = train("uncorrected", optimizer={"type": "AdamW", "params": params})
+    engine.save_checkpoint(folder, tag=f"of rank {rank}")
+    saved = engine.module_state_dict(prefix="a.", exclude_frozen_parameters=True)
+    found["names"] = sorted(saved)
+    engine.destroy()
+    if stage < 3:
+        train("lamb", optimizer={"type": "Lamb", "params": {"lr": 1e-2}}).destroy()
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": world, "zero_optimization": zero})
+    found["evaluated"] = engine(torch.ones(4, 6)).reshape(-1).tolist()
+    engine.destroy()
+    found["tags"] = sorted(path.name for path in Path(folder).iterdir())
+    return found
+
+
+def built_in_half(rank: int, world: int) -> tuple[list[float], str]:
+    """The weights of a model that zero.Init builds in bf16, and their dtype when they are trained."""
+    compat.install()
+    import deepspeed
+
+    settings = config(3, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
+        model = net()
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    with deepspeed.zero.GatheredParameters(engine.module):
+        params = list(engine.module.parameters())
+        found = [float(value) for param in params for value in param.detach().reshape(-1)], str(params[0].dtype)
+    engine.destroy()
+    return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -30,6 +32,7 @@ from twinflow.build_parallel import (
     spread,
 )
 from twinflow.config import Batch, Config, load_config, notes, resolve_batch
+from twinflow.config.fields import Shown
 from twinflow.conflicts import refuse
 from twinflow.dist.group import new_group
 from twinflow.dist.meeting import Meeting
@@ -43,9 +46,10 @@ from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, Wandb
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
 from twinflow.offload.quantised import move_quantised, without_quantised
+from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.optim.twin_build import to_host
+from twinflow.optim.twin_build import own_device, to_host
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.topology import DATA
@@ -56,6 +60,8 @@ from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
+# The engine of each model that initialize() has built and whose engine may still train.
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 _PART_BYTES = 1024  # Tensor ranks partition a saved input of a checkpointed layer if it has this many bytes or more.
 
 
@@ -79,12 +85,15 @@ def initialize(
     `model` may also be a function that creates a model or, without pipeline and tensor ranks, a model on the meta
     device. Without these ranks, both are created layer by layer on the training device. Optimizer and scheduler come
     from the config, or from `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other
-    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` must be None.
+    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` may only describe data-parallel ranks.
     """
     _log_to_stdout()
-    if model is None:
-        raise invalid_value("model", None, "an nn.Module, or a function that creates one", "Pass model=...")
-    refuse_groups(mpu=mpu, mesh_param=mesh_param)
+    if model is None or isinstance(model, Engine):
+        remedy = "Pass model=..." if model is None else "Pass engine.module."
+        raise invalid_value(
+            "model", None if model is None else Shown(model), "an nn.Module, or a function that creates one", remedy
+        )
+    check_groups(mpu, mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     is_sparse = parsed.sparse_attention is not None and parsed.sparse_attention.mode != "dense"
@@ -97,6 +106,8 @@ def initialize(
     watch = start_watch(ranks, parsed.hang_timeout_s)
     # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
     given = None if model_parameters is None else list(model_parameters)
+    if isinstance(model, nn.Module) and (parsed.optimizer is not None or optimizer is not None):
+        _retire_engine(model, optimizer)
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
@@ -129,8 +140,12 @@ def initialize(
         twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)
         if twin is not None and twin is not optimizer:
             undo.callback(twin.close)  # The model can have only one open optimizer.
+        host_weights = HostWeights(module) if twin is None and offloads_params(parsed) else None
+        if host_weights is not None:
+            undo.callback(host_weights.close)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-        settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
+        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer)
+        reports = _make_reports(parsed, ranks.rank)
         activations = checkpoint_activations(parsed, module, twin, grid)
         if activations is not None:
             undo.callback(activations.remove)
@@ -142,10 +157,28 @@ def initialize(
             undo.callback(links.wire.close)
             engine: Engine = PipelineEngine(module, twin, scheduler, settings, reports, links, activations, watch)
         else:
-            engine = Engine(module, twin, scheduler, settings, reports, activations, watch)
+            engine = Engine(module, twin, scheduler, settings, reports, activations, watch, host_weights)
         loader = engine.set_training_data(training_data, collate_fn) if training_data is not None else None
         undo.pop_all()
+    if twin is not None:
+        _ENGINES[engine.module] = weakref.ref(engine)
     return engine, twin, loader, scheduler
+
+
+def _retire_engine(model: nn.Module, optimizer: Any) -> None:
+    """Destroys the engine that an earlier initialize() built for this model: a model can have one optimizer at a time.
+
+    An engine whose own optimizer is passed again stays, because the new engine uses that optimizer.
+    """
+    reference = _ENGINES.pop(model, None)
+    before = reference() if reference is not None else None
+    if before is None or before.optimizer is None or before.optimizer is optimizer:
+        return
+    LOGGER.info(
+        "initialize() was called again with the same model. The earlier engine is destroyed, and its optimizer state "
+        "is dropped"
+    )
+    before.destroy("initialize() was called again with the same model")
 
 
 def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) -> bool:
@@ -155,7 +188,7 @@ def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) ->
 
 
 def _engine_settings(
-    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None
+    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None, optimizer: Any
 ) -> EngineSettings:
     background = config.checkpoint.background_bytes if config.checkpoint.background else None
     if config.checkpoint.background and background is None:
@@ -165,12 +198,15 @@ def _engine_settings(
         grid=grid,
         stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         keep_last=config.checkpoint.keep_last,
         background_bytes=background,
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
+        parsed=config,
+        client_optimizer=optimizer,
     )
 
 
@@ -202,14 +238,38 @@ def add_config_arguments(parser: Any) -> Any:
     return parser
 
 
-def refuse_groups(**given: object) -> None:
-    """Raises ValueError if an argument for process groups is given."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates the "
-                "process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
-            )
+# Methods of an `mpu` object (Megatron's name for its groups of ranks) that return the size of an axis.
+_AXES = {
+    "tensor ranks": ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"),
+    "pipeline ranks": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+    "sequence ranks": ("get_sequence_parallel_world_size",),
+}
+
+
+def check_groups(mpu: Any = None, mesh_param: Any = None, **groups: Any) -> None:
+    """Checks arguments for process groups. They are accepted if all ranks are data-parallel, because initialize() makes
+    its own groups. Raises ValueError for any other layout. `groups`: torch process groups or device meshes, by name.
+    """
+    for axis, names in _AXES.items():
+        sizes = [int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)]
+        if sizes and sizes[0] > 1:
+            raise _other_layout("mpu", f"an object with {sizes[0]} {axis}")
+    if mpu is not None and not any(hasattr(mpu, name) for names in _AXES.values() for name in names):
+        raise _other_layout("mpu", f"of type {type(mpu).__name__}, without a method {_AXES['tensor ranks'][1]}()")
+    if mesh_param is not None:
+        sizes = list(mesh_param) if isinstance(mesh_param, (tuple, list)) else []
+        if len(sizes) != 2 or sizes[1] != 1:
+            raise _other_layout("mesh_param", repr(mesh_param))
+    for name, group in groups.items():
+        if group is not None and group.size() != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise _other_layout(name, f"a group of {group.size()} ranks")
+
+
+def _other_layout(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"{name} is {what}, but must be None or describe all ranks as data-parallel. Leave it out: initialize() "
+        "creates the process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
+    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
@@ -225,11 +285,6 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
         raise ValueError(f"The config is {state}, but must be given by exactly one of {', '.join(given)}.")
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
-
-
-def own_device() -> torch.device:
-    """The GPU of this rank, or the CPU if there is no GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def place(model: Model, config: Config) -> nn.Module:

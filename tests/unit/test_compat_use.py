@@ -199,8 +199,8 @@ def test_what_the_engine_answers(deepspeed: Any, tmp_path: Path) -> None:
     cases.step(engine, 0)
     engine.load_module_state_dict(saved)
     assert all(torch.equal(value, saved[name]) for name, value in engine._zero3_consolidated_16bit_state_dict().items())
-    with pytest.raises(AttributeError, match=r"offload_states'.*offload_optimizer"):
-        engine.offload_states()
+    with pytest.raises(AttributeError, match=r"get_type'.*optimizer_name"):
+        engine.get_type()
     assert engine.save_fp16_model(tmp_path / "weights")
     engine.destroy()
     (file,) = tmp_path.rglob("*number*")
@@ -291,6 +291,8 @@ def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert [value.dtype for value in found.values()] == [torch.float32] * 4
+    assert engine.optimizer.cur_scale == 1.0
+    assert not deepspeed.runtime.zero.utils.is_zero_param(engine.module[0].weight)
     for value, master in zip(found.values(), masters, strict=True):
         assert torch.equal(value, master)
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(cases.net(), tmp_path / "saved", "global_step1")
@@ -319,8 +321,11 @@ def test_a_model_made_in_deepspeeds_contexts(deepspeed: Any) -> None:
     )
     with pytest.raises(ValueError, match="remote_device is 'nvme'"):
         deepspeed.zero.Init(remote_device="nvme")
-    with pytest.raises(ValueError, match=r"dtype is torch.float16.*bf16 or fp16"):
-        deepspeed.zero.Init(dtype=torch.float16)
+    with deepspeed.zero.Init(dtype=torch.float16), deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ValueError, match=r"dtype is torch.int8"):
+        deepspeed.zero.Init(dtype=torch.int8)
     engine, *_ = deepspeed.initialize(model=model, config=cases.config(3))
     cases.step(engine, 0)
     with deepspeed.zero.unwrap_model_for_generation(engine) as module:
@@ -365,7 +370,10 @@ def test_a_config_as_an_object(deepspeed: Any) -> None:
     assert (config.zero_optimization_stage, config.zero_enabled) == (stages.gradients, True)
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 1e-2})
     assert (config.gradient_clipping, config.float16_config.enabled, config.scheduler_name) == (1.0, False, None)
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match="train_batch_sise"):
+    with (
+        pytest.warns(UserWarning, match=r"train_batch_sise .* Did you mean 'train_batch_size'"),
+        pytest.raises(deepspeed.DeepSpeedConfigError, match="no batch size"),
+    ):
         deepspeed.DeepSpeedConfig({"train_batch_sise": 8})
 
 
@@ -409,6 +417,14 @@ def test_small_things(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = deepspeed.get_accelerator()
     assert accelerator.on_accelerator(torch.ones(1)) is (accelerator.device_name() == "cpu")
     assert accelerator.memory_allocated() <= accelerator.max_memory_allocated() < accelerator.total_memory()
+    state = accelerator.get_rng_state()
+    accelerator.set_rng_state(state)
+    assert accelerator.default_generator(0).initial_seed() == accelerator.initial_seed()
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    assert accelerator.FloatTensor([1.0]).dtype == torch.float32
+    assert accelerator.use_host_timers() is (accelerator.device_name() == "cpu")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        accelerator.no_such_thing()
     assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
     value = {"a": [torch.ones(4)[:2]]}
     copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(value)

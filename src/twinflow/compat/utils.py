@@ -8,6 +8,7 @@ import random
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,51 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
+    def use_host_timers(self) -> bool:
+        """Whether times are measured on the host, because operations finish before the call returns."""
+        return self.is_synchronized_device()
+
+    resolves_data_dependency = use_host_timers
+    handles_memory_backpressure = use_host_timers
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The random generator of a device."""
+        return torch.cuda.default_generators[device_index]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Free memory of the GPU or of the host in bytes."""
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    def is_fp64_supported(self) -> bool:
+        return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton kernels can run on the device."""
+        return self._name == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
+    def create_graph(self) -> Any:
+        """A CUDA graph, to be captured with `capture_to_graph`."""
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """A context whose operations are captured into a graph."""
+        return torch.cuda.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        graph.replay()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in page-locked memory."""
+        return tensor.is_pinned()
+
+    def get_compile_backend(self) -> str:
+        """The default backend of torch.compile."""
+        return "inductor"
+
+    def visible_devices_envs(self) -> list[str]:
+        """The environment variable that says which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Calls `callback` at once. DeepSpeed may defer it until CUDA is initialized."""
         return callback()
@@ -121,8 +167,57 @@ class CpuAccelerator(Accelerator):
     def total_memory(self, device_index: int | None = None) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    memory_reserved = memory_allocated
+    memory_cached = memory_allocated
+    max_memory_reserved = max_memory_allocated
+    max_memory_cached = max_memory_allocated
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Nothing: torch counts no memory of the host."""
+        return {}
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of torch's random generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Sets the state of torch's random generator."""
+        torch.set_rng_state(new_state)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return torch.cpu.current_stream()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def create_graph(self) -> None:
+        """Nothing: operations on a CPU are not captured, but run in `capture_to_graph`."""
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Raises NotImplementedError, because nothing was captured."""
+        raise NotImplementedError("replay_graph() is not available on a CPU. Call the function instead.")
+
+    def __getattr__(self, name: str) -> Any:
+        """Constructors of tensors, such as FloatTensor, are in torch itself."""
+        return getattr(torch, name) if name.endswith("Tensor") else super().__getattr__(name)
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Does nothing: a Linux process cannot reset its own peak."""
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_cached = reset_peak_memory_stats
 
     def empty_cache(self) -> None:
         """Does nothing: there is no cache."""
@@ -138,11 +233,47 @@ def get_accelerator() -> Accelerator:
     return Accelerator() if torch.cuda.is_available() else CpuAccelerator()
 
 
+def is_current_accelerator_supported() -> bool:
+    """True: twinflow runs on the GPU and on the CPU."""
+    return True
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs a message on the given ranks. All ranks log if `ranks` is empty or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, f"[rank {rank}] {message}")
+
+
+@cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+    """Logs a message on the given ranks the first time that it is called with it."""
+    log_dist(message, ranks, level)
+
+
+def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that marks the calls of a function as NVTX ranges. Without a GPU they are not marked."""
+
+    @wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        accelerator = get_accelerator()
+        accelerator.range_push(function.__qualname__)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            accelerator.range_pop()
+
+    return marked
+
+
+def noop_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return function
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Creates the folder of a file."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
 
 
 class RepeatingLoader:
@@ -222,12 +353,56 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         logger.info(f"{message} | memory {now:.2f} GB, at most {most:.2f} GB")
 
 
+# Leaf modules of ZeRO stage 3, which DeepSpeed gathers whole. Here nothing is marked, because blocks are always
+# gathered whole.
+
+
 def set_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> list[Any]:
-    """Returns the modules of these classes and marks nothing: twinflow always gathers blocks whole."""
+    """The modules of these classes, given as classes or as their names."""
     names = tuple(kind for kind in leaf_module_classes if isinstance(kind, str))
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     found = [part for part in model.modules() if isinstance(part, kinds) or type(part).__name__ in names]
+    return _need(found, "of the classes", leaf_module_classes, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(model: Any, module_names: Sequence[str], raise_if_not_found: bool = True) -> list[Any]:
+    """The modules with these names."""
+    found = [part for name, part in model.named_modules() if name in module_names]
+    return _need(found, "with the names", module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(model: Any, suffixes: Sequence[str], raise_if_not_found: bool = True) -> list[Any]:
+    """The modules whose names end with one of these texts."""
+    found = [part for name, part in model.named_modules() if name.endswith(tuple(suffixes))]
+    return _need(found, "with the suffixes", suffixes, raise_if_not_found)
+
+
+def _need(found: list[Any], what: str, wanted: Sequence[Any], raise_if_not_found: bool) -> list[Any]:
     if not found and raise_if_not_found:
-        remedy = "Give classes, or class names, of modules of the model, or set raise_if_not_found=False."
-        raise ValueError(f"The model has no module of the classes {list(leaf_module_classes)}. {remedy}")
+        remedy = "Check the model, or set raise_if_not_found=False."
+        raise ValueError(f"The model has no module {what} {list(wanted)}. {remedy}")
     return found
+
+
+def unset_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any]) -> list[Any]:
+    """No modules, because none is marked."""
+    return []
+
+
+def get_z3_leaf_modules(model: Any) -> list[Any]:
+    """No modules, because none is marked."""
+    return []
+
+
+def set_z3_leaf_module(model: Any, flag: bool) -> None:
+    """Does nothing."""
+
+
+def z3_leaf_module(model: Any) -> bool:
+    """False, because no module is marked."""
+    return False
+
+
+def z3_leaf_parameter(param: Any) -> bool:
+    """False, because no module is marked."""
+    return False
