@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from twinflow.compat import NAME
+from twinflow.compat.internals import INTERNAL
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused, Through
 from twinflow.config.fields import HONOURED, REFUSED, UNUSED, dotted, is_on
 from twinflow.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULES
 from twinflow.config.schema import RENAMES, Key, keys
 from twinflow.conflicts import CONFLICTS
+from twinflow.engine import deepspeed_api as engine_api
+from twinflow.engine.deepspeed_api import ENGINE, PIPELINE, Method, NoEffect, Own
 from twinflow.parallel.support import LIMITS, Combination, broken
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Bytes, Memory, Run, bytes_of, fits, placed_at
@@ -36,6 +39,7 @@ DIFFERS: Final = "works, with a difference"
 NO_EFFECT: Final = "accepted, no effect"
 OFF: Final = "refused unless off"
 STATUSES: Final = (WORKS, DIFFERS, NO_EFFECT, OFF)
+METHOD_STATUSES: Final = (WORKS, "no effect", "refused")
 
 _BLOCKS: Final = "`initialize` wraps the model's blocks; in DeepSpeed the model must call `checkpoint`"
 _NOT_FULLY_SHARD: Final = (
@@ -55,7 +59,9 @@ DIFFERENCES: Final[Mapping[str, str]] = {
     "zero_optimization.offload_optimizer.ratio": (
         "the ratio is exact to 128 elements and works with any stage; in DeepSpeed it needs stage 3"
     ),
-    "zero_optimization.offload_param.device": "in DeepSpeed it does not need offload_optimizer",
+    "checkpoint.tag_validation": "in DeepSpeed each rank uses its own tag",
+    "bf16.bf16_optimizer_states": "DeepSpeed also rounds the master weights to bf16",
+    "zero_optimization.offload_param.device": "in DeepSpeed the optimizer state can stay on the GPU",
     "activation_checkpointing.partition_activations": _BLOCKS,
     "activation_checkpointing.cpu_checkpointing": _BLOCKS,
     "sparse_attention.mode": "`initialize` applies the section to the model; DeepSpeed 0.19 no longer has this section",
@@ -259,10 +265,46 @@ def refused() -> Iterator[str]:
     rows: dict[str, list[str]] = {}
     for path, entries in TABLE.items():
         for name, entry in entries.items():
-            if isinstance(entry, Refused):
+            if isinstance(entry, Refused) and name not in INTERNAL.get(path, "").split():
                 rows.setdefault(entry.remedy, []).append(f"`{_full(f'{path}.{name}' if path else name)}`")
     for remedy, names in rows.items():
         yield f"| {', '.join(names)} | {remedy} |"
+
+
+def method_tables() -> str:
+    """The tables of docs/compat.md with the methods of DeepSpeed's engines: what each does here."""
+    lines: list[str] = []
+    for title, methods in (("DeepSpeedEngine", ENGINE), ("PipelineEngine", PIPELINE)):
+        rows: dict[tuple[str, str], list[str]] = {}
+        for name, method in methods.items():
+            rows.setdefault(_said(method), []).append(f"`{name}`")
+        counts = Counter(_said(method)[0] for method in methods.values())
+        verbs = ("work", "have no effect", "are refused")
+        told = ", ".join(f"{counts[one]} {verb}" for one, verb in zip(METHOD_STATUSES, verbs, strict=True))
+        lines += [f"### `{title}`", "", f"{len(methods)} methods: {told}.", "", "| methods | status | in twinflow |"]
+        lines.append("|---|---|---|")
+        for status in METHOD_STATUSES:
+            lines += [
+                f"| {', '.join(sorted(names))} | {status} | {_cell(text)} |"
+                for (found, text), names in rows.items()
+                if found == status
+            ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _said(method: Method) -> tuple[str, str]:
+    """The status of a method, and what the page says about it."""
+    if isinstance(method, Own):
+        return WORKS, method.note or "as in DeepSpeed"
+    if isinstance(method, NoEffect):
+        return "no effect", method.reason
+    if isinstance(method, engine_api.Refused):
+        return "refused", method.remedy.rstrip(".")
+    section = method.path.rpartition(".")[0] if isinstance(method, engine_api.Key) else ""
+    if isinstance(method, engine_api.Key):
+        return WORKS, f"returns a key of `{section}`" if section else "returns a key at the top of the config"
+    return WORKS, f"returns {method.text}"
 
 
 def _full(path: str) -> str:
@@ -563,6 +605,7 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
     ("3d.md", "architectures"): lambda: f"\n{architecture_table()}\n\n",
     ("3d.md", "support"): lambda: f"\n{support_table()}\n\n",
     ("compat.md", "names"): name_tables,
+    ("compat.md", "methods"): method_tables,
 }
 
 

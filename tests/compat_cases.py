@@ -122,3 +122,26 @@ def hf(folder: str) -> dict[str, Any]:
     options["deepspeed"] = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero}
     whole, resumed = hf_trainer(options, folder), hf_trainer(options, folder, f"{folder}/checkpoint-2")
     return {"stock": stock, "example": example, "whole": whole, "resumed": resumed}
+
+
+def again(rank: int, world: int, stages: tuple[int, int]) -> list[float]:
+    """The weights of two engines that share a loss, after the model of one of them was given to initialize() again."""
+    compat.install()
+    import deepspeed
+
+    model, inputs = net(), torch.ones(4, 6)
+    first, *_ = deepspeed.initialize(model=model, config=config(stages[0]))
+    step(first, 0)
+    second, *_ = deepspeed.initialize(model=model, config=config(stages[1]))
+    other, *_ = deepspeed.initialize(model=net(), config=config(stages[1]))
+    for _ in range(2):
+        loss = second(inputs).square().mean() + other(inputs).square().mean()
+        loss.backward()  # DeepSpeed's way to train two engines with one loss
+        second.step()
+        other.step()
+    with deepspeed.zero.GatheredParameters([*second.module.parameters(), *other.module.parameters()]):
+        params = [*second.module.parameters(), *other.module.parameters()]
+        found = [float(value) for param in params for value in param.detach().reshape(-1)]
+    for engine in (second, other):
+        engine.destroy()
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,7 @@ from twinflow.build_parallel import (
     spread,
 )
 from twinflow.config import Batch, Config, load_config, notes, resolve_batch
+from twinflow.config.fields import Shown
 from twinflow.conflicts import refuse
 from twinflow.dist.group import new_group
 from twinflow.dist.meeting import Meeting
@@ -43,9 +45,10 @@ from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, Wandb
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
 from twinflow.offload.quantised import move_quantised, without_quantised
+from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.optim.twin_build import to_host
+from twinflow.optim.twin_build import own_device, to_host
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.topology import DATA
@@ -56,6 +59,8 @@ from twinflow.zero.partitioned import partition, regroup
 from twinflow.zero.start import meet, own_host_bytes, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
+# The engine of each model that initialize() has built and whose engine may still train.
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 _PART_BYTES = 1024  # Tensor ranks partition a saved input of a checkpointed layer if it has this many bytes or more.
 
 
@@ -82,8 +87,11 @@ def initialize(
     arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` must be None.
     """
     _log_to_stdout()
-    if model is None:
-        raise invalid_value("model", None, "an nn.Module, or a function that creates one", "Pass model=...")
+    if model is None or isinstance(model, Engine):
+        remedy = "Pass model=..." if model is None else "Pass engine.module."
+        raise invalid_value(
+            "model", None if model is None else Shown(model), "an nn.Module, or a function that creates one", remedy
+        )
     refuse_groups(mpu=mpu, mesh_param=mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
@@ -97,6 +105,8 @@ def initialize(
     watch = start_watch(ranks, parsed.hang_timeout_s)
     # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
     given = None if model_parameters is None else list(model_parameters)
+    if isinstance(model, nn.Module) and (parsed.optimizer is not None or optimizer is not None):
+        _retire_engine(model, optimizer)
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
@@ -129,8 +139,12 @@ def initialize(
         twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)
         if twin is not None and twin is not optimizer:
             undo.callback(twin.close)  # The model can have only one open optimizer.
+        host_weights = HostWeights(module) if twin is None and offloads_params(parsed) else None
+        if host_weights is not None:
+            undo.callback(host_weights.close)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-        settings, reports = _engine_settings(parsed, batch, source, ranks, grid), _make_reports(parsed, ranks.rank)
+        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer)
+        reports = _make_reports(parsed, ranks.rank)
         activations = checkpoint_activations(parsed, module, twin, grid)
         if activations is not None:
             undo.callback(activations.remove)
@@ -142,10 +156,28 @@ def initialize(
             undo.callback(links.wire.close)
             engine: Engine = PipelineEngine(module, twin, scheduler, settings, reports, links, activations, watch)
         else:
-            engine = Engine(module, twin, scheduler, settings, reports, activations, watch)
+            engine = Engine(module, twin, scheduler, settings, reports, activations, watch, host_weights)
         loader = engine.set_training_data(training_data, collate_fn) if training_data is not None else None
         undo.pop_all()
+    if twin is not None:
+        _ENGINES[engine.module] = weakref.ref(engine)
     return engine, twin, loader, scheduler
+
+
+def _retire_engine(model: nn.Module, optimizer: Any) -> None:
+    """Destroys the engine that an earlier initialize() built for this model: a model can have one optimizer at a time.
+
+    An engine whose own optimizer is passed again stays, because the new engine uses that optimizer.
+    """
+    reference = _ENGINES.pop(model, None)
+    before = reference() if reference is not None else None
+    if before is None or before.optimizer is None or before.optimizer is optimizer:
+        return
+    LOGGER.info(
+        "initialize() was called again with the same model. The earlier engine is destroyed, and its optimizer state "
+        "is dropped"
+    )
+    before.destroy("initialize() was called again with the same model")
 
 
 def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) -> bool:
@@ -155,7 +187,7 @@ def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) ->
 
 
 def _engine_settings(
-    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None
+    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None, optimizer: Any
 ) -> EngineSettings:
     background = config.checkpoint.background_bytes if config.checkpoint.background else None
     if config.checkpoint.background and background is None:
@@ -171,6 +203,8 @@ def _engine_settings(
         background_bytes=background,
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
+        parsed=config,
+        client_optimizer=optimizer,
     )
 
 
@@ -225,11 +259,6 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, A
         raise ValueError(f"The config is {state}, but must be given by exactly one of {', '.join(given)}.")
     value: Mapping[str, Any] | str | Path = next(iter(found.values()))
     return value
-
-
-def own_device() -> torch.device:
-    """The GPU of this rank, or the CPU if there is no GPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def place(model: Model, config: Config) -> nn.Module:

@@ -30,16 +30,15 @@ TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch for hangs 
 
 
 def offloads_params(config: Config) -> bool:
-    """Whether weights are on the host. ValueError for options that conflict with this."""
+    """Whether weights are on the host. With weights, the optimizer state is there too. ValueError for options that
+    conflict with this.
+    """
     zero = config.zero_optimization
     if zero.offload_param is None or zero.offload_param.device != "cpu":
         return False
     group, optimizer = "Weights on the host", zero.offload_optimizer
     refuse(group, {"stage": zero.stage != 3}, stage=zero.stage)
-    if optimizer is None or optimizer.device != "cpu":
-        device = f'"{optimizer.device}"' if optimizer is not None else "null"
-        raise conflict(group, "offload_optimizer", device=device)
-    delayed = optimizer.delayed_update
+    delayed = optimizer is not None and optimizer.delayed_update
     refuse(group, {"delayed_update key": delayed}, delayed_update=delayed)
     return True
 
@@ -60,8 +59,6 @@ def make_optimizer(
     options: dict[str, Any] = {}
     if given is None:
         if config.optimizer is None:
-            if offloads_params(config):
-                raise conflict("Weights on the host", "no optimizer")
             return None
         name, options = optimizer_choice(config)
         rule = name if name in RULES else getattr(torch.optim, name)
@@ -159,13 +156,15 @@ def offload_options(config: Config) -> dict[str, Any]:
     """The section `offload_optimizer` as arguments of TwinOptimizer, with the fields of `Tuning` in one argument."""
     offload = config.zero_optimization.offload_optimizer
     if offload is None:
-        return {"ratio": 0.0, "early": "auto"}
-    options = {name: getattr(offload, name) for name in offload.own_keys()}
+        is_on_host = offloads_params(config)
+        ratio = 1.0 if is_on_host else 0.0
+        return {"ratio": ratio, "early": "auto", "offload_params": is_on_host, "states": config.states}
+    options = {name: getattr(offload, name) for name in offload.own_keys()} | {"states": config.states}
     tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
     options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
     options["offload_params"] = offloads_params(config)
     if offload.device == "none":
-        options["ratio"] = 0.0
+        options["ratio"] = 1.0 if options["offload_params"] else 0.0
     return options
 
 

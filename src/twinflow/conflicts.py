@@ -155,23 +155,17 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "only stage 3 fetches weights block by block",
             "Set stage 3, or leave offload_param out.",
         ),
-        "offload_optimizer": Conflict(
-            "zero_optimization.offload_optimizer.device {device}",
-            _PARAM_KEY,
-            "weights are fetched from the optimizer state, which must be on the host",
-            'Set zero_optimization.offload_optimizer.device "cpu".',
+        "moved state": Conflict(
+            "{call}",
+            _ON_HOST,
+            "the weights of a block are where its state is",
+            "Leave the call out: the state is on the host already.",
         ),
         "delayed_update key": Conflict(
             "zero_optimization.offload_optimizer.delayed_update={delayed_update}",
             _PARAM_KEY,
             "a delayed update needs a second copy of the weights, and the optimizer state has only one",
             "Set delayed_update to false.",
-        ),
-        "no optimizer": Conflict(
-            "A config without optimizer",
-            _PARAM_KEY,
-            "weights are stored in the optimizer state",
-            "Add the section optimizer, or leave offload_param out.",
         ),
     },
     "ZeRO stages 2 and 3": {

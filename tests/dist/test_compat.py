@@ -31,3 +31,11 @@ def test_what_the_modifier_writes_all_ranks_have() -> None:
     assert one == two
     assert one[:2] == [[7.0] * 3, [7.0] * 40]
     assert one[2] == pytest.approx([7.0] * 40, abs=0.1)  # a step of 1e-2 later
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stages", [(2, 2), (3, 3), (0, 3)])
+def test_engines_share_a_loss_and_a_model_gets_another_engine(stages: tuple[int, int]) -> None:
+    (alone,) = run_ranks(1, cases.again, (0, 0))
+    for found in run_ranks(2, cases.again, stages):
+        assert found == pytest.approx(alone, rel=1e-5, abs=1e-6)

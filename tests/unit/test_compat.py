@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,19 +99,32 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "entry"), REFUSED)
-def test_what_is_refused_says_what_to_use(name: str, entry: Refused, installed: None) -> None:
-    above, _, last = name.rpartition(".")
-    module = importlib.import_module(above)
-    with pytest.raises(AttributeError) as error:
-        getattr(module, last)
-    assert entry.remedy in str(error.value)
-    with pytest.raises(ImportError) as imported:
-        exec(f"from {above} import {last}")
-    assert entry.remedy in str(imported.value)
-    with pytest.raises(ImportError, match="not available in twinflow"):
-        importlib.import_module(f"{name}.deeper")
-    assert not hasattr(module, last)
+def test_what_is_refused_can_be_imported_and_says_what_to_use(installed: None) -> None:
+    """A script may mention a name that it does not use, also as a base class and in isinstance()."""
+    for name, entry in REFUSED:
+        above, _, last = name.rpartition(".")
+        found = getattr(importlib.import_module(above), last)
+        names: dict[str, type] = {}
+        exec(f"from {above} import {last} as found\nclass Own(found): pass", names)
+        assert names["found"] is found
+        assert not isinstance(3, found)
+        for call in (found, names["Own"], lambda used=found: used.attribute):
+            with pytest.raises((NotImplementedError, AttributeError), match=re.escape(entry.remedy)):
+                call()
+        assert importlib.import_module(f"{name}.deeper") is importlib.import_module(f"{name}.deeper")
+
+
+def test_modules_below_a_refused_one(installed: None) -> None:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import has_moe_layers
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    with pytest.raises(NotImplementedError, match=r"deepspeed\.moe\.layer\.MoE is not available.*experts train like"):
+        MoE(hidden_size=4)
+    assert OffloadStateTypeEnum("hp_params") is OffloadStateTypeEnum.hp_params
+    assert has_moe_layers(None) == (False, 0)
+    with pytest.raises(ImportError, match=r"deepspeed\.momo is not available"):
+        importlib.import_module("deepspeed.momo")
 
 
 def test_a_name_that_nobody_knows(installed: None) -> None:

@@ -352,7 +352,6 @@ def test_training_data_comes_back_as_a_loader(make: Any) -> None:
     [
         ({"config": None}, ["config"]),
         ({"config": {}, "config_params": {}}, ["config", "config_params"]),
-        ({"config": config(trian_batch_size=2)}, ["trian_batch_size", "train_batch_size"]),
         ({"config": config(train_batch_size=5)}, ["5", "2"]),
         ({"model": None, "config": config()}, ["model"]),
         ({"mpu": object(), "config": config()}, ["mpu"]),

@@ -47,7 +47,10 @@ SGD_FORMS: dict[str, dict[str, Any]] = {
 
 def torch_of(name: str, options: dict[str, Any]) -> Any:
     """torch's optimizer for a rule."""
-    chosen = {option.name: options[option.name] for option in RULES[name].options}
+    names = [
+        option.name for option in RULES[name].options if option.name != "bias_correction"
+    ]  # torch has no such mode
+    chosen = {key: options[key] for key in names}
     return lambda p: getattr(torch.optim, RULES[name].torch_class)(p, foreach=False, **chosen)
 
 

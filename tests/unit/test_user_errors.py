@@ -213,7 +213,7 @@ def test_a_start_of_delayed_updates_without_delayed_updates() -> None:
         ({"bf16": True}, 'bf16 is True, but must be an object. Write {"enabled": true}.'),
         (
             {"optimizer": {"type": "AdamW", "params": {"rate": 1}}},
-            "lr, betas, eps, weight_decay, maximize. The value of optimizer.type",
+            "lr, betas, eps, weight_decay, bias_correction, maximize. The value of optimizer.type",
         ),
         ({"scheduler": {"type": "WarmupLR", "params": {"x": 1}}}, "Use one of these keys: warmup_min_lr"),
     ],

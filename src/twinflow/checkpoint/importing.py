@@ -33,7 +33,7 @@ _OWN_KEYS: Final = """
 OWN_KEYS: Final = frozenset(_OWN_KEYS.split())
 OPTIONS: Final = ("initial_lr", *(option.name for rule in RULES.values() for option in rule.options))
 # Options that twinflow's rules do not have, and the only value that can be imported.
-UNLIKE: Final = {"amsgrad": False, "maximize": False, "bias_correction": True}
+UNLIKE: Final = {"amsgrad": False, "maximize": False}
 # The update rule by its state names, if no file names the rule. Adam has the states of AdamW: AdamW is used.
 BY_STATES: Final = {tuple(sorted(name for name in rule.states if name)): rule.name for rule in reversed(RULES.values())}
 RULE: Final = "--rule (rule= in Python)"

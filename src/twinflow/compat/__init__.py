@@ -4,6 +4,9 @@ Importing this package changes nothing. `install()` and `python -m twinflow.comp
 finder provides the modules of `deepspeed`, which are made from the table in names.py, and a distribution provides its
 version. A name is resolved at its first use. Every module is marked as a package. Python therefore asks the finder for
 `y` in `from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
+
+A name that is not supported can be imported, because a script may mention it and not use it. It is a class
+(`Unavailable`) that raises NotImplementedError when it is called, also as a base class.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from os import PathLike
@@ -38,9 +42,9 @@ class CompatModule(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":
-            raise AttributeError(name)
         entry, through = (entries(self._path).get(key) for key in (name, "*"))
+        if name.startswith("__") and entry is None:
+            raise AttributeError(name)
         source = importlib.import_module(through.module) if isinstance(through, Through) else None
         if isinstance(entry, Ours):
             found = entry.resolve()
@@ -48,6 +52,8 @@ class CompatModule(ModuleType):
             found = module_at(join(self._path, name))
         elif entry is None and hasattr(source, name):
             found = getattr(source, name)
+        elif refused_at(join(self._path, name)) is not None:
+            return unavailable(self._path, name)  # not stored here: its module, if it is one, may be imported later
         else:
             raise AttributeError(missing(self._path, name))
         setattr(self, name, found)
@@ -56,6 +62,27 @@ class CompatModule(ModuleType):
     def __dir__(self) -> list[str]:
         own = [name for name, entry in entries(self._path).items() if isinstance(entry, Ours)]
         return sorted({*own, *children(self._path)})
+
+
+class Unavailable(type):
+    """The class of names that are not supported. A script may import them, and use them in isinstance()."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{cls._reason}")
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name if name.startswith("__") else cls._reason)
+
+    def __iter__(cls) -> Any:
+        raise NotImplementedError(cls._reason)
+
+    _reason: str
+
+
+@cache
+def unavailable(path: str, name: str) -> Unavailable:
+    """What a name that is not supported gives. There is one object for each name."""
+    return Unavailable(name, (), {"_reason": missing(path, name), "__module__": f"{NAME}.{path}" if path else NAME})
 
 
 def entries(path: str) -> Mapping[str, Entry]:
@@ -91,9 +118,9 @@ def join(path: str, name: str) -> str:
 
 def missing(path: str, name: str) -> str:
     """The error message for a name that is unknown or refused."""
-    whole, entry = f"{NAME}.{join(path, name)}", entries(path).get(name)
-    if isinstance(entry, Refused):
-        return f"{whole} is not available in twinflow.compat. {entry.remedy}."
+    whole, refused = f"{NAME}.{join(path, name)}", refused_at(join(path, name))
+    if refused is not None:
+        return f"{whole} is not available in twinflow.compat. {refused.remedy}."
     known = sorted({*(key for key, one in entries(path).items() if isinstance(one, Ours)), *children(path)})
     near = get_close_matches(name, {*known, *entries(path)}, 1)
     hint = f"Did you mean {near[0]}?" if near else f"Available names: {', '.join(known)}."
@@ -127,10 +154,10 @@ class CompatFinder(MetaPathFinder, Loader):
         top, _, below = fullname.partition(".")
         if top != NAME:
             return None
-        if is_module(below) or not below:
+        if is_module(below) or not below or refused_at(below) is not None:
             return ModuleSpec(fullname, self, is_package=True)
         above, _, last = below.rpartition(".")
-        raise ModuleNotFoundError(missing(*(_refused_above(below) or (above, last))))
+        raise ModuleNotFoundError(missing(above, last))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module of the table. Both paths of an alias give the same module object."""
@@ -145,13 +172,13 @@ class CompatFinder(MetaPathFinder, Loader):
         return [CompatDistribution()] if name in (None, NAME) else []
 
 
-def _refused_above(path: str) -> tuple[str, str] | None:
-    """The first part of a path that the table refuses, as (parent path, name)."""
+def refused_at(path: str) -> Refused | None:
+    """The entry that refuses a name, or a module above it."""
     parts = path.split(".")
     for i in range(len(parts)):
-        above = ".".join(parts[:i])
-        if isinstance(entries(above).get(parts[i]), Refused):
-            return above, parts[i]
+        entry = entries(".".join(parts[:i])).get(parts[i])
+        if isinstance(entry, Refused):
+            return entry
     return None
 
 

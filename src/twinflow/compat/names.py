@@ -10,7 +10,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from twinflow.compat.internals import INTERNAL
+
 VERSION: Final = "0.19.8"  # The version of DeepSpeed whose names these are.
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
+ORIGIN: Final = "twinflow"  # instead of the commit from which DeepSpeed was built
 
 
 class Ours(NamedTuple):
@@ -51,6 +55,7 @@ def _refused(remedy: str, names: str) -> dict[str, Entry]:
 
 
 _OF = "twinflow.compat."
+_INTERNAL = "Leave it out: it is an internal part of DeepSpeed"
 _NO_GROUPS = "Use engine.dp_rank, engine.world_size and deepspeed.comm: initialize() creates the process groups"
 _NO_BUILD = "Leave the builder out: the kernels are part of twinflow"
 _NO_INFERENCE = "Use an inference library with the files that `twinflow export` writes: twinflow is for training only"
@@ -67,9 +72,15 @@ _SAFE = _ours(
     "safe_get_full_grad safe_set_full_grad safe_get_local_fp32_param safe_get_local_optimizer_state "
     "safe_get_local_grad safe_set_local_fp32_param safe_set_local_optimizer_state safe_set_local_grad",
 ) | {"safe_update_full_grad_vectorized": Refused("Call safe_set_full_grad() for each parameter")}
-_ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters Init register_external_parameter")
+_ZERO_NAMES = _ours(_OF + "zero", "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter")
 _ESTIMATES = "estimate_{0} estimate_{0}_all_cold estimate_{0}_all_live"
 _NOT_THEIRS = "estimates for twinflow, not for DeepSpeed"
+_LEAVES = _ours(
+    _OF + "utils",
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
+    note="they mark nothing: blocks are always gathered whole",
+)
 _PIPE_NAMES = _ours("twinflow.parallel.specs", "LayerSpec TiedLayerSpec") | {
     "PipelineModule": Ours(
         _OF + "pipe:PipelineModule", "the seed of a LayerSpec's layer is base_seed plus the index of the layer"
@@ -79,10 +90,12 @@ _ENGINE: dict[str, Entry] = {
     "DeepSpeedEngine": Ours("twinflow.engine:Engine", "not an nn.Module, but engine.module is one")
 }
 
-TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
-    "": _ours(_OF + "start", "init_distributed initialize tp_model_init")
-    | _ours("twinflow.build", "add_config_arguments")
+_PUBLIC: dict[str, dict[str, Entry]] = {
+    "": _ours(_OF + "start", "init_distributed initialize tp_model_init TORCH_DISTRIBUTED_DEFAULT_PORT")
+    | _ours("twinflow.build", "add_config_arguments", add_core_arguments="add_config_arguments")
     | _ours(_OF + "names", __version__="VERSION", version="VERSION")
+    | _ours(_OF + "names", __git_hash__="ORIGIN", __git_branch__="ORIGIN", git_hash="ORIGIN", git_branch="ORIGIN")
+    | _ours(_OF + "names", __version_major__="MAJOR", __version_minor__="MINOR", __version_patch__="PATCH")
     | _ENGINE
     | _ours("twinflow.engine.pipeline", "PipelineEngine")
     | _ours(_OF + "pipe", "PipelineModule")
@@ -95,7 +108,6 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
             _NO_INFERENCE,
             "init_inference InferenceEngine DeepSpeedHybridEngine inference model_implementations module_inject",
         ),
-        "moe": Refused(_NO_MOE),
         "sequence": Refused(_NO_SEQUENCE),
         "compression": Refused("Quantize or prune with another library, such as torchao"),
         "autotuning": Refused("Use `twinflow plan`, which predicts memory and speed before a run"),
@@ -108,7 +120,18 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
         **_refused(_NO_FUSED_LAYER, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
         "DualPipeVModule": Refused('Use twinflow.parallel.PipelineModule(schedule="zbv")'),
     },
-    "accelerator": _ours(_OF + "utils", "get_accelerator"),
+    "accelerator": _ours(
+        _OF + "utils", "get_accelerator is_current_accelerator_supported", DeepSpeedAccelerator="Accelerator"
+    ),
+    "constants": _ours(_OF + "start", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
+    "moe": _refused(_NO_MOE, "ep_router ep_experts experts layer mappings sharded_moe"),
+    "moe.utils": _ours(
+        _OF + "groups",
+        "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
+        "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
+        "split_params_into_shared_and_expert_params",
+        note="for models without DeepSpeed's experts",
+    ),
     "checkpoint": {
         "ds_to_universal": Refused(_UNIVERSAL),
         "DeepSpeedCheckpoint": Refused("Use `twinflow import`, which reads DeepSpeed's checkpoints"),
@@ -195,7 +218,9 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     )
     | {"PipelineParallelGrid": Refused(_NO_GROUPS)},
     "runtime.utils": _ours(
-        _OF + "utils", "move_to_device partition_balanced partition_uniform see_memory_usage set_random_seed"
+        _OF + "utils",
+        "ensure_directory_exists move_to_device noop_decorator partition_balanced partition_uniform see_memory_usage "
+        "set_random_seed",
     )
     | {"clip_grad_norm_": Refused("Set gradient_clipping in the config")},
     "runtime.zero": _ZERO_NAMES
@@ -206,7 +231,7 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     },
     "runtime.zero.config": _ours(_OF + "start", "ZeroStageEnum get_zero_config")
     | _ours("twinflow.config.schema", DeepSpeedZeroConfig="ZeroOptimization"),
-    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum")
+    "runtime.zero.offload_config": _ours(_OF + "start", "OffloadDeviceEnum OffloadStateTypeEnum")
     | _ours(
         "twinflow.config.schema",
         DeepSpeedZeroOffloadOptimizerConfig="OffloadOptimizer",
@@ -216,9 +241,30 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     "runtime.zero.stage3": _ours(_OF + "zero", _ESTIMATES.format("zero3_model_states_mem_needs"), _NOT_THEIRS),
     "runtime.zero.stage_1_and_2": _ours(_OF + "zero", _ESTIMATES.format("zero2_model_states_mem_needs"), _NOT_THEIRS),
     "utils": _SAFE
-    | _ours(_OF + "utils", "OnDevice RepeatingLoader log_dist logger set_z3_leaf_modules")
-    | {"groups": Refused(_NO_GROUPS), "init_distributed": Ours(_OF + "start:init_distributed")},
-    "utils.logging": _ours(_OF + "utils", "log_dist logger"),
+    | _ours(_OF + "utils", "OnDevice RepeatingLoader instrument_w_nvtx log_dist log_dist_once logger")
+    # The function z3_leaf_module is only in the module of this name.
+    | {name: entry for name, entry in _LEAVES.items() if name != "z3_leaf_module"}
+    | {"init_distributed": Ours(_OF + "start:init_distributed")},
+    "utils.groups": _ours(
+        _OF + "groups",
+        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
+        "get_model_parallel_world_size",
+        get_tensor_model_parallel_rank="get_model_parallel_rank",
+        get_tensor_model_parallel_world_size="get_model_parallel_world_size",
+        _get_data_parallel_group="get_data_parallel_group",
+        _get_data_parallel_rank="get_data_parallel_rank",
+        _get_data_parallel_world_size="get_data_parallel_world_size",
+        _get_model_parallel_world_size="get_model_parallel_world_size",
+    )
+    | _refused(
+        _NO_GROUPS,
+        "initialize get_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_src_rank "
+        "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size expert_tensor_parallel_world_size",
+    ),
+    "utils.init_on_device": _ours(_OF + "utils", "OnDevice"),
+    "utils.logging": _ours(_OF + "utils", "log_dist log_dist_once logger"),
+    "utils.nvtx": _ours(_OF + "utils", "instrument_w_nvtx"),
+    "utils.z3_leaf_module": _LEAVES,
     "utils.tensor_fragment": _SAFE,
     "utils.zero_to_fp32": _ours(
         _OF + "zero",
@@ -228,9 +274,14 @@ TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
     ),
 }
 
+TABLE: Final[Mapping[str, Mapping[str, Entry]]] = {
+    path: {**_refused(_INTERNAL, INTERNAL.get(path, "")), **_PUBLIC.get(path, {})} for path in {**_PUBLIC, **INTERNAL}
+}
+
 # Modules with two paths: alias -> path in the table.
 ALIASES: Final[Mapping[str, str]] = {
     "zero": "runtime.zero",
+    "dist": "comm",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "comm.comm": "comm",
     "accelerator.real_accelerator": "accelerator",

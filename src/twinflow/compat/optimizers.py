@@ -4,14 +4,17 @@ unless they have state already or their state is not fp32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from twinflow.errors import invalid_value
+from twinflow.build_optimizer import follow
+from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.host import HostOptimizer
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 from twinflow.rules.rule import Rule
 
@@ -59,11 +62,12 @@ class DeepSpeedCPUAdam(Named, HostOptimizer):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_modes(bias_correction, amsgrad)
+        _refuse_amsgrad(amsgrad)
         self.rule = ADAMW if adamw_mode else ADAM
         self.adam_w_mode = adamw_mode
         states = "fp32" if fp32_optimizer_states else "bf16"
-        HostOptimizer.__init__(self, model_params, lr, betas, eps, weight_decay, states=states)
+        options: dict[str, Any] = {"bias_correction": bias_correction, "states": states}
+        HostOptimizer.__init__(self, model_params, lr, betas, eps, weight_decay, **options)
 
 
 class DeepSpeedCPUAdagrad(Named, HostOptimizer):
@@ -80,7 +84,7 @@ class DeepSpeedCPUAdagrad(Named, HostOptimizer):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _refuse_modes(True, amsgrad)
+        _refuse_amsgrad(amsgrad)
         states = "fp32" if fp32_optimizer_states else "bf16"
         HostOptimizer.__init__(self, model_params, lr, weight_decay=weight_decay, eps=eps, states=states)
 
@@ -127,12 +131,25 @@ class FusedAdam(Fused, torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _refuse_modes(bias_correction, amsgrad)
+        _refuse_amsgrad(amsgrad)
         self.rule = ADAMW if adam_w_mode else ADAM
         self.adam_w_mode = adam_w_mode
+        self.bias_correction = bias_correction
         self.set_grad_none = set_grad_none
         mode = {"fused": True, "decoupled_weight_decay": adam_w_mode}
         torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, **mode)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"bias_correction": self.bias_correction}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. Raises ValueError without bias correction: torch's Adam has
+        none of that kind, but `initialize` has.
+        """
+        if not self.bias_correction:
+            remedy = "Pass the optimizer to initialize(), or use DeepSpeedCPUAdam."
+            raise invalid_value("bias_correction of FusedAdam.step()", False, [True], remedy)
+        return super().step(closure)
 
 
 class FusedLion(Fused):
@@ -171,9 +188,32 @@ class FusedLion(Fused):
         return loss
 
 
-def _refuse_modes(bias_correction: bool, amsgrad: bool) -> None:
-    if not bias_correction:
-        raise invalid_value("bias_correction", False, [True], "Leave it out: twinflow always corrects the bias.")
+_PASSED_ON = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+def hand_over(optimizer: Optimizer, twin: TwinOptimizer) -> None:
+    """Makes an optimizer that `initialize` has taken over a handle of the engine's optimizer: a script may keep and
+    call it. Otherwise its `step` would find no gradients and do nothing.
+    """
+    follow(optimizer, twin)
+    owner = weakref.ref(twin)
+    for name in _PASSED_ON:
+        setattr(optimizer, name, _passed_on(owner, name))
+
+
+def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        twin = owner()
+        if twin is None:
+            remedy = "Keep the engine, or build a new optimizer."
+            raise wrong_state(f"{name}() cannot run", "the engine that uses this optimizer was deleted", remedy)
+        return getattr(twin, name)(*args, **kwargs)
+
+    vars(call)["_wrapped_by_lr_sched"] = True  # schedulers of torch warn about a `step` without this mark
+    return call
+
+
+def _refuse_amsgrad(amsgrad: bool) -> None:
     if amsgrad:
         remedy = "DeepSpeed ignores amsgrad. To use it, build torch.optim.AdamW(..., amsgrad=True)."
         raise invalid_value("amsgrad", amsgrad, [False], remedy)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.optim.optimizer import Optimizer
 
 from twinflow import build
-from twinflow.compat.optimizers import Named
+from twinflow.compat.groups import note_engine
+from twinflow.compat.optimizers import Named, hand_over
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
@@ -24,6 +26,8 @@ from twinflow.launch.environment import joined
 
 DeepSpeedConfigError = ValueError
 _TIMEOUT_S = 1800.0
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(seconds=_TIMEOUT_S)
 _AUTO_PARALLEL = "tensor_parallel.autotp_size"
 
 
@@ -75,6 +79,16 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(str, Enum):
+    """States that `engine.offload_states()` can be asked to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 class DeepSpeedConfig:
     """A checked config with its batch sizes resolved. Other attributes are those of twinflow's `Config`."""
 
@@ -119,7 +133,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     """Creates a process group if needed and calls twinflow.initialize. An optimizer with one of DeepSpeed's names is
     replaced by the twinflow optimizer with the same update rule.
 
-    The arguments are those of `deepspeed.initialize`, positional or by name.
+    The arguments are those of `deepspeed.initialize`, positional or by name. An optimizer that the script passes is
+    returned itself in fp32 without ZeRO, as DeepSpeed does, and calls of its methods go to the engine's optimizer.
+    Otherwise the engine's optimizer is returned.
     """
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
     if given.get("dist_init_required") is not False:
@@ -127,13 +143,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     optimizer = given.get("optimizer")
     if isinstance(optimizer, Named) and optimizer.rule_name is not None:
         given |= _by_name(optimizer, given)
-    found = build.initialize(**given)
-    engine = found[0]
-    if engine.optimizer is not None and isinstance(optimizer, Named):
-        # A scheduler that was built with the DeepSpeed optimizer writes to its param_groups.
-        optimizer.param_groups = engine.optimizer.param_groups
-        vars(optimizer)["_opt_called"] = True
-    return found
+    engine, twin, loader, scheduler = build.initialize(**given)
+    engine.save_weights_as("pytorch_model.bin")
+    note_engine(engine)
+    if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
+        return engine, twin, loader, scheduler
+    hand_over(optimizer, twin)
+    is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
+    return engine, twin if is_wrapped else optimizer, loader, scheduler
 
 
 def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import random
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -138,11 +139,47 @@ def get_accelerator() -> Accelerator:
     return Accelerator() if torch.cuda.is_available() else CpuAccelerator()
 
 
+def is_current_accelerator_supported() -> bool:
+    """True: twinflow runs on the GPU and on the CPU."""
+    return True
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs a message on the given ranks. All ranks log if `ranks` is empty or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, f"[rank {rank}] {message}")
+
+
+@cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+    """Logs a message on the given ranks the first time that it is called with it."""
+    log_dist(message, ranks, level)
+
+
+def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that marks the calls of a function as NVTX ranges. Without a GPU they are not marked."""
+
+    @wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        accelerator = get_accelerator()
+        accelerator.range_push(function.__qualname__)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            accelerator.range_pop()
+
+    return marked
+
+
+def noop_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return function
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Creates the folder of a file."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
 
 
 class RepeatingLoader:
@@ -222,12 +259,56 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         logger.info(f"{message} | memory {now:.2f} GB, at most {most:.2f} GB")
 
 
+# Leaf modules of ZeRO stage 3, which DeepSpeed gathers whole. Here nothing is marked, because blocks are always
+# gathered whole.
+
+
 def set_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True) -> list[Any]:
-    """Returns the modules of these classes and marks nothing: twinflow always gathers blocks whole."""
+    """The modules of these classes, given as classes or as their names."""
     names = tuple(kind for kind in leaf_module_classes if isinstance(kind, str))
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     found = [part for part in model.modules() if isinstance(part, kinds) or type(part).__name__ in names]
+    return _need(found, "of the classes", leaf_module_classes, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(model: Any, module_names: Sequence[str], raise_if_not_found: bool = True) -> list[Any]:
+    """The modules with these names."""
+    found = [part for name, part in model.named_modules() if name in module_names]
+    return _need(found, "with the names", module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(model: Any, suffixes: Sequence[str], raise_if_not_found: bool = True) -> list[Any]:
+    """The modules whose names end with one of these texts."""
+    found = [part for name, part in model.named_modules() if name.endswith(tuple(suffixes))]
+    return _need(found, "with the suffixes", suffixes, raise_if_not_found)
+
+
+def _need(found: list[Any], what: str, wanted: Sequence[Any], raise_if_not_found: bool) -> list[Any]:
     if not found and raise_if_not_found:
-        remedy = "Give classes, or class names, of modules of the model, or set raise_if_not_found=False."
-        raise ValueError(f"The model has no module of the classes {list(leaf_module_classes)}. {remedy}")
+        remedy = "Check the model, or set raise_if_not_found=False."
+        raise ValueError(f"The model has no module {what} {list(wanted)}. {remedy}")
     return found
+
+
+def unset_z3_leaf_modules(model: Any, leaf_module_classes: Sequence[Any]) -> list[Any]:
+    """No modules, because none is marked."""
+    return []
+
+
+def get_z3_leaf_modules(model: Any) -> list[Any]:
+    """No modules, because none is marked."""
+    return []
+
+
+def set_z3_leaf_module(model: Any, flag: bool) -> None:
+    """Does nothing."""
+
+
+def z3_leaf_module(model: Any) -> bool:
+    """False, because no module is marked."""
+    return False
+
+
+def z3_leaf_parameter(param: Any) -> bool:
+    """False, because no module is marked."""
+    return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,22 @@ from twinflow.zero.gathered import gathered, home_of, is_gathered_with_root
 _SENT = "the values of one rank are sent to all ranks"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _WIDTH = WEIGHT_BYTES["bf16"]
+
+
+class ZeroParamStatus(Enum):
+    """DeepSpeed's marks for partitioned parameters. Parameters have no such marks here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """DeepSpeed's kinds of parameters. Parameters have no such marks here."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
 
 
 class Init(AbstractContextManager[None]):

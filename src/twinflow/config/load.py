@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -194,8 +195,8 @@ def _apply(rename: Rename, given: dict[str, Any], done: Renamed) -> None:
 def load_config(source: Config | Mapping[str, Any] | str | PathLike[str]) -> Config:
     """Reads a config from a dict, from a JSON or HJSON file, or from urlsafe-base64 of JSON text.
 
-    Raises ValueError for an unknown key (with the nearest known key), for a value that is not allowed and for a feature
-    that twinflow does not have.
+    Raises ValueError for an unknown key of a section (with the nearest known key), for a value that is not allowed and
+    for a feature that twinflow does not have. Unknown keys at the top are ignored with a warning, as DeepSpeed does.
     """
     if isinstance(source, Config):
         return source
@@ -216,6 +217,7 @@ def _checked(given: dict[str, Any]) -> Config:
     for name in ("optimizer", "scheduler"):
         if not _names_one(given.get(name)):
             given.pop(name, None)
+    _drop_unknown(given)
     config = _validated(Config, given, (), renamed)
     for name, kind_of in (("optimizer", optimizer_kind), ("scheduler", schedule_kind)):
         chosen = getattr(config, name)
@@ -225,6 +227,15 @@ def _checked(given: dict[str, Any]) -> Config:
     _check_together(config)
     config._renamed = tuple(renamed.notes)
     return config
+
+
+def _drop_unknown(given: dict[str, Any]) -> None:
+    """Removes unknown keys at the top of a config, which DeepSpeed ignores, with one warning for all of them."""
+    unknown_ones = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
+    if unknown_ones:
+        names = [*Config.model_fields, *other_names(())]
+        told = [unknown("", key, value, names, _elsewhere(key)) for key, value in unknown_ones.items()]
+        warnings.warn(f"These keys of the config are ignored, as DeepSpeed does. {' '.join(told)}", stacklevel=4)
 
 
 def _names_one(section: object) -> bool:
@@ -336,8 +347,7 @@ def _check_optimizer(config: Config) -> None:
     """Checks the format of the optimizer state and the options of the update rule."""
     assert config.optimizer is not None
     kind, params = config.optimizer.type.lower(), config.optimizer.params
-    offload = config.zero_optimization.offload_optimizer
-    states = offload.states if offload is not None else "fp32"
+    states = config.states
     allowed = FORMATS.get(kind, ("fp32",))
     if states not in allowed:
         remedy = f"optimizer.type is {config.optimizer.type!r}, which supports no other state format."

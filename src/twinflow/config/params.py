@@ -56,7 +56,6 @@ class AdamParams(Common):
     torch_adam: bool = honoured(
         False, "true: weight_decay of AdamW defaults to 0.01, as in torch; the arithmetic is unchanged"
     )
-    bias_correction: bool = refused(True, "leave it true: bias correction is always on")
     amsgrad: bool = refused(False, "build torch.optim.AdamW(..., amsgrad=True) and pass it as the optimizer")
     set_grad_none: bool = unused(True, "gradients are always set to None")
     fp32_optimizer_states: bool = refused(True, 'use offload_optimizer.states "bf16" or "int8"')
@@ -100,7 +99,7 @@ class OneBitAdamParams(Common):
     )
     code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
     maximize: bool = refused(False, "leave it false: 1-bit Adam only minimizes")
-    bias_correction: bool = refused(True, "leave it true: bias correction is always on")
+    bias_correction: bool = refused(True, "leave it true: 1-bit Adam always corrects the bias")
     eps_inside_sqrt: bool = refused(False, "leave it false: eps is added after the square root")
     amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
     cuda_aware: bool = unused(False, _WIRE)

@@ -125,8 +125,14 @@ def notes(config: Config) -> list[str]:
         kind = kind_of(chosen.type) if chosen is not None else None
         if kind is not None and issubclass(kind, Section):
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
-    offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "none":
+    offload, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    is_on_host = params is not None and params.device == "cpu"
+    if is_on_host and (offload is None or offload.device == "none"):
+        lines.append(
+            "zero_optimization.offload_param: the optimizer state is on the host too, because weights are fetched from "
+            "it. Without an optimizer, weights require no gradients"
+        )
+    elif offload is not None and offload.device == "none":
         because = "no effect here, because device is none and all state is on the GPU"
         for name in sorted(offload.model_fields_set):
             rule = rule_of(type(offload).model_fields[name])

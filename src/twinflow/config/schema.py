@@ -234,7 +234,8 @@ class OffloadParam(Section):
 
     device: Literal["cpu", "none"] = honoured(
         "none",
-        "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3 and offload_optimizer",
+        "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3; the optimizer state is "
+        "then on the host too",
         hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
     )
     nvme_path: str | None = unused(None, _NVME)
@@ -332,10 +333,12 @@ class Bf16(Section):
     enabled: bool = honoured(False, "weights and gradients in bf16")
     immediate_grad_update: bool = unused(False, "a gradient leaves the GPU as soon as it is complete")
     check_grad_overflow: bool = honoured(True, "skip a step whose gradients are not finite")
-    bf16_master_weights_and_grads: bool = refused(
-        False, 'use offload_optimizer.states "bf16": this format stores the fp32 master without loss, in two halves'
+    bf16_master_weights_and_grads: bool = unused(
+        False, "master weights are always exact to fp32; with bf16 state they take 2 bytes beside the weights"
     )
-    bf16_optimizer_states: bool = refused(False, 'use offload_optimizer.states "bf16" or "int8"')
+    bf16_optimizer_states: bool = honoured(
+        False, "optimizer state in bf16, unless offload_optimizer.states says otherwise; master weights stay exact"
+    )
 
 
 class TorchAutocast(Section):
@@ -396,7 +399,11 @@ class ParallelWrite(Section):
 
 
 class Checkpoint(Section):
-    tag_validation: Tags = unused("Warn", "different tags on different ranks are always an error")
+    tag_validation: Tags = honoured(
+        "Warn",
+        "what happens if ranks give different tags; Fail: an error; Warn and Ignore: all ranks use the tag of rank 0, "
+        "with or without a warning",
+    )
     load_universal: bool = refused(False, "leave it out: a checkpoint of twinflow loads with any number of ranks")
     use_node_local_storage: bool = unused(False, "all ranks write to one folder on a shared file system")
     parallel_write: ParallelWrite = section(ParallelWrite, "which ranks write; its keys have no effect")
@@ -565,6 +572,14 @@ class Config(Section):
     nebula: Free | None = refused(None, "leave it out: checkpoints are written to a folder", switch=is_on)
     datastates: Free | None = refused(None, "leave it out: checkpoints are written to a folder", switch=is_given)
     datastates_ckpt: Free | None = refused(None, "leave it out: checkpoints are written to a folder", switch=is_given)
+
+    @property
+    def states(self) -> str:
+        """The format of the optimizer state."""
+        offload = self.zero_optimization.offload_optimizer
+        if offload is None or "states" not in offload.model_fields_set:
+            return "bf16" if self.bf16.bf16_optimizer_states else "fp32"
+        return offload.states
 
     _renamed: tuple[str, ...] = PrivateAttr(())  # notes on old names of keys, for `notes`
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
+from twinflow.config import Config
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
@@ -22,22 +24,6 @@ from twinflow.optim.whole import whole_weights
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.whole import WholeWeights, wrap_save_pretrained
 from twinflow.state_dict import StateDict
-
-# Names of DeepSpeed's engine that twinflow's engine does not have, with the remedy.
-INSTEAD: Final = {
-    "allreduce_gradients": "Remove the call: ranks sum gradients during backward.",
-    "coalesce_grad_reduction": "Remove the call: ranks sum gradients during backward.",
-    "offload_states": "Set zero_optimization.offload_optimizer in the config, which keeps the state on the host.",
-    "reload_states": "Set zero_optimization.offload_optimizer in the config, which keeps the state on the host.",
-    "get_sequence_parallel_group": "Remove the call: DeepSpeed's sequence parallelism is not supported.",
-    "get_wall_clock_timers": "Set wall_clock_breakdown in the config and read the log.",
-    "empty_partition_cache": "Remove the call: gathered weights are released automatically.",
-    "train_batch": "Call backward() and step(), or pass a PipelineModule to initialize().",
-    "eval_batch": "Call engine(batch), or pass a PipelineModule to initialize().",
-    "set_lr": 'Set engine.optimizer.param_groups[0]["lr"].',
-    "mpu": "Use engine.dp_rank, engine.dp_world_size and engine.get_model_parallel_rank().",
-    "grid": "Use engine.dp_rank, engine.dp_world_size and engine.get_pipeline_parallel_rank().",
-}
 
 
 class Scheduler(Protocol):
@@ -65,6 +51,9 @@ class EngineSettings:
     background_bytes: int | None = None  # host memory for checkpoints in the background; None: save() blocks
     drop_last: bool = False  # drop the last batch of an epoch if it is not full
     config: Mapping[str, object] = field(default_factory=dict)  # as the user gave it
+    parsed: Config = field(default_factory=Config)  # the checked config
+    weights_file: str = "model.safetensors"  # default file name of save_16bit_model()
+    client_optimizer: Optimizer | Callable[..., Optimizer] | None = None  # that the user passed to initialize()
 
 
 class EngineBase:
@@ -102,13 +91,13 @@ class EngineBase:
         self.part = 0  # number of micro-batches of this step so far
         self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
-        self._is_destroyed = False
+        self._destroyed_by = ""  # why the engine cannot be used any more
         self._lr_kwargs: StateDict = {}
 
     def _check_open(self, what: str) -> None:
-        if self._is_destroyed:
+        if self._destroyed_by:
             remedy = "Do this before destroy(), or build a new engine with initialize() and load a checkpoint."
-            raise wrong_state(f"{what} cannot run", "destroy() was called", remedy)
+            raise wrong_state(f"{what} cannot run", self._destroyed_by, remedy)
 
     def _need_optimizer(self) -> TwinOptimizer:
         self._check_open("Training")
@@ -148,16 +137,34 @@ class EngineBase:
 
     # Weights.
 
-    def module_state_dict(self) -> dict[str, object]:
-        """The module's state dict. Reading it waits for running updates.
+    def module_state_dict(
+        self,
+        destination: None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, object]:
+        """The module's state dict, with `prefix` before each name. Reading it waits for running updates.
 
         With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With ZeRO
         stage 3 on several ranks: whole weights on the host of rank 0, and an empty dict on other ranks. All ranks must
         call it. In a pipeline: the layers of this rank's stage; with ZeRO stage 3, on the first data rank of the stage.
+        `destination` and `keep_vars` must have their defaults.
         """
+        for name, given in {"destination": destination is not None, "keep_vars": keep_vars}.items():
+            if given:
+                default = {"destination": None, "keep_vars": False}[name]
+                raise invalid_value(f"{name} of module_state_dict()", True, [default], "Use the returned dict.")
+        call = "module_state_dict()"
         if self._has_parts:
-            return self._gathered_state_dict("module_state_dict()", of_stage=True)
-        return self.module.state_dict() if self._whole is None else self._whole.state_dict("module_state_dict()")
+            found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters, of_stage=True)
+        elif self._whole is not None:
+            found = self._whole.state_dict(call, exclude_frozen=exclude_frozen_parameters)
+        else:
+            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+            left_out = frozen if exclude_frozen_parameters else set()
+            found = {name: value for name, value in self.module.state_dict().items() if name not in left_out}
+        return {f"{prefix}{name}": value for name, value in found.items()} if prefix else found
 
     @property
     def _has_parts(self) -> bool:
@@ -181,10 +188,15 @@ class EngineBase:
         state_dict: Mapping[str, object],
         strict: bool = True,
         custom_load_fn: Callable[[Mapping[str, object], nn.Module], object] | None = None,
+        fetch_z3_params: bool = False,
     ) -> None:
         """Loads weights into the module. `custom_load_fn(state_dict, module)` replaces `module.load_state_dict`. Tensor
-        ranks take their parts of whole weights.
+        ranks take their parts of whole weights. As in DeepSpeed, the weights may be the entry "module" of a dict.
+        `fetch_z3_params` has no effect, because parts of weights are always taken from whole ones.
         """
+        inner = state_dict.get("module")
+        if isinstance(inner, Mapping):
+            state_dict = inner
         if self._whole is not None:
             state_dict = self._whole.cut(state_dict)
         if custom_load_fn is not None:
@@ -199,9 +211,7 @@ class EngineBase:
         if self._has_parts:
             found = self._gathered_state_dict("get_state_dict()", exclude_frozen=exclude_frozen_parameters)
             return found if self.global_rank == 0 else None
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
-        left_out = frozen if exclude_frozen_parameters else set()
-        return {name: value for name, value in self.module_state_dict().items() if name not in left_out}
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     # The config.
 
@@ -254,9 +264,17 @@ class EngineBase:
         return (self.optimizer.max_grad_norm if self.optimizer is not None else None) or 0.0
 
     @property
-    def basic_optimizer(self) -> TwinOptimizer | None:
-        """The optimizer, under DeepSpeed's name for an optimizer without wrappers."""
-        return self.optimizer
+    def client_optimizer(self) -> Optimizer | Callable[..., Optimizer] | None:
+        """The optimizer, or the function that builds one, that was passed to initialize()."""
+        return self.settings.client_optimizer
+
+    @property
+    def basic_optimizer(self) -> Optimizer | None:
+        """The optimizer that was passed to initialize(), or else the engine's: DeepSpeed's name for an optimizer
+        without wrappers.
+        """
+        given = self.settings.client_optimizer
+        return given if isinstance(given, Optimizer) else self.optimizer
 
     def optimizer_name(self) -> str | None:
         """Name of the update rule; None without an optimizer."""

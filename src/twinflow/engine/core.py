@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -27,20 +27,26 @@ from twinflow.checkpoint import Entry, export_weights
 from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.engine import restore, state
-from twinflow.engine.base import INSTEAD, EngineBase, EngineSettings, Scheduler
+from twinflow.engine.base import EngineBase, EngineSettings, Scheduler
+from twinflow.engine.deepspeed_api import ANSWERS, Own, Refused, attribute
 from twinflow.engine.loader import ResumableLoader
-from twinflow.engine.reports import Reports
+from twinflow.engine.reports import LOGGER, Reports
 from twinflow.engine.state import BackgroundSave
 from twinflow.engine.values import UserValue, cast_floats
 from twinflow.errors import incompatible, invalid_value, unusable_path, wrong_state
 from twinflow.files import replace_file
 from twinflow.launch.watch import Watch
+from twinflow.optim.inference import HostWeights
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_loss
 from twinflow.optim.whole import whole_weights
 from twinflow.parallel.replica import Replica
 from twinflow.parallel.tensor import same_randoms
 from twinflow.speedups import compile_blocks
+
+# States that `offload_states` moves, and those that it does not.
+MOVABLE = ("optim_states", "hp_params")
+UNMOVED = ("lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 class Engine(EngineBase):
@@ -69,12 +75,15 @@ class Engine(EngineBase):
         reports: Reports,
         activations: Handle | None = None,
         watch: Watch | None = None,
+        host_weights: HostWeights | None = None,
     ) -> None:
         super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
+        self.host_weights = host_weights  # weights on the host, if the engine has no optimizer
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self._replica = Replica(settings.grid) if settings.grid is not None else None
+        self.is_compiled = settings.parsed.compile.blocks
         self._is_scaled = False  # the loss of this backward contains the loss scale
         self._is_last: bool | None = None  # set by set_gradient_accumulation_boundary()
         self._handles: list[RemovableHandle] = []  # hooks that scale gradients
@@ -85,13 +94,18 @@ class Engine(EngineBase):
                 self._handles = _scale_plain_backwards(optimizer, me)
 
     def __getattr__(self, name: str) -> UserValue:
-        if name.startswith("__") or name == "module":
+        if name.startswith("__") or name in ("module", "settings"):
             raise AttributeError(name)
+        method = ANSWERS.get(name)
+        if method is not None and not isinstance(method, Own | Refused):
+            return attribute(method, self.settings.parsed)
         try:
             return getattr(self.module, name)
         except AttributeError:
-            near = get_close_matches(name, [one for one in dir(self) if not one.startswith("_")], n=1)
-            remedy = INSTEAD.get(name) or (f"Did you mean {near[0]!r}?" if near else "")
+            near = get_close_matches(name, [one for one in (*dir(self), *ANSWERS) if not one.startswith("_")], n=1)
+            remedy = f"Did you mean {near[0]!r}?" if near else ""
+            if isinstance(method, Refused):
+                remedy = method.remedy
             raise AttributeError(
                 f"Neither the engine nor its module has an attribute {name!r}. {remedy}".rstrip()
             ) from None
@@ -382,17 +396,19 @@ class Engine(EngineBase):
         """Called after the position of the data loader has changed. PipelineEngine then drops its iterator."""
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+        self, save_dir: str | Path, save_filename: str | None = None, exclude_frozen_parameters: bool = False
     ) -> bool:
         """Writes the weights in the dtype of the model to a file: in the format of safetensors if the name ends so, and
-        otherwise of torch.save. Rank 0 writes it. With ZeRO stage 3 or tensor ranks all ranks must call this method.
-        Raises ValueError with pipeline stages.
+        otherwise of torch.save. The default name is model.safetensors; with DeepSpeed's names it is pytorch_model.bin.
+        Rank 0 writes the file. With ZeRO stage 3 or tensor ranks all ranks must call this method. Raises ValueError
+        with pipeline stages.
         """
         reason, remedy = "each rank has only its layers", "Save a checkpoint and use `twinflow export`."
         grid = self.settings.grid
         if grid is not None and grid.num_pipe > 1:
             raise incompatible("save_16bit_model()", "pipeline parallelism", reason, remedy)
         folder = _path("save_dir", save_dir)
+        save_filename = self.settings.weights_file if save_filename is None else save_filename
         call = "save_16bit_model()"
         if self._has_parts:
             found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters)
@@ -421,9 +437,55 @@ class Engine(EngineBase):
 
     # Other methods.
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """Compiles each block (layer) separately with torch.compile, so that no compiled graph waits for weights."""
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, object] | None = None,
+        schedule: None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles each block (layer) separately with torch.compile, so that no compiled graph waits for weights.
+
+        `schedule` and `compiled_autograd_enabled` belong to DeepCompile and must have their defaults.
+        """
+        if schedule is not None:
+            raise invalid_value("schedule", schedule, [None], "Leave it out: DeepCompile is not supported.")
+        if compiled_autograd_enabled:
+            raise invalid_value("compiled_autograd_enabled", True, [False], "Leave it out: only forwards are compiled.")
         compile_blocks(self.module, self.device, backend, compile_kwargs)
+        self.is_compiled = True
+
+    def save_weights_as(self, save_filename: str) -> None:
+        """Sets the default file name of `save_16bit_model`."""
+        self.settings = replace(self.settings, weights_file=save_filename)
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves the optimizer state and the master weights from the GPU to the host, until `reload_states`.
+
+        `include`: names of states, as in DeepSpeed; None: all. Only "optim_states" and "hp_params" have an effect. They
+        move together, because an update needs both. Weights and gradients stay on the GPU. `pin_memory` and
+        `non_blocking` have no effect.
+        """
+        if device not in ("cpu", "none"):
+            raise invalid_value("device", getattr(device, "value", device), ["cpu", "none"], "NVMe is not supported.")
+        names = MOVABLE if include is None else [getattr(name, "value", name) for name in include]
+        for name in names:
+            if name not in (*MOVABLE, *UNMOVED):
+                raise invalid_value("include", name, [*MOVABLE, *UNMOVED])
+        if device == "cpu" and any(name in MOVABLE for name in names):
+            self._need_optimizer().offload_state()
+        if include is None or any(name in UNMOVED for name in names):
+            LOGGER.info("offload_states: weights and gradients stay on the GPU")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves the state of `offload_states` back to the GPU."""
+        self._need_optimizer().reload_state()
 
     def set_training_data(self, dataset: Dataset[object], collate_fn: Callable[..., object] | None) -> ResumableLoader:
         """Builds the engine's data loader from a dataset and returns it."""
@@ -436,18 +498,22 @@ class Engine(EngineBase):
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = False,
+        data_sampler: None = None,
         collate_fn: Callable[..., object] | None = None,
-        num_local_io_workers: int = 0,
+        num_local_io_workers: int | None = None,
     ) -> ResumableLoader:
         """Builds a data loader. Without `batch_size`, batches have the engine's micro-batch size. Only `route="train"`
-        shuffles."""
+        shuffles. `data_sampler` must be None."""
+        if data_sampler is not None:
+            remedy = "Build a torch DataLoader with your sampler."
+            raise invalid_value("data_sampler", type(data_sampler).__name__, [None], remedy)
         batch_size = self.settings.micro_batch_size if batch_size is None else batch_size
         return ResumableLoader(
             dataset,
             batch_size,
             collate_fn,
             self.settings.drop_last,
-            num_local_io_workers,
+            num_local_io_workers or 0,
             seed=self._same_seed() if route == "train" else None,  # only shuffling needs one seed for all ranks
             pin_memory=pin_memory,
             shuffle=route == "train",
@@ -460,20 +526,24 @@ class Engine(EngineBase):
         team = self.optimizer.team if self.optimizer is not None else None
         return seed if team is None else int(gather_json(team.everyone, seed)[0])
 
-    def destroy(self) -> None:
-        """Completes running updates and checkpoints, and releases memory and threads. The module stays usable."""
+    def destroy(self, reason: str = "destroy() was called") -> None:
+        """Completes running updates and checkpoints, and releases memory and threads. The module stays usable. Training
+        later raises RuntimeError with this reason.
+        """
         with ExitStack() as last_first:
             if self.watch is not None:
                 last_first.callback(self.watch.close)
             if self.optimizer is not None:
                 last_first.callback(self.optimizer.close)
+            if self.host_weights is not None:
+                last_first.callback(self.host_weights.close)
             if self.activations is not None:
                 last_first.callback(self.activations.remove)
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
-            self.optimizer = self.activations = None
-            self._is_destroyed = True
+            self.optimizer = self.activations = self.host_weights = None
+            self._destroyed_by = reason
             self.leave_plain_backwards()
 
 

@@ -102,12 +102,13 @@ class PipelineEngine(Engine):
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> UserValue:
         """Runs forwards without gradients. Returns the mean loss, on every rank.
 
         With `compute_loss=False`, ranks of the last stage return the outputs instead. With `reduce_output=None`, they
-        return the loss of each micro-batch. In these two cases, other ranks return None.
+        return the loss of each micro-batch. In these two cases, other ranks return None. `bcast_loss` has no effect.
         """
         if return_logits:
             raise invalid_value("return_logits", True, [False], "Call eval_batch(compute_loss=False) for the outputs.")
@@ -283,13 +284,13 @@ class PipelineEngine(Engine):
     def _forget_data_iterator(self) -> None:
         self._batches = None
 
-    def destroy(self) -> None:
+    def destroy(self, reason: str = "destroy() was called") -> None:
         """Completes running updates and checkpoints, and releases memory, threads and connections."""
         with ExitStack() as last_first:
             last_first.callback(self._links.wire.close)
             for tie in self._links.ties:
                 last_first.callback(tie.close)
-            super().destroy()
+            super().destroy(reason)
 
 
 def schedule_for(module: PipelineModule, num_micro_batches: int) -> Schedule:

@@ -64,6 +64,7 @@ def save(
     ranks = ranks_of(engine)
     if ranks.world == 1 and engine.global_rank > 0:
         return None  # all ranks have the same state, and rank 0 saves it
+    tag = _common_tag(tag, ranks, engine.settings.parsed.checkpoint.tag_validation)
     ranks = ranks.meet(names_of(engine))
     own, said = agree(ranks, lambda: _collect(engine, client_state, exclude_frozen, ranks))
     meta, files, optimizer, limit = unite(own.meta, said), own.files, engine.optimizer, engine.settings.background_bytes
@@ -102,6 +103,19 @@ def save(
     if optimizer.team is not None and ranks.world > 1:
         ranks = replace(ranks, group=optimizer.team.saves)  # a group of its own, because training uses the others
     return BackgroundSave(lambda: write(files, ranks), frozen)
+
+
+def _common_tag(tag: str, ranks: Ranks, mode: str) -> str:
+    """The tag of rank 0, unless different tags are an error (`mode` "Fail"). A checkpoint has one folder."""
+    if mode == "Fail" or ranks.world == 1:
+        return tag
+    tags = ranks.gather(tag)
+    if mode == "Warn" and len(set(tags)) > 1 and ranks.rank == 0:
+        LOGGER.warning(
+            f"save_checkpoint() was called with different tags: {', '.join(sorted(set(tags)))}. All ranks use that of "
+            f"rank 0, {tags[0]}. Give the same tag on all ranks"
+        )
+    return tags[0]
 
 
 class BackgroundSave:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 import twinflow
-from twinflow.build import own_device
 from twinflow.build_optimizer import TIMEOUT_S, follow
 from twinflow.checkpoint import open_checkpoint
 from twinflow.config.load import read_source
@@ -41,6 +40,7 @@ from twinflow.integrations.parts import allocate, gathered_weights, has_no_value
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.integrations.torch_state import load_torch_state, torch_state
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_build import own_device
 from twinflow.optim.twin_checks import check_loss
 from twinflow.optim.whole import whole_weights
 

@@ -29,9 +29,15 @@ class Block:
     module: nn.Module
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """All blocks of the model that have trainable parameters, in registration order."""
-    named = [(name, module) for name, module in _walk(model, "") if any(p.requires_grad for p in module.parameters())]
+def find_blocks(model: nn.Module, is_trained: bool = True) -> list[Block]:
+    """All blocks of the model that have trainable parameters, in registration order. For a model that is not trained
+    (`is_trained=False`), all blocks with parameters.
+    """
+    named = [
+        (name, module)
+        for name, module in _walk(model, "")
+        if any(p.requires_grad or not is_trained for p in module.parameters())
+    ]
     seen: dict[int, str] = {}
     unique = [(name, module) for name, module in named if seen.setdefault(id(module), name) == name]
     return [Block(i, name, module) for i, (name, module) in enumerate(unique)]

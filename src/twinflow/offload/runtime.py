@@ -113,11 +113,13 @@ class Runtime:
         shards: Shards | None = None,
         option_names: frozenset[str] | None = None,
         owner: Callable[[], object | None] | None = None,
+        where: torch.device | None = None,
     ) -> None:
         """`options` returns the options of each param group. `option_names`: the options that an update depends on;
         None means all of them. `owner`: a weak reference to the optimizer, so that the model's hooks do not keep the
-        optimizer alive."""
+        optimizer alive. `where`: the device of the model, needed only without trained parameters."""
         self.device = device
+        self._where = where
         self.updaters = updaters
         self.params = params
         self.settings = settings
@@ -240,7 +242,7 @@ class Runtime:
 
     @property
     def _tensor_device(self) -> torch.device:
-        return self.params[0].tensor.device if self.params else torch.device("cpu")
+        return self.params[0].tensor.device if self.params else self._where or torch.device("cpu")
 
     def _offloads_params(self, plan: BucketPlan) -> bool:
         """Whether the weights of a bucket are only on the host: those of a block whose state is there."""

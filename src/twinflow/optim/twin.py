@@ -27,7 +27,7 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.param_offload import check_values
 from twinflow.offload.placement import place_by_ratio, stream, whole_blocks
-from twinflow.offload.plan import RESIDENT, ROOT, plan_buckets
+from twinflow.offload.plan import HOST, RESIDENT, ROOT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
@@ -193,6 +193,7 @@ class TwinOptimizer(Outcomes):
         self.ratio = ratio
         self.placement = placement
         self._auto: AutoPlacement | None = None
+        self._moved_away: dict[int, str] = {}  # by bucket: the place of state that `offload_state` has moved
         self.trace = Trace()
         self.scale_rule = loss_scale or static(1.0)
         self.scales_loss = loss_scale is not None
@@ -567,6 +568,32 @@ class TwinOptimizer(Outcomes):
         if settings.early:
             reconfigure.change(self.runtime, settings)
         self._settings = settings
+
+    def offload_state(self) -> None:
+        """Moves the state that is on the device to the host, until `reload_state`, so that other code has the memory.
+
+        Results do not change, and steps may run meanwhile. Raises RuntimeError between backward and `step()`, and
+        MemoryError if the host has too little memory.
+        """
+        found = {bucket.plan.index: RESIDENT for bucket in self.runtime.buckets if bucket.plan.place == RESIDENT}
+        self._move_state("offload_state()", dict.fromkeys(found, HOST))
+        self._moved_away |= found
+
+    def reload_state(self) -> None:
+        """Moves the state back to where it was before `offload_state`. Has no effect without it."""
+        self._move_state("reload_state()", self._moved_away)
+        self._moved_away = {}
+
+    def _move_state(self, call: str, places: Mapping[int, str]) -> None:
+        """Moves buckets, given by their index, to other places."""
+        if self._settings.offload_params:
+            raise conflict("Weights on the host", "moved state", call=call)
+        if self.runtime.has_gradients:
+            raise wrong_state(f"{call} cannot run", "updates of this step may have begun", "Call it after step().")
+        self.runtime.wait()
+        self.runtime.wait_for_copies()
+        for bucket in self.runtime.buckets:
+            reconfigure.move(self.runtime, bucket, places.get(bucket.plan.index, bucket.plan.place))
 
     def flush(self) -> None:
         """Writes a pending delayed update into the weights. Call it before other code uses the model."""

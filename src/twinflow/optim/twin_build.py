@@ -188,16 +188,21 @@ class Aside:
         self.values.rows.clear()
 
 
-def set_aside(model: nn.Module, trained: Iterable[nn.Parameter], takes_quantised: bool) -> Aside:
+def own_device() -> torch.device:
+    """The GPU of this process, or the CPU if there is no GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def set_aside(model: nn.Module, trained: Iterable[nn.Parameter] | None, takes_quantised: bool) -> Aside:
     """Takes the weights of blocks, trained or frozen, from the model. Moves the rest to the GPU if there is one.
 
-    Raises ValueError if no block has a parameter to train.
+    Raises ValueError if no block has a parameter to train. `trained=None`: the model is not trained.
     """
-    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    blocks, frozen = find_blocks(model), dict[int, list[nn.Parameter]]()
-    known = set(trained)
+    where = own_device()
+    blocks, frozen = find_blocks(model, trained is not None), dict[int, list[nn.Parameter]]()
+    known = set(trained or ())
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
-    if not found:
+    if not found and trained is not None:
         raise ValueError(
             "offload_params is True, but the model has no block with a parameter to train. A block is a member of a "
             "ModuleList or Sequential, and only the weights of blocks can be offloaded. Use offload_params=False."

@@ -28,6 +28,12 @@ TINY = 2.0**-100
 
 # Options of several rules, and keys of other libraries.
 BETAS = Option("betas", (0.9, 0.999), "decay of the two moments", Values.BETAS)
+BIAS = Option(
+    "bias_correction",
+    True,
+    "divide the moments by 1 - beta**step, because they start at zero; torch.optim always does",
+    Values.FLAG,
+)
 EPS = Option("eps", 1e-8, "added to the divisor")
 DECAY = Option("weight_decay", 0.0, "weight decay", in_config=0.0)  # DeepSpeed's default is 0 for every rule
 FP32_STATES = OtherKey("fp32_optimizer_states", True, 'use offload_optimizer.states "bf16"', is_refused=True)
@@ -62,10 +68,11 @@ def fp32(x: float) -> float:
 def _common_hyper(options: Options, step: int) -> Hyper:
     (b1, b2), lr, eps = numbers(options, "betas"), number(options, "lr"), number(options, "eps")
     decay = number(options, "weight_decay")
-    first_correction = 1.0 - b1**step
+    has_correction = bool(options.get("bias_correction", True))  # older checkpoints do not have this option
+    first_correction = 1.0 - b1**step if has_correction else 1.0
     # For 1-bit Adam: the number of gradients in the second moment, and whether the second moment is frozen.
     second_step = number(options, "second_step") if "second_step" in options else step
-    second_correction = math.sqrt(1.0 - b2 ** min(step, second_step))
+    second_correction = math.sqrt(1.0 - b2 ** min(step, second_step)) if has_correction else 1.0
     b2 = 1.0 if options.get("is_frozen") else b2
     # After the switch of 1-bit Adam, the argument for the gradient is the exchanged momentum, and v includes eps.
     if options.get("is_exchanged"):
@@ -116,7 +123,7 @@ ADAMW = Rule(
     code=0,
     states=("exp_avg", "exp_avg_sq"),
     formats=("fp32", "bf16", "int8"),
-    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, replace(DECAY, default=1e-2)),
+    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, replace(DECAY, default=1e-2), BIAS),
     num_scalars=7,
     hyper=adamw_hyper,
     apply=adamw_apply,
@@ -130,7 +137,7 @@ ADAM = replace(
     name="adam",
     title="Adam",
     code=1,
-    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, DECAY),
+    options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, DECAY, BIAS),
     hyper=adam_hyper,
     apply=adam_apply,
     torch_class="Adam",

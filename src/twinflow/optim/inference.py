@@ -1,0 +1,59 @@
+"""Weights on the host for a model that is not trained: a block's weights are copied to the device when it runs.
+
+This is `offload_param` of a config without an optimizer. All weights of the blocks are frozen, so that the runtime has
+no buckets, and only the part of it that fetches weights works (offload/param_offload.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from twinflow.device import device_for
+from twinflow.dist.group import alone
+from twinflow.dist.meeting import Meeting
+from twinflow.offload.blocks import find_blocks
+from twinflow.offload.param_offload import check_values
+from twinflow.offload.runtime import Runtime
+from twinflow.offload.settings import Settings
+from twinflow.optim.twin_build import StateKind, own_device, set_aside
+from twinflow.rules import SGD
+from twinflow.zero.building import make_whole
+from twinflow.zero.gathered import add_homes
+
+
+class HostWeights:
+    """The weights of a model's blocks, on the host until `close`. Its parameters require no gradients until then.
+
+    Every rank keeps all weights. Other parts of the model are on the GPU, if there is one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        check_values(model.named_parameters())
+        self._trained = [param for param in model.parameters() if param.requires_grad]
+        model.requires_grad_(False)
+        aside, where = set_aside(model, None, takes_quantised=True), own_device()
+        make_whole(model.parameters())
+        device = device_for(where)
+        self.runtime = Runtime(
+            device,
+            StateKind(SGD, None, "fp32", is_stateless=True, offloads_params=True).new_updaters(device, where),
+            [],
+            [],
+            Settings(offload_params=True),
+            list,
+            lambda: 1.0,
+            owner=weakref.ref(self),
+            where=where,
+        )
+        self.runtime.offload_params(aside.frozen, aside.values, None)
+        aside.clear()
+        self.runtime.attach(model, find_blocks(model, is_trained=False))
+        add_homes(model, alone(), Meeting(alone()), self.runtime)
+
+    def close(self) -> None:
+        """Returns the weights to the model."""
+        self.runtime.close()
+        for param in self._trained:
+            param.requires_grad_(True)
