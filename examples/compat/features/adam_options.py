@@ -5,7 +5,7 @@ from small import BASE, build_model, get_args, report, train
 
 
 def run(args, **options):
-    section = {"type": "Adam", "params": {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, **options}}
+    section = {"type": "Adam", "params": {"lr": 2e-3, "eps": 1e-6, "weight_decay": 0.1, **options}}
     config = {**BASE, "optimizer": section, "zero_optimization": {"stage": 1}}
     model = build_model()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

@@ -1,4 +1,4 @@
-"""Checkpoints with tags: load one of several, only its weights, or without optimizer state; a missing one is no error."""
+"""Checkpoints with tags: one of several, its weights alone, without optimizer state, and a missing one."""
 
 import deepspeed
 from small import BASE, build_model, get_args, report, shared_folder, train

@@ -1,24 +1,26 @@
-"""zero.GatheredParameters: read and write whole weights of a partitioned model."""
+"""zero.GatheredParameters: whole weights of a partitioned model, to initialise them and to read them."""
 
 import deepspeed
 import torch
-from small import BASE, build_model, get_args, report, train
+from small import BASE, Model, get_args, report, train
+from torch import nn
 
 CONFIG = {**BASE, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 def main():
     args = get_args()
-    engine = deepspeed.initialize(model=build_model(), config=CONFIG)[0]
-    losses = train(engine, 2)
-    weight = engine.module.last.weight
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = Model()
+    with deepspeed.zero.GatheredParameters(model.last.weight, modifier_rank=0):
         if deepspeed.comm.get_rank() == 0:
-            with torch.no_grad():
-                weight.mul_(0.5)
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            nn.init.constant_(model.last.weight, 0.1)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    losses = train(engine, args.steps)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=None):
         total = sum(float(param.detach().abs().sum()) for param in engine.module.parameters())
-    losses += train(engine, args.steps - 2, start=2)
     report(losses, total=total)
 
 

@@ -1,4 +1,4 @@
-"""csv_monitor writes the losses to files, flops_profiler profiles a step, and the script writes a figure of its own."""
+"""csv_monitor writes the learning rate to files, flops_profiler profiles a step, and the script writes a figure of its own."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def main():
     if engine.global_rank == 0:
         engine.monitor.write_events([("Own/figure", 2.5, 7)])
         names = {path.stem for path in (folder / "logs").rglob("*.csv")}
-        written = sorted(name for name in names if name.endswith(("train_loss", "lr", "Own_figure")))
+        written = sorted(name for name in names if name.endswith(("lr", "Own_figure")))
         assert (folder / "profile.txt").stat().st_size > 0
     report(losses, written=written)
 

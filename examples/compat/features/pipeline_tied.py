@@ -1,4 +1,4 @@
-"""LayerSpec and TiedLayerSpec: an embedding that is the output layer too, with recomputed layers, ZeRO-1 and a save."""
+"""LayerSpec and TiedLayerSpec: an embedding that is the output layer too, with recomputed blocks and a checkpoint."""
 
 import deepspeed
 import torch
@@ -54,6 +54,7 @@ def build():
         seed_layers=True,
         base_seed=1234,
         activation_checkpoint_interval=1,
+        checkpointable_layers=["Block"],
     )
     return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)[0]
 

@@ -23,8 +23,6 @@ def main():
     engine.backward(loss)
     weight = engine.module.blocks[0].linear.weight
     found = {"gradient": float(safe_get_full_grad(weight).norm())}
-    engine.step()
-    losses.append(loss.item())
     master = safe_get_full_fp32_param(weight)
     found["master"] = float(master.norm())
     for key in ("exp_avg", "exp_avg_sq"):
@@ -32,6 +30,8 @@ def main():
         found[key] = float(state.norm())
         safe_set_full_optimizer_state(weight, 0.5 * state, key)
     safe_set_full_fp32_param(weight, torch.full_like(master, 0.01))
+    engine.step()
+    losses.append(loss.item())
     losses += train(engine, args.steps - 3, start=3)
     report(losses, **found)
 

@@ -25,7 +25,7 @@ def main():
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        options |= {"inject_missing_state": False, "input_folder": str(folder / "step4")}
+        options |= {"inject_missing_state": True, "input_folder": str(folder / "step4")}
         convert(argparse.Namespace(**options, output_folder=str(folder / "step4_universal")))
         (folder / "latest").write_text("step4_universal")
         (folder / "latest_universal").write_text("step4_universal")
