@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -84,7 +85,7 @@ def initialize(
     `model` may also be a function that creates a model or, without pipeline and tensor ranks, a model on the meta
     device. Without these ranks, both are created layer by layer on the training device. Optimizer and scheduler come
     from the config, or from `optimizer` and `lr_scheduler`: an instance, or a function that creates one. The other
-    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` must be None.
+    arguments are those of deepspeed.initialize(). `mpu` and `mesh_param` may only describe data-parallel ranks.
     """
     _log_to_stdout()
     if model is None or isinstance(model, Engine):
@@ -92,7 +93,7 @@ def initialize(
         raise invalid_value(
             "model", None if model is None else Shown(model), "an nn.Module, or a function that creates one", remedy
         )
-    refuse_groups(mpu=mpu, mesh_param=mesh_param)
+    check_groups(mpu, mesh_param)
     source = _config_source(args, config, config_params)
     parsed = load_config(source)
     is_sparse = parsed.sparse_attention is not None and parsed.sparse_attention.mode != "dense"
@@ -236,14 +237,38 @@ def add_config_arguments(parser: Any) -> Any:
     return parser
 
 
-def refuse_groups(**given: object) -> None:
-    """Raises ValueError if an argument for process groups is given."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is of type {type(value).__name__}, but must be None. Leave it out: initialize() creates the "
-                "process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
-            )
+# Methods of an `mpu` object (Megatron's name for its groups of ranks) that return the size of an axis.
+_AXES = {
+    "tensor ranks": ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"),
+    "pipeline ranks": ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"),
+    "sequence ranks": ("get_sequence_parallel_world_size",),
+}
+
+
+def check_groups(mpu: Any = None, mesh_param: Any = None, **groups: Any) -> None:
+    """Checks arguments for process groups. They are accepted if all ranks are data-parallel, because initialize() makes
+    its own groups. Raises ValueError for any other layout. `groups`: torch process groups or device meshes, by name.
+    """
+    for axis, names in _AXES.items():
+        sizes = [int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)]
+        if sizes and sizes[0] > 1:
+            raise _other_layout("mpu", f"an object with {sizes[0]} {axis}")
+    if mpu is not None and not any(hasattr(mpu, name) for names in _AXES.values() for name in names):
+        raise _other_layout("mpu", f"of type {type(mpu).__name__}, without a method {_AXES['tensor ranks'][1]}()")
+    if mesh_param is not None:
+        sizes = list(mesh_param) if isinstance(mesh_param, (tuple, list)) else []
+        if len(sizes) != 2 or sizes[1] != 1:
+            raise _other_layout("mesh_param", repr(mesh_param))
+    for name, group in groups.items():
+        if group is not None and group.size() != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise _other_layout(name, f"a group of {group.size()} ranks")
+
+
+def _other_layout(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"{name} is {what}, but must be None or describe all ranks as data-parallel. Leave it out: initialize() "
+        "creates the process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
+    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:

@@ -177,6 +177,14 @@ def test_the_launcher_hands_it_on(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert (f"twinflow.launch.worker --compat {script} --compat" in result.output) is found
         assert result.output.strip().endswith(f"{script} --compat")
+    theirs = ["--num_accelerators", "2", "--force_multi", "-q", "--launcher", "pdsh", "--log_level", "info"]
+    result = CliRunner().invoke(app, ["--compat", *theirs, "--dry_run", str(script)])
+    assert result.exit_code == 0, result.output
+    assert "note: --force_multi has no effect, because" in result.output
+    for words in (["--launcher", "slurm"], ["--no_ssh"], ["--autotuning", "run"]):
+        refused = CliRunner().invoke(app, ["--compat", *words, "--dry_run", str(script)])
+        assert refused.exit_code == 1
+        assert f"error: {words[0]} is " in refused.output
     refused = CliRunner().invoke(app, ["--no_local_rank", "--dry_run", str(script)])
     assert refused.exit_code == 1
     assert "--no_local_rank cannot be used with a launch without --compat" in refused.output

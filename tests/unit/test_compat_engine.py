@@ -318,3 +318,28 @@ def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, eng
     assert instrument_w_nvtx(lambda x: x + 1)(2) == 3
     assert deepspeed.utils.set_z3_leaf_modules_by_suffix(engine.module, ["2"]) == [engine.module[2]]
     assert not z3_leaf_module(engine.module)
+
+
+class Mpu:
+    """What Megatron passes as `mpu`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+
+def test_groups_of_data_parallel_ranks_are_accepted(deepspeed: Any) -> None:
+    deepspeed.init_distributed()
+    config = cases.config(0)
+    engine, *_ = deepspeed.initialize(model=cases.net(), config=config, mpu=Mpu(1), mesh_param=(1, 1))
+    engine.destroy()
+    deepspeed.zero.Init(data_parallel_group=dist.group.WORLD, mpu=Mpu(1))
+    for given, words in (
+        ({"mpu": Mpu(2)}, "2 tensor ranks"),
+        ({"mesh_param": (1, 2)}, "mesh_param"),
+        ({"mpu": 3}, "int"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            deepspeed.initialize(model=cases.net(), config=config, **given)

@@ -41,22 +41,50 @@ CONTEXT = {"allow_interspersed_args": False}
 
 def _option(default: Any, name: str, help: str) -> Any:
     """An option in DeepSpeed's spelling with underscores and in the usual spelling with dashes."""
-    return typer.Option(default, *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=help)
+    flags = [flag for one in name.split() for flag in (_flag(one), _flag(one.replace("_", "-")))]
+    return typer.Option(default, *dict.fromkeys(flags), help=help)
+
+
+def _flag(name: str) -> str:
+    return f"-{name}" if len(name) == 1 else f"--{name}"
+
+
+def _unused(default: Any, names: str, reason: str) -> Any:
+    """An option of DeepSpeed's launcher that has no effect. A note says so if it is given."""
+
+    def note(value: Any) -> Any:
+        if value != default:
+            typer.echo(f"note: {_flag(names.split()[-1])} has no effect, because {reason}.", err=True)
+        return value
+
+    return typer.Option(default, *map(_flag, names.split()), hidden=True, callback=note)
+
+
+def _refused(default: Any, names: str, remedy: str) -> Any:
+    """An option of DeepSpeed's launcher that must have its default."""
+
+    def refuse(value: Any) -> Any:
+        with told_errors():
+            if value != default:
+                raise invalid_value(_flag(names.split()[-1]), value, f"{default!r}, its default", remedy)
+        return value
+
+    return typer.Option(default, *map(_flag, names.split()), hidden=True, callback=refuse)
 
 
 def launch(
     script: str = typer.Argument(help="The Python script. With --module: the name of a module."),
     arguments: list[str] | None = typer.Argument(None, help="Arguments of the script, passed on unchanged."),
     num_gpus: int | None = _option(
-        None, "num_gpus", "Processes on each machine. Default: one for each GPU, or 1 without GPUs."
+        None, "num_gpus num_accelerators", "Processes on each machine. Default: one for each GPU, or 1 without GPUs."
     ),
     num_procs: int | None = _option(None, "num_procs", "Processes on this machine, whatever number of GPUs it has."),
     num_nodes: int | None = _option(None, "num_nodes", "Use only the first N hosts."),
     hostfile: Path | None = _option(
-        None, "hostfile", "File with one machine in each line: HOST slots=N. Default: this machine."
+        None, "H hostfile", "File with one machine in each line: HOST slots=N. Default: this machine."
     ),
-    include: str = _option("", "include", "Use only these hosts and slots, for example worker-0@worker-1:0,2."),
-    exclude: str = _option("", "exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2."),
+    include: str = _option("", "i include", "Use only these hosts and slots, for example worker-0@worker-1:0,2."),
+    exclude: str = _option("", "e exclude", "Use all hosts and slots except these, for example worker-0@worker-1:0,2."),
     master_addr: str | None = _option(
         None,
         "master_addr",
@@ -92,6 +120,24 @@ def launch(
         f"Elastic run: seconds until a node that has ended is started again.  [default: {RETURN_S:g}]",
     ),
     dry_run: bool = _option(False, "dry_run", "Print the commands, one in each line, and start nothing."),
+    # Options of DeepSpeed's launcher that are accepted or refused by name.
+    force_multi: bool = _unused(False, "force_multi", "a run on one host needs no launcher for several hosts"),
+    no_ssh_check: bool = _unused(False, "no_ssh_check", "hosts are not checked before the start"),
+    bind_cores_to_rank: bool = _unused(False, "bind_cores_to_rank", "ranks on a machine share its cores"),
+    save_pid: bool = _unused(False, "save_pid", "this command ends all ranks when it is ended"),
+    log_level: str = _unused("info", "log_level", "the launcher prints only errors"),
+    quiet: bool = _unused(False, "q quiet", "the launcher prints only errors"),
+    launcher: str = _refused("pdsh", "launcher", "Hosts are reached over ssh. With MPI or Slurm, use mpirun or srun."),
+    launcher_args: str = _refused("", "launcher_args", "Set options of ssh in ~/.ssh/config."),
+    ssh_port: int | None = _refused(None, "ssh_port", "Set Port in ~/.ssh/config."),
+    no_ssh: bool = _refused(False, "no_ssh", "Start torchrun on each machine."),
+    node_rank: int = _refused(-1, "node_rank", "Start torchrun on each machine."),
+    no_python: bool = _refused(False, "no_python", "Give a Python script."),
+    autotuning: str = _refused("", "autotuning", "Use `twinflow plan`, which predicts memory and speed before a run."),
+    enable_each_rank_log: str = _refused("None", "enable_each_rank_log", "Redirect the output of this command."),
+    bind_core_list: str | None = _refused(None, "bind_core_list", "Start this command with taskset or numactl."),
+    venv_script: str | None = _refused(None, "venv_script", "Start this command in the virtual environment."),
+    elastic_training: bool = _refused(False, "elastic_training", "Use --min_nodes and --max_nodes."),
 ) -> None:
     """Start a script on several processes with torchrun: one for each GPU, on this machine or over ssh on other hosts.
 

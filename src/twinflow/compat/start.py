@@ -93,7 +93,7 @@ class DeepSpeedConfig:
     """A checked config with its batch sizes resolved. Other attributes are those of twinflow's `Config`."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        build.refuse_groups(mpu=mpu, mesh_device=mesh_device)
+        build.check_groups(mpu, mesh_device=mesh_device)
         self._param_dict: Mapping[str, Any] = read_source(config)[1]
         self._config = parsed = load_config(config)
         batch = resolve_batch(parsed, get_world_size())

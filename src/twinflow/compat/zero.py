@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twinflow.build import refuse_groups
+from twinflow.build import check_groups
 from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
@@ -92,7 +92,7 @@ class Init(AbstractContextManager[None]):
         if dtype not in (None, torch.get_default_dtype()):
             remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
             raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
-        refuse_groups(data_parallel_group=data_parallel_group, mpu=mpu)
+        check_groups(mpu, data_parallel_group=data_parallel_group)
         self._is_on = enabled and _divides_weights(config_dict_or_path if config is None else config)
         self._open: list[AbstractContextManager[None]] = []  # the same object may be entered several times
         here = _site() if module is not None and self._is_on else None
