@@ -11,7 +11,7 @@ def main():
     args = get_args()
     model = build_model()
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
-    report(train(engine, args.steps), coefficients=len(engine.optimizer.get_lamb_coeffs()))
+    report(train(engine, args.steps))
 
 
 if __name__ == "__main__":

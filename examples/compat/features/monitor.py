@@ -1,4 +1,4 @@
-"""csv_monitor writes the learning rate to files, flops_profiler profiles a step, and the script writes a figure of its own."""
+"""csv_monitor and flops_profiler write to files, and the script writes a figure of its own."""
 
 from pathlib import Path
 

@@ -86,9 +86,9 @@ def fp16():
             if all(master.grad.isfinite().all() for master in masters):
                 nn.utils.clip_grad_norm_(masters, 1.0)
                 optimizer.step()
+                if window is not None and since > 0 and since % window == 0:  # DeepSpeed counts the steps before this
+                    scale *= 2
                 taken, since = taken + 1, since + 1
-                if since == window:
-                    scale, since = 2 * scale, 0
             elif window is not None:
                 scale, since = scale / 2, 0
             for param, master in zip(model.parameters(), masters, strict=True):
