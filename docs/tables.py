@@ -77,7 +77,7 @@ DIFFERENCES: Final[Mapping[str, str]] = {
 
 
 # The update rules of twinflow that DeepSpeed has too.
-DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lion", "sgd")
+DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lamb", "lion", "sgd")
 
 
 # docs/config.md and docs/rules.md

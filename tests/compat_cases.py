@@ -145,3 +145,39 @@ def again(rank: int, world: int, stages: tuple[int, int]) -> list[float]:
     for engine in (second, other):
         engine.destroy()
     return found
+
+
+def variants(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
+    """Weights after three steps in ways that a script may ask for, and what engines without an optimizer compute."""
+    compat.install()
+    import deepspeed
+
+    found: dict[str, Any] = {}
+
+    def train(name: str, moves: bool = False, **more: Any) -> Any:
+        settings = config(stage, gradient_clipping=0, **more)
+        engine, *_ = deepspeed.initialize(model=net(), config=settings)
+        for seed in range(3):
+            step(engine, seed)
+            if moves and seed < 2:
+                engine.reload_states() if seed else engine.offload_states()
+                found[f"{name} {seed}"] = engine.optimizer.host_share
+        with deepspeed.zero.GatheredParameters(engine.module):
+            found[name] = [float(value) for param in engine.module.parameters() for value in param.detach().reshape(-1)]
+        return engine
+
+    train("moved", moves=True, zero_optimization={"stage": stage}).destroy()
+    params = {"lr": 1e-2, "bias_correction": False}
+    engine = train("uncorrected", optimizer={"type": "AdamW", "params": params})
+    engine.save_checkpoint(folder, tag=f"of rank {rank}")
+    saved = engine.module_state_dict(prefix="a.", exclude_frozen_parameters=True)
+    found["names"] = sorted(saved)
+    engine.destroy()
+    if stage < 3:
+        train("lamb", optimizer={"type": "Lamb", "params": {"lr": 1e-2}}).destroy()
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": world, "zero_optimization": zero})
+    found["evaluated"] = engine(torch.ones(4, 6)).reshape(-1).tolist()
+    engine.destroy()
+    found["tags"] = sorted(path.name for path in Path(folder).iterdir())
+    return found

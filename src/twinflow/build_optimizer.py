@@ -18,6 +18,7 @@ from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.offload.recipe import check_step
 from twinflow.offload.settings import Tuning
+from twinflow.optim.lamb import Lamb
 from twinflow.optim.loss_scale import LossScale, dynamic, static
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.grid import Grid
@@ -61,7 +62,7 @@ def make_optimizer(
         if config.optimizer is None:
             return None
         name, options = optimizer_choice(config)
-        rule = name if name in RULES else getattr(torch.optim, name)
+        rule = name if name in RULES else Lamb if name == "lamb" else getattr(torch.optim, name)
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     own = offload_options(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import compat_cases as cases
 import pytest
 from dist_support import run_ranks
@@ -39,3 +41,16 @@ def test_engines_share_a_loss_and_a_model_gets_another_engine(stages: tuple[int,
     (alone,) = run_ranks(1, cases.again, (0, 0))
     for found in run_ranks(2, cases.again, stages):
         assert found == pytest.approx(alone, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_have_the_results_of_one(stage: int, tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, cases.variants, 0, str(tmp_path / "one"))
+    found = run_ranks(2, cases.variants, stage, str(tmp_path / "two"))
+    for rank, own in enumerate(found):
+        for name in ("moved", "uncorrected", "evaluated", *(["lamb"] if stage < 3 else [])):
+            assert own[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+        assert (own["moved 0"], own["moved 1"]) == (1.0, 0.0)
+        assert own["names"] == (alone["names"] if stage < 3 or rank == 0 else [])
+        assert own["tags"] == ["latest", "of rank 0"]

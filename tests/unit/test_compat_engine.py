@@ -343,3 +343,35 @@ def test_groups_of_data_parallel_ranks_are_accepted(deepspeed: Any) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             deepspeed.initialize(model=cases.net(), config=config, **given)
+
+
+def lamb_step(weight: torch.Tensor, grad: torch.Tensor, state: list[torch.Tensor], step: int) -> torch.Tensor:
+    """One step of LAMB with lr 1e-2 and weight decay 0.1, in float64."""
+    state[0] = 0.9 * state[0] + 0.1 * grad
+    state[1] = 0.999 * state[1] + 0.001 * grad**2
+    move = state[0] / (state[1].sqrt() + 1e-8) + 0.1 * weight
+    size = 1e-2 * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+    ratio = min(max(float(weight.norm() / move.norm()), 0.01), 10.0) if weight.norm() > 0 else 1.0
+    return weight - size * ratio * move
+
+
+@pytest.mark.parametrize("by", ["config", "FusedLamb"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_lamb(deepspeed: Any, by: str, offload: bool) -> None:
+    model, same = cases.net(), cases.net().double()
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    config = cases.config(2, gradient_clipping=0, optimizer={"type": "Lamb", "params": options})
+    if not offload:
+        config["zero_optimization"] = {"stage": 0}
+    own = deepspeed.ops.lamb.FusedLamb(model.parameters(), **options) if by == "FusedLamb" else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)
+    states = {param: [torch.zeros_like(param), torch.zeros_like(param)] for param in same.parameters()}
+    for seed in range(3):
+        cases.step(engine, seed)
+        same.zero_grad()
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).double()
+        same(inputs).square().mean().backward()
+        for param, state in states.items():
+            param.data = lamb_step(param.data, param.grad, state, seed + 1)
+    assert_same(model, same.float())
+    engine.destroy()

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from twinflow.build_optimizer import follow
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.host import HostOptimizer
+from twinflow.optim.lamb import Lamb
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 from twinflow.rules.rule import Rule
@@ -186,6 +187,29 @@ class FusedLion(Fused):
                 param.add_(momentum.lerp(param.grad, 1.0 - first).sign_(), alpha=-lr)
                 momentum.lerp_(param.grad, 1.0 - second)
         return loss
+
+
+class FusedLamb(Lamb):
+    """twinflow's Lamb with the positional arguments of DeepSpeed's."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        if max_grad_norm:
+            raise invalid_value("max_grad_norm", max_grad_norm, [0.0], "Set gradient_clipping in the config.")
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, eps_inside_sqrt)
 
 
 _PASSED_ON = ("step", "zero_grad", "state_dict", "load_state_dict")

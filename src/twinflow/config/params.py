@@ -107,6 +107,18 @@ class OneBitAdamParams(Common):
     set_grad_none: bool = unused(True, "gradients are always set to None")
 
 
+class LambParams(Common):
+    lr: Amount = honoured(1e-3, "learning rate")
+    betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
+    eps: Amount = honoured(1e-8, "added to the divisor")
+    weight_decay: Amount = honoured(0.0, "weight decay, added to the update")
+    bias_correction: bool = honoured(True, "scale the step by the bias correction of the moments")
+    max_coeff: Above = honoured(10.0, "largest ratio of the norms of weights and update")
+    min_coeff: Above = honoured(0.01, "smallest ratio of the norms of weights and update")
+    eps_inside_sqrt: bool = honoured(False, "add eps before the square root of the second moment")
+    amsgrad: bool = refused(False, "leave it false: DeepSpeed's LAMB has no such mode either")
+
+
 class LRRangeTestParams(Section):
     lr_range_test_min_lr: Rates = honoured(1e-3, "first learning rate")
     lr_range_test_step_size: Positive = honoured(2000, "number of steps in an interval")
@@ -164,6 +176,7 @@ class WarmupCosineLRParams(Section):
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
     **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
     "onebitadam": OneBitAdamParams,
+    "lamb": LambParams,
 }
 # Formats of the optimizer state that each optimizer supports. The state of torch's classes is always fp32.
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -179,7 +192,6 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
 }
 _ONEBIT = '{}. Use "OneBitAdam", or twinflow.optim.onebit.{} in your own training loop'
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
-    "lamb": 'LAMB is not supported. Use "AdamW"',
     "muon": 'Muon is not supported in the config. Use "AdamW", or pass your own optimizer to initialize()',
     "onebitlamb": _ONEBIT.format(
         "1-bit LAMB needs norms of whole parameters, and each rank owns only parts of parameters", "OneBitLamb"
@@ -196,7 +208,7 @@ _OPS_REMEDIES: Final[Mapping[str, str]] = {
     "adamw": 'Use "AdamW"',
     "adagrad": 'Use "Adagrad"',
     "lion": 'Use "Lion"',
-    "lamb": REFUSED_OPTIMIZERS["lamb"],
+    "lamb": 'Use "Lamb"',
 }
 _NEVER_SUGGESTED: Final = ("SparseAdam", "LBFGS")  # TwinOptimizer refuses them.
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, values_in
-from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
+from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, used_keys, values_in
+from twinflow.config.params import AdamParams, Common, LambParams, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
@@ -86,7 +86,7 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 
 
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
-    """The name of an update rule of twinflow or of a torch.optim class, and the options to build it with.
+    """The name of an update rule of twinflow or of a torch.optim class, or "lamb", and the options to build it with.
 
     For an update rule, these are all its options. Those that are not given have DeepSpeed's defaults.
     """
@@ -98,6 +98,8 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     if not issubclass(kind, Common):
         return config.optimizer.type, given
     name, params = config.optimizer.type.lower(), kind.model_validate(given)
+    if isinstance(params, LambParams):
+        return name, {key: getattr(params, key) for key in used_keys(LambParams)}
     if isinstance(params, OneBitAdamParams):
         name = "adamw"
     options = {key: getattr(params, key) for key in RULES[name].defaults}

@@ -352,7 +352,7 @@ class TorchAutocast(Section):
 class Optimizer(Section):
     type: OptimizerName = honoured(..., "the update rule; names of twinflow's rules may be in upper or lower case")
     params: Free = honoured({}, "options of the optimizer")
-    legacy_fusion: bool = unused(False, "this key is an option of LAMB, which is not supported")
+    legacy_fusion: bool = unused(False, "it selects an implementation of LAMB, and twinflow has only one")
 
 
 class Scheduler(Section):
