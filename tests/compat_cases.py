@@ -181,3 +181,19 @@ def variants(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
     engine.destroy()
     found["tags"] = sorted(path.name for path in Path(folder).iterdir())
     return found
+
+
+def built_in_half(rank: int, world: int) -> tuple[list[float], str]:
+    """The weights of a model that zero.Init builds in bf16, and their dtype when they are trained."""
+    compat.install()
+    import deepspeed
+
+    settings = config(3, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
+        model = net()
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    with deepspeed.zero.GatheredParameters(engine.module):
+        params = list(engine.module.parameters())
+        found = [float(value) for param in params for value in param.detach().reshape(-1)], str(params[0].dtype)
+    engine.destroy()
+    return found

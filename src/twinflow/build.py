@@ -198,6 +198,7 @@ def _engine_settings(
         grid=grid,
         stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         keep_last=config.checkpoint.keep_last,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import compat_cases as cases
 import pytest
+import torch
 from dist_support import run_ranks
 
 # The first losses of alexnet_pipeline.py with deepspeed 0.19.8: two ranks, gloo.
@@ -54,3 +55,14 @@ def test_two_ranks_have_the_results_of_one(stage: int, tmp_path: Path) -> None:
         assert (own["moved 0"], own["moved 1"]) == (1.0, 0.0)
         assert own["names"] == (alone["names"] if stage < 3 or rank == 0 else [])
         assert own["tags"] == ["latest", "of rank 0"]
+
+
+@pytest.mark.matrix
+def test_a_model_that_is_built_in_half_precision() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    want = [float(value) for param in cases.net().parameters() for value in param.detach().reshape(-1)]
+    torch.set_default_dtype(torch.float32)
+    for world in (1, 2):
+        for weights, dtype in run_ranks(world, cases.built_in_half):
+            assert dtype == "torch.bfloat16"
+            assert weights == want

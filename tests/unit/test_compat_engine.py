@@ -130,6 +130,11 @@ def test_weights_on_the_host_without_an_optimizer(deepspeed: Any) -> None:
     engine.destroy()
     assert torch.equal(model(inputs), changed)
     assert all(param.requires_grad for param in model.parameters())
+    trained, *_ = deepspeed.initialize(model=model, config=cases.config(0))
+    with pytest.raises(ValueError, match="already has a TwinOptimizer"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": ON_HOST})
+    cases.step(trained, 0)  # nothing has changed
+    trained.destroy()
 
 
 def test_weights_on_the_host_take_the_optimizer_along(deepspeed: Any) -> None:
@@ -273,6 +278,7 @@ def test_what_getters_return(engine: Any) -> None:
     assert (engine.zero_prefetch_bucket_size(), engine.dynamic_loss_scale_args()["min_scale"]) == (50_000_000, 1.0)
     assert (engine.is_map_style_dataset([1]), engine.is_iterable_style_dataset([1])) == (True, False)
     assert (engine.curriculum_learning_enabled(), engine.get_sequence_parallel_group()) == (False, None)
+    assert engine.to("cpu").float().requires_grad_(True) is engine
     with engine.coalesce_grad_reduction():
         engine.backward(engine(torch.ones(4, 6)).square().mean())
     engine.allreduce_gradients()

@@ -292,6 +292,8 @@ def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert [value.dtype for value in found.values()] == [torch.float32] * 4
+    assert engine.optimizer.cur_scale == 1.0
+    assert not deepspeed.runtime.zero.utils.is_zero_param(engine.module[0].weight)
     for value, master in zip(found.values(), masters, strict=True):
         assert torch.equal(value, master)
     loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(cases.net(), tmp_path / "saved", "global_step1")
@@ -382,8 +384,11 @@ def test_a_model_made_in_deepspeeds_contexts(deepspeed: Any) -> None:
     )
     with pytest.raises(ValueError, match="remote_device is 'nvme'"):
         deepspeed.zero.Init(remote_device="nvme")
-    with pytest.raises(ValueError, match=r"dtype is torch.float16.*bf16 or fp16"):
-        deepspeed.zero.Init(dtype=torch.float16)
+    with deepspeed.zero.Init(dtype=torch.float16), deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ValueError, match=r"dtype is torch.int8"):
+        deepspeed.zero.Init(dtype=torch.int8)
     engine, *_ = deepspeed.initialize(model=model, config=cases.config(3))
     cases.step(engine, 0)
     with deepspeed.zero.unwrap_model_for_generation(engine) as module:
@@ -475,6 +480,14 @@ def test_small_things(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = deepspeed.get_accelerator()
     assert accelerator.on_accelerator(torch.ones(1)) is (accelerator.device_name() == "cpu")
     assert accelerator.memory_allocated() <= accelerator.max_memory_allocated() < accelerator.total_memory()
+    state = accelerator.get_rng_state()
+    accelerator.set_rng_state(state)
+    assert accelerator.default_generator(0).initial_seed() == accelerator.initial_seed()
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    assert accelerator.FloatTensor([1.0]).dtype == torch.float32
+    assert accelerator.use_host_timers() is (accelerator.device_name() == "cpu")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        accelerator.no_such_thing()
     assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
     value = {"a": [torch.ones(4)[:2]]}
     copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(value)

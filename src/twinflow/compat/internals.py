@@ -108,7 +108,7 @@ INTERNAL: Final[Mapping[str, str]] = {  # module -> names, separated by spaces
     "runtime.zero": (
         "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamStatus ZeroParamType contiguous_memory_allocator "
         "leaf_module_config linear muon offload_states parameter_offload partitioned_param_coordinator "
-        "partitioned_param_profiler test tiling utils"
+        "partitioned_param_profiler test tiling"
     ),
     "runtime.zero.config": "ZERO_FORMAT ZERO_OPTIMIZATION read_zero_config_deprecated",
     "runtime.zero.partition_parameters": (
@@ -129,6 +129,11 @@ INTERNAL: Final[Mapping[str, str]] = {  # module -> names, separated by spaces
         "DeepSpeedZeroOptimizer GradPartitionBufferGroup INITIAL_MICRO_STEP_ID IPGBucket OPTIMIZER_ALLGATHER_TIMER "
         "OPTIMIZER_GRADIENTS_TIMER OPTIMIZER_STEP_TIMER OPTIMIZER_TIMERS get_alignment_padding model_to_params "
         "pg_correctness_test print_rank_msg split_half_float_double"
+    ),
+    "runtime.zero.utils": (
+        "ZERO_SUPPORTED_OPTIMIZERS ZeRORuntimeException apply_to_tensors_only assert_ints_same_as_other_ranks "
+        "assert_lst_len_same_as_other_ranks defragment get_lst_from_rank0 get_mapping_to_flat_buffer "
+        "get_norm_dtype is_builtin_type is_zero_supported_optimizer isinstance_namedtuple warned"
     ),
     "utils": (
         "bwc comms_logging config debug exceptions fragment_address get_caller_func get_full_hp_grad "

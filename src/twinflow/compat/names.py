@@ -239,7 +239,8 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         DeepSpeedZeroOffloadOptimizerConfig="OffloadOptimizer",
         DeepSpeedZeroOffloadParamConfig="OffloadParam",
     ),
-    "runtime.zero.partition_parameters": _ZERO_NAMES,
+    "runtime.zero.partition_parameters": _ZERO_NAMES | _ours(_OF + "zero", "is_zero_param"),
+    "runtime.zero.utils": _ours(_OF + "zero", "is_zero_param"),
     "runtime.zero.stage3": _ours(_OF + "zero", _ESTIMATES.format("zero3_model_states_mem_needs"), _NOT_THEIRS),
     "runtime.zero.stage_1_and_2": _ours(_OF + "zero", _ESTIMATES.format("zero2_model_states_mem_needs"), _NOT_THEIRS),
     "utils": _SAFE

@@ -88,6 +88,51 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
+    def use_host_timers(self) -> bool:
+        """Whether times are measured on the host, because operations finish before the call returns."""
+        return self.is_synchronized_device()
+
+    resolves_data_dependency = use_host_timers
+    handles_memory_backpressure = use_host_timers
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The random generator of a device."""
+        return torch.cuda.default_generators[device_index]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Free memory of the GPU or of the host in bytes."""
+        return torch.cuda.mem_get_info(device_index)[0]
+
+    def is_fp64_supported(self) -> bool:
+        return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton kernels can run on the device."""
+        return self._name == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
+    def create_graph(self) -> Any:
+        """A CUDA graph, to be captured with `capture_to_graph`."""
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """A context whose operations are captured into a graph."""
+        return torch.cuda.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        graph.replay()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in page-locked memory."""
+        return tensor.is_pinned()
+
+    def get_compile_backend(self) -> str:
+        """The default backend of torch.compile."""
+        return "inductor"
+
+    def visible_devices_envs(self) -> list[str]:
+        """The environment variable that says which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Calls `callback` at once. DeepSpeed may defer it until CUDA is initialized."""
         return callback()
@@ -122,8 +167,57 @@ class CpuAccelerator(Accelerator):
     def total_memory(self, device_index: int | None = None) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    memory_reserved = memory_allocated
+    memory_cached = memory_allocated
+    max_memory_reserved = max_memory_allocated
+    max_memory_cached = max_memory_allocated
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Nothing: torch counts no memory of the host."""
+        return {}
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of torch's random generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Sets the state of torch's random generator."""
+        torch.set_rng_state(new_state)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return torch.cpu.current_stream()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def create_graph(self) -> None:
+        """Nothing: operations on a CPU are not captured, but run in `capture_to_graph`."""
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Raises NotImplementedError, because nothing was captured."""
+        raise NotImplementedError("replay_graph() is not available on a CPU. Call the function instead.")
+
+    def __getattr__(self, name: str) -> Any:
+        """Constructors of tensors, such as FloatTensor, are in torch itself."""
+        return getattr(torch, name) if name.endswith("Tensor") else super().__getattr__(name)
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Does nothing: a Linux process cannot reset its own peak."""
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_cached = reset_peak_memory_stats
 
     def empty_cache(self) -> None:
         """Does nothing: there is no cache."""

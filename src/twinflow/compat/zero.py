@@ -67,13 +67,19 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+def is_zero_param(parameter: Any) -> bool:
+    """Whether ranks have parts of a parameter, or its weights are on the host."""
+    return isinstance(parameter, Tensor) and home_of(parameter) is not None
+
+
 class Init(AbstractContextManager[None]):
     """A context in which models are built in parts on several ranks (zero/building.py): no rank has all weights.
 
     The values are those of the first rank's script without the context. `initialize` with ZeRO stage 3 takes the parts.
-    Without effect in one process, with `enabled=False`, and with a config that has another stage or pipeline or tensor
-    ranks. `module`: a model that exists, which is divided at once. Weights stay on the device where they are built,
-    usually the host, until `initialize`, so `remote_device`, `pin_memory` and `mem_efficient_linear` have no effect.
+    In one process, and with a config that has another stage or pipeline or tensor ranks, only `dtype` has an effect:
+    the dtype of the weights that are built. With `enabled=False` nothing has an effect. `module`: a model that exists,
+    which is divided at once. Weights stay on the device where they are built, usually the host, until `initialize`, so
+    `remote_device`, `pin_memory` and `mem_efficient_linear` have no effect.
     """
 
     def __init__(
@@ -92,9 +98,10 @@ class Init(AbstractContextManager[None]):
         if remote_device not in (None, "none", "cpu"):
             remedy = 'Use "cpu", because twinflow does not offload to NVMe.'
             raise invalid_value("remote_device", remote_device, (None, "none", "cpu"), remedy)
-        if dtype not in (None, torch.get_default_dtype()):
-            remedy = "Set bf16 or fp16 in the config: initialize() casts the model."
-            raise invalid_value("dtype", dtype, [None, torch.get_default_dtype()], remedy)
+        if dtype is not None and not dtype.is_floating_point:
+            raise invalid_value("dtype", dtype, "a dtype of floating-point numbers, or None")
+        self._dtype = dtype if enabled else None
+        self._dtypes: list[torch.dtype] = []  # default dtypes before the contexts that are open
         check_groups(mpu, data_parallel_group=data_parallel_group)
         self._is_on = enabled and _divides_weights(config_dict_or_path if config is None else config)
         self._open: list[AbstractContextManager[None]] = []  # the same object may be entered several times
@@ -106,8 +113,12 @@ class Init(AbstractContextManager[None]):
         here = _site() if self._is_on else None
         self._open.append(here.building() if here is not None else nullcontext())
         self._open[-1].__enter__()
+        self._dtypes.append(torch.get_default_dtype())
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self._dtypes.pop())
         self._open.pop().__exit__(*error)
 
 

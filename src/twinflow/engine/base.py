@@ -42,6 +42,7 @@ class EngineSettings:
     """Settings of an engine, with all defaults filled in."""
 
     micro_batch_size: int
+    accumulation_steps: int = 1  # of an engine without an optimizer
     ranks: RankEnvironment = ALONE
     grid: Grid | None = None  # layout of ranks with pipeline or tensor parallelism
     stage: int = 0  # ZeRO stage
@@ -217,7 +218,7 @@ class EngineBase:
 
     def gradient_accumulation_steps(self) -> int:
         """Number of micro-batches in a step."""
-        return self.optimizer.accumulation_steps if self.optimizer is not None else 1
+        return self.optimizer.accumulation_steps if self.optimizer is not None else self.settings.accumulation_steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Number of samples in a micro-batch of one rank."""

@@ -49,6 +49,10 @@ MOVABLE = ("optim_states", "hp_params")
 UNMOVED = ("lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
+# Methods of nn.Module that return the module itself.
+CHAINED = frozenset(("apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "requires_grad_", "to", "type"))
+
+
 class Engine(EngineBase):
     """Trains a module: forward, backward, step, checkpoints. `twinflow.initialize()` builds it from a config.
 
@@ -100,15 +104,28 @@ class Engine(EngineBase):
         if method is not None and not isinstance(method, Own | Refused):
             return attribute(method, self.settings.parsed)
         try:
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
+            return self._returning_me(found) if name in CHAINED else found
         except AttributeError:
-            near = get_close_matches(name, [one for one in (*dir(self), *ANSWERS) if not one.startswith("_")], n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else ""
             if isinstance(method, Refused):
                 remedy = method.remedy
+            else:
+                near = get_close_matches(name, [one for one in (*dir(self), *ANSWERS) if not one.startswith("_")], n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(
                 f"Neither the engine nor its module has an attribute {name!r}. {remedy}".rstrip()
             ) from None
+
+    def _returning_me(self, method: Callable[..., object]) -> Callable[..., object]:
+        """A method of the module that returns the engine instead of the module, so that `engine = engine.to(device)`
+        keeps the engine.
+        """
+
+        def call(*args: object, **kwargs: object) -> object:
+            found = method(*args, **kwargs)
+            return self if found is self.module else found
+
+        return call
 
     def __repr__(self) -> str:
         """Module, ranks, batch sizes, ZeRO stage and steps, then the optimizer with ratio, placement and memory."""

@@ -6,6 +6,7 @@ no buckets, and only the part of it that fetches weights works (offload/param_of
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 from torch import nn
@@ -17,10 +18,13 @@ from twinflow.offload.blocks import find_blocks
 from twinflow.offload.param_offload import check_values
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings
+from twinflow.offload.weight_guard import check_free
 from twinflow.optim.twin_build import StateKind, own_device, set_aside
 from twinflow.rules import SGD
 from twinflow.zero.building import make_whole
 from twinflow.zero.gathered import add_homes
+
+LOGGER = logging.getLogger("twinflow")
 
 
 class HostWeights:
@@ -31,6 +35,7 @@ class HostWeights:
 
     def __init__(self, model: nn.Module) -> None:
         check_values(model.named_parameters())
+        check_free(model.named_parameters())
         self._trained = [param for param in model.parameters() if param.requires_grad]
         model.requires_grad_(False)
         aside, where = set_aside(model, None, takes_quantised=True), own_device()
@@ -47,6 +52,11 @@ class HostWeights:
             owner=weakref.ref(self),
             where=where,
         )
+        if not aside.frozen:
+            LOGGER.warning(
+                "offload_param has no effect: the model has no blocks (members of ModuleLists and Sequentials), whose "
+                "weights are fetched from the host"
+            )
         self.runtime.offload_params(aside.frozen, aside.values, None)
         aside.clear()
         self.runtime.attach(model, find_blocks(model, is_trained=False))

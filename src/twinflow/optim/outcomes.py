@@ -110,6 +110,11 @@ class Outcomes(Optimizer):
         return self.read_scale()
 
     @property
+    def cur_scale(self) -> float:
+        """`loss_scale`, as DeepSpeed's optimizers for fp16 name it."""
+        return self.loss_scale
+
+    @property
     def current_loss_scale(self) -> float:
         """The loss scale without waiting for the outcome of the last step."""
         self._is_scale_used = True
