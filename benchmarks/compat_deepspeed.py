@@ -34,13 +34,13 @@ from safetensors.torch import load_file
 from twinflow.bench.machine import read_machine
 
 LIMIT = 1e-4
-NEAR = 0.25  # for steps whose communication is compressed, in comparison with steps without compression
+NEAR = 0.25  # for the mean loss of steps with compressed communication, in comparison with steps without
 LIMIT_S = 900
 HERE = Path(__file__).parent
 OLD = HERE.parent / "examples" / "compat"
 SCRIPTS = OLD / "features"
 SHARED = ("small", "plain", "sparse_model")  # not scripts of their own
-PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention", "zero_one_adam")  # compared with plain.py
+PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention")  # compared with plain.py
 CONFIGS = HERE / "published_configs.json"
 PARTS = ("scripts", "configs", "methods")
 
@@ -63,7 +63,8 @@ def all_cases() -> list[Case]:
     return [
         Case(OLD / "cpu_adam.py", ranks=(1,)),
         Case(OLD / "transformer.py", ("--deepspeed_config", str(OLD / "transformer.json")), ranks=(1,)),
-        Case(OLD / "alexnet_pipeline.py", ("-p", "2"), ranks=(2,)),
+        # Ten steps: later losses depend on how a CPU rounds, and differences of 1e-7 become 1e-3 in 15 steps.
+        Case(OLD / "alexnet_pipeline.py", ("-p", "2", "-s", "10"), ranks=(2,)),
         Case(OLD / "hf_causal_lm.py", ranks=(1,)),
         *(Case(path) for path in sorted(SCRIPTS.glob("*.py")) if path.stem not in SHARED),
     ]
@@ -153,6 +154,7 @@ def run_case(case: Case, ranks: int, found: Mapping[str, Server]) -> Row:
         arguments = [*case.arguments, *(["--folder", str(ours)] if saved else [])]
         got, ours_error = found["twinflow"].run(case.path, arguments, ranks)
         if got is None:
+            reference += "" if expected is not None else ", which refuses it too"
             status = "refused" if "twinflow" in ours_error or is_refusal(ours_error) else "failed"
             return Row(case.name, ranks, status, reference, reason=ours_error, expected=expected)
         if expected is None:
@@ -224,16 +226,16 @@ def compare_files(
             for one in (path, other)
         ]
         found.append(f"{'' if is_close(*values) else '!'}{path.name}")
-    for path in sorted({path.parent for path in theirs.rglob("mp_rank_00_model_states.pt")}):
+    for path in sorted({path.parent for path in theirs.rglob("*mp_rank_00_model_states.pt")}):
         if path.name.endswith("universal"):
             continue
         into = theirs.parent / "imported" / path.name
         try:
             import_deepspeed(theirs, into, path.name)
-            is_same = is_close(weights_of(into), weights_of(ours, path.name))
-        except (ValueError, OSError, KeyError) as error:
-            found.append(f"!checkpoint {path.name}: {error}")
+        except ValueError as error:  # a refusal, such as of pipelines
+            found.append(f"checkpoint {path.name} refused: {str(error).partition(' was ')[2].partition('. ')[0]}")
             continue
+        is_same = is_close(weights_of(into), weights_of(ours, path.name))
         found.append(f"{'' if is_same else '!'}checkpoint {path.name}")
         if case.name == "checkpoint_resume":
             got, error = server.run(case.path, ["--load", str(into)], ranks)
@@ -337,32 +339,46 @@ def config_lines(rows: Sequence[Mapping[str, str]]) -> list[str]:
 # The methods.
 
 _METHODS = """
-import inspect, json
+import json, types
 from deepspeed import DeepSpeedEngine, PipelineEngine
 found = {}
 for kind in (DeepSpeedEngine, PipelineEngine):
-    own = [name for name, one in vars(kind).items() if not name.startswith("_") and inspect.isfunction(one)]
-    found[kind.__name__] = own + [
-        name for name, one in vars(kind).items() if not name.startswith("_") and isinstance(one, property)
+    methods = (types.FunctionType, staticmethod, classmethod, property)
+    found[kind.__name__] = [
+        name for name, one in vars(kind).items() if not name.startswith("_") and isinstance(one, methods)
     ]
 print("@" + json.dumps(found))
 """
 
 
 def method_rows(python: str) -> dict[str, dict[str, list[str]]]:
-    """For both engines the names of the real package's public methods that twinflow's engine has and lacks."""
-    from twinflow.engine import Engine
-    from twinflow.engine.pipeline import PipelineEngine
+    """For both engines the names of the real package's public methods: those that work, have no effect, are refused,
+    and those that are missing in the table of engine/deepspeed_api.py.
+    """
+    from twinflow.engine.deepspeed_api import ENGINE, PIPELINE, NoEffect, Refused
 
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("PYTHONPATH", None)
     ended = subprocess.run([python, "-c", _METHODS], env=env, capture_output=True, text=True, check=True)
     theirs = json.loads(next(line[1:] for line in ended.stdout.splitlines() if line.startswith("@")))
-    rows = {}
-    for name, ours in (("DeepSpeedEngine", Engine), ("PipelineEngine", PipelineEngine)):
-        has = [method for method in theirs[name] if hasattr(ours, method)]
-        rows[name] = {"has": has, "lacks": [method for method in theirs[name] if method not in has]}
+    rows: dict[str, dict[str, list[str]]] = {}
+    for name, table in (("DeepSpeedEngine", ENGINE), ("PipelineEngine", PIPELINE)):
+        rows[name] = {status: [] for status in ("works", "no effect", "refused", "missing")}
+        for method in theirs[name]:
+            entry = table.get(method)
+            status = (
+                "no effect" if isinstance(entry, NoEffect) else "refused" if isinstance(entry, Refused) else "works"
+            )
+            rows[name][status if entry is not None else "missing"].append(method)
     return rows
+
+
+def method_lines(rows: Mapping[str, Mapping[str, Sequence[str]]]) -> list[str]:
+    lines = ["| engine | public methods | work | no effect | refused | missing |", "|---|---|---|---|---|---|"]
+    for name, own in rows.items():
+        counts = [len(names) for names in own.values()]
+        lines.append(f"| {name} | {sum(counts)} | {' | '.join(str(count) for count in counts)} |")
+    return lines
 
 
 # The command.
@@ -386,40 +402,58 @@ def run_scripts(names: Sequence[str] | None, ranks: Sequence[int], python: str) 
     return rows
 
 
+def render(result: Mapping[str, Any]) -> str:
+    """The page of a result, with the result itself as JSON at its end."""
+    lines = [f"# DeepSpeed and twinflow.compat, {result['date']}", ""]
+    lines += [f"- {result['machine']}; torch {result['torch']}, deepspeed {result['deepspeed']}"]
+    lines += [f"- scripts: the largest relative difference of a loss; allowed: {LIMIT:g}"]
+    if "scripts" in result:
+        lines += ["", *script_lines([Row(**row) for row in result["scripts"]])]
+    if "configs" in result:
+        lines += ["", *config_lines(result["configs"])]
+    if "methods" in result:
+        lines += ["", *method_lines(result["methods"])]
+    return "\n".join([*lines, "", "```json", json.dumps(result), "```", ""])
+
+
+def saved_result(path: Path) -> dict[str, Any]:
+    """The result in a page that `render` has made; empty if there is no page."""
+    found = path.read_text().rpartition("```json\n")[2].partition("\n```")[0] if path.exists() else "{}"
+    return dict(json.loads(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed-python", default=sys.executable, help="interpreter that has the real package")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--only", nargs="+", choices=[case.name for case in all_cases()], help="not all scripts")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="numbers of processes")
-    parser.add_argument("--save", action="store_true", help="write the result to a dated file")
+    parser.add_argument("--save", action="store_true", help="write the result to a dated file, into that of the day")
     given = parser.parse_args()
     python, date = given.deepspeed_python, datetime.date.today().isoformat()
-    machine, version = read_machine(), version_of(python)
-    lines = [f"# DeepSpeed and twinflow.compat, {date}", ""]
-    lines += [f"- {machine.cpu}, {machine.usable_cores} cores, no GPU; torch {torch.__version__}, deepspeed {version}"]
-    result: dict[str, Any] = {"date": date, "deepspeed": version, "torch": torch.__version__}
+    path = HERE / "results" / f"{date}-compat-deepspeed.md"
+    machine = read_machine()
+    result = saved_result(path) if given.save else {}
+    result |= {"date": date, "deepspeed": version_of(python), "torch": torch.__version__}
+    result["machine"] = f"{machine.cpu}, {machine.usable_cores} cores, no GPU"
     failed: list[str] = []
     if "scripts" in given.parts:
         rows = run_scripts(given.only, given.ranks, python)
-        result["scripts"] = [asdict(row) for row in rows]
-        lines += [f"- scripts: the largest relative difference of a loss; allowed: {LIMIT:g}", "", *script_lines(rows)]
+        new = {(row.script, row.ranks) for row in rows}
+        old = [row for row in result.get("scripts", []) if (row["script"], row["ranks"]) not in new]
+        places = {case.name: place for place, case in enumerate(all_cases())}
+        every = [*old, *(asdict(row) for row in rows)]
+        every = [row for row in every if row["script"] in places]
+        result["scripts"] = sorted(every, key=lambda row: (places[row["script"]], row["ranks"]))
         failed = [f"{row.script} on {row.ranks}" for row in rows if row.status not in ("equal", "refused")]
     if "configs" in given.parts:
-        configs = config_rows(python)
-        result["configs"] = configs
-        lines += ["", *config_lines(configs)]
+        result["configs"] = config_rows(python)
     if "methods" in given.parts:
-        methods = method_rows(python)
-        result["methods"] = methods
-        lines += ["", "| engine | public methods | of these in twinflow | not in twinflow |", "|---|---|---|---|"]
-        for name, own in methods.items():
-            total = len(own["has"]) + len(own["lacks"])
-            lines.append(f"| {name} | {total} | {len(own['has'])} | {', '.join(own['lacks'])} |")
-    text = "\n".join([*lines, "", "```json", json.dumps(result), "```", ""])
+        result["methods"] = method_rows(python)
+    text = render(result)
     print(text)
     if given.save:
-        (HERE / "results" / f"{date}-compat-deepspeed.md").write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     if failed:
         sys.exit(f"different or failed: {', '.join(failed)}")
 

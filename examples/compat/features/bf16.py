@@ -1,4 +1,4 @@
-"""bf16 weights with fp32 masters, and bf16 masters and optimizer state."""
+"""bf16 weights with fp32 masters, with ZeRO stages 1 and 3 and with the state on the host."""
 
 import deepspeed
 import torch

@@ -64,7 +64,7 @@ def compressed():
     """Adam. Compressed steps are only near to it."""
     model = build_model()
     losses = train(model, adam(model), 16)
-    report(losses[:8], near=losses[8:])
+    report(losses[:8], near=sum(losses[8:]) / 8)
 
 
 def fp16():
@@ -113,7 +113,6 @@ def sparse_attention():
 SCRIPTS = {
     "fp16": fp16,
     "onebit_adam": compressed,
-    "zero_one_adam": compressed,
     "lamb": lamb,
     "sparse_attention": sparse_attention,
 }

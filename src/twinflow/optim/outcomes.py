@@ -120,11 +120,6 @@ class Outcomes(Optimizer):
         self._is_scale_used = True
         return self.scale_rule.scale
 
-    @property
-    def cur_scale(self) -> float:
-        """`loss_scale` under the name that DeepSpeed's optimizers have."""
-        return self.loss_scale
-
     def read_scale(self) -> float:
         """`loss_scale` for the runtime, which does not count as a use by the training loop."""
         self._read_decision()
