@@ -5,6 +5,7 @@ python docs/tables.py
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -269,6 +270,52 @@ def refused() -> Iterator[str]:
                 rows.setdefault(entry.remedy, []).append(f"`{_full(f'{path}.{name}' if path else name)}`")
     for remedy, names in rows.items():
         yield f"| {', '.join(names)} | {remedy} |"
+
+
+def script_table() -> str:
+    """The scripts of examples/compat with the newest result of benchmarks/compat_deepspeed.py, and their counts."""
+    benchmark, result, name = _compat_result()
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in result["scripts"]:
+        rows.setdefault(row["script"], []).append(row)
+    lines = ["| script | content | largest relative difference of a loss | compared with |", "|---|---|---|---|"]
+    counts: Counter[str] = Counter()
+    for case in benchmark.all_cases():
+        own = rows[case.name]
+        is_equal = all(row["status"] == "equal" for row in own)
+        if case.path.parent == benchmark.SCRIPTS:
+            counts["equal" if is_equal else "refused"] += 1
+        content = (ast.get_docstring(ast.parse(case.path.read_text())) or "").partition("\n")[0].rstrip(".")
+        shown = f"{max(row['difference'] for row in own):.0e}" if is_equal else "refused"
+        against = own[0]["reference"].replace("DeepSpeed", f"DeepSpeed {result['deepspeed']}")
+        path = case.path.relative_to(benchmark.OLD)
+        lines.append(f"| `{path}` | {_cell(content)} | {shown} | {against} |")
+    told = f"Of the {counts.total()} scripts of `features/`, {counts['equal']} are equal on 1 and on 2 processes, and "
+    told += f"{counts['refused']} are refused by name. [Result](../benchmarks/results/{name}) of {result['date']}."
+    return "\n".join([told, "", *lines]) + "\n"
+
+
+def published_table() -> str:
+    """The published configs with the newest result of benchmarks/compat_deepspeed.py."""
+    _, result, _ = _compat_result()
+    rows = result["configs"]
+    loads = [sum(not row[name] for row in rows) for name in ("twinflow", "deepspeed")]
+    lines = [
+        f"Of {len(rows)} configs, {loads[0]} load with twinflow and {loads[1]} with DeepSpeed {result['deepspeed']}.",
+        "",
+    ]
+    lines += ["| config | twinflow | DeepSpeed | why twinflow refuses it |", "|---|---|---|---|"]
+    for row in rows:
+        cells = ["refused" if row[name] else "loads" for name in ("twinflow", "deepspeed")]
+        lines.append(f"| `{row['config']}` | {cells[0]} | {cells[1]} | {_cell(' '.join(row['twinflow'].split()))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _compat_result() -> tuple[Any, dict[str, Any], str]:
+    """The benchmark as a module, its newest result, and the name of the result's file."""
+    benchmark = loaded("benchmarks/compat_deepspeed.py")
+    path = sorted((DOCS.parent / "benchmarks" / "results").glob("*-compat-deepspeed.md"))[-1]
+    return benchmark, benchmark.saved_result(path), path.name
 
 
 def method_tables() -> str:
@@ -604,6 +651,8 @@ TABLES: Final[dict[tuple[str, str], Callable[[], str]]] = {  # by page and NAME
     ("memory.md", "stages"): stages_table,
     ("3d.md", "architectures"): lambda: f"\n{architecture_table()}\n\n",
     ("3d.md", "support"): lambda: f"\n{support_table()}\n\n",
+    ("compat.md", "scripts"): script_table,
+    ("compat.md", "published"): published_table,
     ("compat.md", "names"): name_tables,
     ("compat.md", "methods"): method_tables,
 }

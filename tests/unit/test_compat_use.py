@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gc
 import json
@@ -302,6 +303,68 @@ def test_weights_out_of_a_checkpoint(deepspeed: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"save_checkpoint\(\.\.\., exclude_frozen_parameters=True\)"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
     engine.destroy()
+
+
+def test_the_order_of_training_data_is_deepspeeds(deepspeed: Any) -> None:
+    """It does not depend on torch's seed: DeepSpeed uses torch's DistributedSampler, whose seed is 0."""
+    torch.manual_seed(3)
+    data = [torch.full((6,), float(i)) for i in range(8)]
+    engine, _, loader, _ = deepspeed.initialize(model=cases.net(), training_data=data, config=cases.config(0))
+    order = list(torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0))
+    assert [int(row[0]) for batch in loader for row in batch] == order
+    engine.destroy()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_schedule_shows_the_rate_of_the_next_step(deepspeed: Any, is_own: bool) -> None:
+    """Also if the engine does not yet know whether the last step was applied."""
+    model, given = cases.net(), {}
+    config = cases.config(0, gradient_clipping=1.0)
+    if is_own:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    else:
+        params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}
+        config["scheduler"] = {"type": "WarmupLR", "params": params}
+    engine, _, _, scheduler = deepspeed.initialize(model=model, config=config, **given)
+    for number in range(1, 4):
+        cases.step(engine, number)
+        before = 0.01 * 0.5**number if is_own else 0.01 * (number - 1) / 4
+        assert scheduler.get_last_lr() == pytest.approx([before])
+    cases.step(engine, 4)
+    assert scheduler.state_dict().get("last_epoch", 4) == 4
+    assert type(scheduler).__name__ in ("ExponentialLR", "WarmupLR")
+    engine.destroy()
+
+
+def test_the_optimizer_has_the_loss_scale(deepspeed: Any) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 3}
+    engine, optimizer, _, _ = deepspeed.initialize(model=cases.net(), config=cases.config(2, fp16=fp16))
+    assert optimizer.cur_scale == engine.cur_scale == 8.0
+    engine.destroy()
+
+
+def test_a_universal_checkpoint_is_a_copy(deepspeed: Any, tmp_path: Path) -> None:
+    """The copy is for scripts: each checkpoint of twinflow loads with any number of ranks and any stage."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    engine, *_ = deepspeed.initialize(model=cases.net(), config=cases.config(1))
+    cases.step(engine, 0)
+    engine.save_checkpoint(tmp_path, tag="one")
+    folders = {"input_folder": str(tmp_path / "one"), "output_folder": str(tmp_path / "one_universal")}
+    ds_to_universal.main(argparse.Namespace(**folders, num_extract_workers=4, inject_missing_state=True))
+    other, *_ = deepspeed.initialize(
+        model=cases.net(), config=cases.config(2, checkpoint={"load_universal": True}, bf16={"enabled": False})
+    )
+    assert other.load_checkpoint(tmp_path, tag="one_universal")[0] is not None
+    for one, same in zip(engine.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+    with pytest.raises(ValueError, match="input_folder"):
+        ds_to_universal.main(argparse.Namespace(input_folder=str(tmp_path / "two"), output_folder=str(tmp_path / "x")))
+    with pytest.raises(ValueError, match="output_folder"):
+        ds_to_universal.main(argparse.Namespace(**folders))
+    for each in (engine, other):
+        each.destroy()
 
 
 # The rest.

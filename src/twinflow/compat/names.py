@@ -64,7 +64,6 @@ _NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with
 _NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
 _PROFILE = "Set flops_profiler in the config"
 _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
-_UNIVERSAL = "Leave the conversion out: checkpoints load with any number of ranks"
 
 _SAFE = _ours(
     _OF + "zero",
@@ -133,9 +132,11 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         note="for models without DeepSpeed's experts",
     ),
     "checkpoint": {
-        "ds_to_universal": Refused(_UNIVERSAL),
         "DeepSpeedCheckpoint": Refused("Use `twinflow import`, which reads DeepSpeed's checkpoints"),
     },
+    "checkpoint.ds_to_universal": _ours(
+        _OF + "zero", note="a copy: every checkpoint loads with any number of ranks", main="copy_as_universal"
+    ),
     "checkpoint.utils": _ours(_OF + "utils", "clone_tensors_for_torch_save"),
     "comm": _ours(
         _OF + "start", "get_global_rank get_local_rank get_rank get_world_group get_world_size is_initialized"

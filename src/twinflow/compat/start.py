@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum, IntEnum
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from twinflow import build
@@ -20,6 +22,7 @@ from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
 from twinflow.engine import Engine
+from twinflow.engine.loader import ResumableLoader
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import init_distributed as join_group
 from twinflow.launch.environment import joined
@@ -146,11 +149,41 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
     engine, twin, loader, scheduler = build.initialize(**given)
     engine.save_weights_as("pytorch_model.bin")
     note_engine(engine)
+    if isinstance(loader, ResumableLoader):
+        loader.seed = 0  # as the DistributedSampler of DeepSpeed's loader has, whatever torch's seed is
+    if isinstance(scheduler, LRScheduler):
+        _settle_before_reads(scheduler, engine)
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
     hand_over(optimizer, twin)
     is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
     return engine, twin if is_wrapped else optimizer, loader, scheduler
+
+
+def _settle_before_reads(scheduler: LRScheduler, engine: Engine) -> None:
+    """Makes a scheduler show the learning rate of the next step, as after DeepSpeed's `step()`.
+
+    The engine advances the scheduler when it knows whether the last step was applied. The scheduler gets a subclass of
+    its class, because attributes of a scheduler are part of its state dict.
+    """
+    kind: Any = type(scheduler)
+    found = weakref.ref(engine)
+
+    def settle() -> None:
+        there = found()
+        if there is not None:
+            there.settle()
+
+    def get_last_lr(self: Any) -> Any:
+        settle()
+        return kind.get_last_lr(self)
+
+    def state_dict(self: Any) -> Any:
+        settle()
+        return kind.state_dict(self)
+
+    methods = {"get_last_lr": get_last_lr, "state_dict": state_dict, "__module__": kind.__module__}
+    scheduler.__class__ = type(kind.__name__, (kind,), methods)
 
 
 def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:

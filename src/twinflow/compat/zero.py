@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
@@ -20,6 +22,7 @@ from twinflow.build import check_groups
 from twinflow.build_optimizer import TIMEOUT_S
 from twinflow.checkpoint import exporting
 from twinflow.checkpoint.exporting import export_checkpoint, find_checkpoint
+from twinflow.checkpoint.manifest import MANIFEST
 from twinflow.config.load import read_source
 from twinflow.conflicts import conflict
 from twinflow.dist.group import world_group
@@ -326,6 +329,24 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def copy_as_universal(args: Namespace) -> None:
+    """`deepspeed.checkpoint.ds_to_universal.main`: copies the folder of a tag to another one.
+
+    `args` has `input_folder` and `output_folder`; DeepSpeed's other options have no effect. A checkpoint of DeepSpeed
+    is refused.
+    """
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not (source / MANIFEST).is_file():
+        remedy = "Convert a checkpoint of DeepSpeed with `twinflow import` instead."
+        raise invalid_value("input_folder", str(source), "the folder of a checkpoint that twinflow saved", remedy)
+    if target.exists():
+        raise invalid_value("output_folder", str(target), "a folder that does not exist")
+    copied = target.with_name(f".{target.name}.copying")
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(source, copied)
+    copied.rename(target)  # a checkpoint becomes visible only when it is complete
 
 
 def _refuse_exclusion(is_asked_for: bool) -> None:

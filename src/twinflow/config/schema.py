@@ -404,7 +404,7 @@ class Checkpoint(Section):
         "what happens if ranks give different tags; Fail: an error; Warn and Ignore: all ranks use the tag of rank 0, "
         "with or without a warning",
     )
-    load_universal: bool = refused(False, "leave it out: a checkpoint of twinflow loads with any number of ranks")
+    load_universal: bool = unused(False, "every checkpoint of twinflow loads with any number of ranks")
     use_node_local_storage: bool = unused(False, "all ranks write to one folder on a shared file system")
     parallel_write: ParallelWrite = section(ParallelWrite, "which ranks write; its keys have no effect")
     checkpoint_serialization: bool = unused(True, _WRITER)
