@@ -143,6 +143,11 @@ CHOSEN: tuple[tuple[Path_, Any], ...] = (
     (("extra",), 3),
     (("scheduler",), 3),
     (("scheduler", "last_epoch"), "three"),
+    (("scheduler", "last_epoch"), None),
+    (("scheduler", "base_lrs"), None),
+    (("scheduler", "base_lrs"), []),
+    (("scheduler", "base_lrs"), [[1]]),
+    (("scheduler", "base_lrs"), [-1.0]),
     (("loader",), []),
     (("loader", "position"), "x"),
     (("loader", "batch_size"), {}),
@@ -165,6 +170,11 @@ def test_a_forged_meta_changes_nothing(at: Path_, value: Any, engine: Engine, sa
         assert not check(engine, saved, changed(original, at, value), original)
     finally:
         forge(saved, original)
+
+
+def test_a_loss_scale_that_is_a_large_whole_number_can_be_used(engine: Engine, saved: Path) -> None:
+    original = json.loads((saved / "t" / "meta.json").read_text())
+    assert check(engine, saved, changed(original, ("optimizer", "loss_scale", "scale"), 10**30), original)
 
 
 def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_path: Path) -> None:

@@ -208,7 +208,10 @@ def _check(
     if what.everything_else:
         check_random_states(own_random)
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        _check_kinds(found, "the scheduler's state", engine.lr_scheduler.state_dict(), others["scheduler"])
+        own_schedule = engine.lr_scheduler.state_dict()
+        _check_kinds(found, "the scheduler's state", own_schedule, others["scheduler"])
+        if type(engine.lr_scheduler).__module__.startswith(("torch.", "twinflow.")):
+            _check_schedule(found, own_schedule, dict_of(others, "scheduler"))
     return names, source, head, others, own_random
 
 
@@ -228,6 +231,23 @@ def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved
         is_number = {kind, there} == {"number", "tensor"}  # such as a learning rate
         if kind and there and kind != there and not is_number:
             raise damaged(f"{found.path / META}: {key} in {where} is a {there}, but must be a {kind}")
+
+
+def _check_schedule(found: Checkpoint, own: Mapping[str, object], saved: StateDict) -> None:
+    """Raises ValueError for a number that is None, for a list of another length or with items of another kind, and for
+    learning rates that cannot be used. Only schedulers that this code knows: one of a user may have other rules.
+    """
+    for key, value in own.items():
+        there = saved.get(key, value)
+        kind, name = _kind_of(value), f"{key} in the scheduler's state"
+        if kind in ("number", "list") and there is None:
+            raise damaged(f"{found.path / META}: {name} is None, but must be a {kind}")
+        if isinstance(value, (list, tuple)) and isinstance(there, (list, tuple)):
+            if [_kind_of(one) for one in there] != [_kind_of(one) for one in value]:
+                raise damaged(f"{found.path / META}: {name} has other values than this scheduler can use")
+            rates = [one for one in there if isinstance(one, (int, float))] if key in ("base_lrs", "_last_lr") else []
+            if not all(0.0 <= rate < math.inf for rate in rates):
+                raise damaged(f"{found.path / META}: {name} has a learning rate that is not a finite number >= 0")
 
 
 def _kind_of(value: object) -> str:
