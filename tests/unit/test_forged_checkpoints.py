@@ -193,6 +193,18 @@ def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_pa
     assert_same(before, state(engine))
 
 
+@pytest.mark.parametrize("value", [{}, {"a": 1}, 3])
+def test_scales_that_are_no_tensors_are_refused(value: Any, tmp_path: Path) -> None:
+    engine = build(offload={"states": "int8"}, scheduler=halve)
+    engine.training_dataloader = engine.deepspeed_io(list(range(8)), batch_size=2)
+    run(engine, range(1))
+    engine.save_checkpoint(tmp_path, tag="t")
+    original = json.loads((tmp_path / "t" / "meta.json").read_text())
+    name = next(name for name, entry in original["optimizer_state"].items() if "exp_avg_scale" in entry)
+    assert not check(engine, tmp_path, changed(original, ("optimizer_state", name, "exp_avg_scale"), value), original)
+    engine.destroy()
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "schedule": {"scheduler": halve},
     "int8": {"offload": {"states": "int8"}},

@@ -367,6 +367,9 @@ class FileSource:
         kinds: dict[tuple[str, str], str] = {}
         for name, entry in self._entries.items():
             values: StateDict = put_together(entry, _zeros(self._found, "optimizer"))
+            for key, value in values.items():
+                if key.endswith("_scale") and not isinstance(value, Tensor):
+                    raise damaged(f"{self._found.path / META}: {key} of {name} is not a tensor, but must be one")
             for part in ("state", "group"):
                 for key, value in dict_of(values, part).items():
                     kind = _kind_of(value)
