@@ -476,7 +476,9 @@ def test_twinflow_launch_names_rank_and_step(tmp_path: Path) -> None:
     )
 
 
-ME = Pulse(rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running")
+ME = Pulse(
+    rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running", place=3
+)
 BEHIND = replace(ME, rank=1, step=6, stalled_s=9.0)
 
 
@@ -487,6 +489,8 @@ BEHIND = replace(ME, rank=1, step=6, stalled_s=9.0)
         ([BEHIND], 1),
         ([replace(BEHIND, step=7, stalled_s=11.0)], 1),  # the other came to this step earlier and went no further
         ([replace(BEHIND, step=7)], 0),
+        ([replace(BEHIND, step=7, place=2)], 1),  # it is in the backward, and this rank waits in the step
+        ([replace(BEHIND, step=7, stalled_s=11.0, place=4)], 0),
         ([replace(BEHIND, stalled_s=4.0)], None),  # it is at work, and this rank waits for it
         ([replace(BEHIND, step=8, stalled_s=0.0)], 0),  # it went on without this rank
         ([replace(BEHIND, step=8, stalled_s=30.0, limit_s=60.0, state="paused")], None),
