@@ -1,14 +1,13 @@
 """Random faults of running ranks: signals, exits, exceptions, hangs, delays and numbers that are not finite.
 
-`python tests/process_faults.py --num 1000 --seed 0` draws faults, runs each of them in its own training, and prints
-how many ended in which way: `named` if every rank that could say so has named the rank and the kind of the fault,
-`finished` if training went on with finite weights and the same weights on all ranks (only for numbers and delays), else
-`wrong` (another cause, or weights that are not finite) or `hang` (a rank was still running after `LIMIT_S`).
+Each fault has its own training. It ends as `named` if every rank that could say so has named the rank and the kind of
+the fault, as `finished` if training went on with finite weights and the same weights on all ranks (only for numbers and
+delays), else as `wrong` (another cause, or weights that are not finite) or `hang` (a rank was still running after
+`LIMIT_S`). `random_faults.py` draws many.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import os
 import random
@@ -16,11 +15,8 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -256,29 +252,3 @@ def _act(fault: Fault, place: str) -> bool:
 
 def _raise() -> None:
     raise ValueError("injected")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="print what ranks wrote when a fault did not end well")
-    given = parser.parse_args()
-    generator = random.Random(given.seed)
-    found: Counter[tuple[str, str]] = Counter()
-    with suppress(KeyboardInterrupt):
-        for _ in range(given.num):
-            fault = draw(generator)
-            with tempfile.TemporaryDirectory() as folder:
-                ending, why = run(fault, Path(folder))
-            found[fault.kind, ending] += 1
-            if why:
-                print(f"{ending}: {fault}\n{why if given.show else why.splitlines()[0]}", flush=True)
-    endings = ("named", "finished", "wrong", "hang")
-    print("| fault | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
-    for kind in KINDS:
-        print(f"| {kind} | " + " | ".join(str(found[kind, ending]) for ending in endings) + " |")
-
-
-if __name__ == "__main__":
-    main()

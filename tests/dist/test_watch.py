@@ -476,9 +476,7 @@ def test_twinflow_launch_names_rank_and_step(tmp_path: Path) -> None:
     )
 
 
-ME = Pulse(
-    rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running", place=3
-)
+ME = Pulse(rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running", place=3)
 BEHIND = replace(ME, rank=1, step=6, stalled_s=9.0)
 
 
