@@ -126,9 +126,8 @@ class BackgroundSave:
             self._error = error
             # `wait` raises the error too, but a script may end without calling it.
             # The text of an OSError has the name of the file, its `repr` does not.
-            LOGGER.error(
-                f"A thread could not write the checkpoint: {type(error).__name__}: {error}. Call save_checkpoint() again."
-            )
+            text = f"{type(error).__name__}: {error}".removesuffix(".")
+            LOGGER.error(f"A thread could not write the checkpoint: {text}. Call save_checkpoint() again.")
         finally:
             self._frozen.end()
 
