@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -144,3 +146,11 @@ def test_what_goes_wrong_is_raised_by_the_next_call(tmp_path: Path, caplog: pyte
     engine.wait_for_checkpoint()
     assert (tmp_path / "other" / "latest").exists()
     engine.destroy()
+
+
+@pytest.mark.matrix
+def test_the_benchmark_runs_without_a_gpu() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "background_save.py"
+    done = subprocess.run([sys.executable, str(script), "--tiny"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| slowdown with a checkpoint every 4 steps |" in done.stdout

@@ -471,7 +471,7 @@ class Engine(EngineBase):
                 last_first.callback(self.activations.remove)
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
-            self.settle()
+            self._num_skipped = self.skipped_steps
             self.optimizer = self.activations = None
             self._is_destroyed = True
             self.leave_plain_backwards()
