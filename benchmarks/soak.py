@@ -15,14 +15,17 @@ Needs Linux, and the right to mount a tmpfs, which is the disk that fills up. Ne
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -144,6 +147,8 @@ class Soak:
             self.stop.touch()
             for name, job in self.jobs.items():
                 self.say("end", job=name, code=job.wait(120))
+            rows = (self.disks["steady"] / "csv" / "Train_Samples_train_loss.csv").read_text().splitlines()[1:]
+            self.say("rows", num=len(rows), num_different=len(set(rows)))
         finally:
             for job in self.jobs.values():
                 job.terminate()
@@ -213,19 +218,180 @@ def held_by(pid: int) -> dict[str, float]:
     return {"pid": pid, "mb": round(mb, 2), "threads": int(status["Threads"]), "files": num_files}
 
 
+# The report.
+
+TEXT = """# Soak of {minutes:.0f} minutes, {date}
+
+`python benchmarks/soak.py --minutes {minutes:.0f}` on
+{machine}
+
+Two jobs side by side: `steady`, one process that nothing ended, and `killed`, two gloo ranks (ZeRO stage 2) under
+`twinflow launch --max_restarts`. Both saved in the background every {save_every} steps, validated every {valid_every}
+steps, wrote CSV metrics, and got a NaN loss every {nan_every} steps. All files of a job were on a disk of its own,
+which was full now and then.
+
+| | steady | killed |
+|---|---:|---:|
+{facts}
+
+{num_kills} kills: {kills}. The disks were full {num_full} times, for {full_s:.0f} s in all. {rows}
+Folders that were left in the end: {left}.
+
+Memory (resident), threads and descriptors over the time, smallest to largest of the samples of that time. Of the killed
+ranks only samples that are {warm_s:.0f} s after their start.
+
+{table}
+
+- `steady`: {steady}.
+- launcher of `killed`: {launcher}.
+- {num_lives} killed ranks that lived longer grew by {growth} from {warm_s:.0f} s after their start to their end.
+
+![memory, threads and descriptors over the time]({picture})
+"""
+WARM_S = 60.0  # a start takes half a minute on a busy machine
+NUM_ROWS = 12
+
+
+def report(folder: Path) -> tuple[str, str]:
+    """The text, with {picture} for the name of the picture, and the picture."""
+    from curves_plot import Curve, Panel, picture
+
+    from twinflow.bench.machine import describe, read_machine
+
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    born: dict[int, float] = {}
+    for one in samples:
+        born.setdefault(one["pid"], one["s"])
+    end_s = max(one["s"] for one in samples)
+    settled = [one for one in samples if one["of"] != "killed" or one["s"] - born[one["pid"]] >= WARM_S]
+    rows = []
+    for number in range(NUM_ROWS):
+        first_s, last_s = (end_s * (number + one) / NUM_ROWS for one in (0, 1))
+        here = [one for one in settled if first_s <= one["s"] <= last_s]
+        cells = [
+            _range(here, name, key) for name in ("steady", "launcher", "killed") for key in ("mb", "threads", "files")
+        ]
+        rows.append(f"| {first_s / 60:.0f} to {last_s / 60:.0f} min | {' | '.join(cells)} |")
+    kinds = ("MB", "threads", "files")
+    head = " | ".join(f"{name} {kind}" for name in ("steady", "launcher", "killed") for kind in kinds)
+    table = "\n".join([f"| | {head} |", f"|---|{'---:|' * 9}", *rows])
+    kills = [one["signal"] for one in events if one["kind"] == "kill"]
+    full_s, since_s = 0.0, None
+    for one in events:
+        if one["kind"] == "full":
+            since_s = one["s"]
+        elif one["kind"] == "room" and since_s is not None:
+            full_s, since_s = full_s + one["s"] - since_s, None
+    lives = [
+        [one for one in settled if one["pid"] == pid]
+        for pid in born
+        if any(one["pid"] == pid and one["of"] == "killed" and one["s"] - born[pid] > 1.5 * WARM_S for one in samples)
+    ]
+    grown = [life[-1]["mb"] - life[0]["mb"] for life in lives] or [0.0]
+    csv = next((one for one in events if one["kind"] == "rows"), None)
+    steps = _facts(folder / "steady.log")["steps"]
+    text = TEXT.format(
+        minutes=end_s / 60,
+        date=datetime.date.today().isoformat(),
+        machine=describe(read_machine()),
+        save_every=SAVE_EVERY,
+        valid_every=VALID_EVERY,
+        nan_every=NAN_EVERY,
+        facts="\n".join(
+            f"| {name} | {one} | {two} |"
+            for (name, one), two in zip(
+                _facts(folder / "steady.log").items(), _facts(folder / "killed.log").values(), strict=True
+            )
+        ),
+        num_kills=len(kills),
+        kills=", ".join(f"{kills.count(name)} {name}" for name in sorted(set(kills))),
+        num_full=sum(one["kind"] == "full" for one in events),
+        full_s=full_s,
+        rows=f"The CSV file of `steady` has {csv['num_different']:,} rows for {steps} steps." if csv else "",
+        left="; ".join(", ".join(one["folders"]) for one in events if one["kind"] == "left"),
+        warm_s=WARM_S,
+        table=table,
+        steady=_trend([one for one in samples if one["of"] == "steady"], end_s),
+        launcher=_trend([one for one in samples if one["of"] == "launcher"], end_s),
+        num_lives=len(lives),
+        growth=f"{min(grown):+.1f} to {max(grown):+.1f} MB",
+        picture="{picture}",
+    )
+    panels = [
+        Panel(title, [_curve(Curve, settled, name, key, i) for i, name in enumerate(("steady", "launcher"))], "minute")
+        for title, key in (("resident memory, MB", "mb"), ("threads", "threads"), ("descriptors", "files"))
+    ]
+    return text, picture(panels)
+
+
+def _curve(make: Any, samples: list[dict[str, Any]], name: str, key: str, color: int) -> Any:
+    return make(name, [(one["s"] / 60, float(one[key])) for one in samples if one["of"] == name], color)
+
+
+def _range(samples: list[dict[str, Any]], name: str, key: str) -> str:
+    found = [one[key] for one in samples if one["of"] == name]
+    low, high = (f"{value:.0f}" for value in (min(found), max(found))) if found else ("", "")
+    return low if low == high else f"{low} to {high}"
+
+
+def _trend(samples: list[dict[str, Any]], end_s: float) -> str:
+    """Mean of the second tenth beside that of the last, and the slope of the second half."""
+    early = [one["mb"] for one in samples if 0.1 <= one["s"] / end_s < 0.2]
+    late = [one["mb"] for one in samples if one["s"] / end_s >= 0.9]
+    half = [(one["s"] / 3600, one["mb"]) for one in samples if one["s"] / end_s >= 0.5]
+    slope = statistics.linear_regression(*zip(*half, strict=True)).slope
+    means = (
+        f"{statistics.mean(early):.1f} MB in the second tenth of the time, {statistics.mean(late):.1f} MB in the last"
+    )
+    return f"{means} ({slope:+.2f} MB an hour in the second half)"
+
+
+def _facts(log: Path) -> dict[str, str]:
+    """What the lines of a job tell."""
+    words = [line.split() for line in log.read_text().splitlines()]
+    lines = [(one[0], int(one[1]), one[2]) for one in words if len(one) == 3]  # a kill may cut a line
+    losses: dict[int, set[str]] = {}
+    for kind, step, value in lines:
+        if kind == "loss":
+            losses.setdefault(step, set()).add(value)
+    count = Counter(kind for kind, _, _ in lines)
+    spoiled = [value for kind, _, value in lines if kind == "nan"]
+    return {
+        "steps": f"{len(losses):,}",
+        "starts": f"{count['start']:,}",
+        "steps that were repeated": f"{count['loss'] - len(losses):,}",
+        "repeated steps with another loss": f"{sum(len(found) > 1 for found in losses.values()):,}",
+        "steps with a NaN loss, and skipped": f"{len(spoiled):,}, {spoiled.count('skipped'):,}",
+        "checkpoints that were begun": f"{count['save']:,}",
+        "saves that found the disk full": f"{count['full']:,}",
+        "validations": f"{count['valid']:,}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the files of the run are written; default: a new one")
+    parser.add_argument("--report", type=Path, help="run nothing, and read the files in this folder")
+    parser.add_argument("--save", action="store_true", help="write a dated file and a picture to benchmarks/results")
     parser.add_argument("--rank", choices=("steady", "killed"), help="used by the script itself")
     given = parser.parse_args()
     if given.rank:
         disk = given.folder / given.rank / "disk"
         return train(disk, given.folder / f"{given.rank}.log", given.folder / "stop", given.rank == "killed")
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    Soak(folder, given.minutes, given.seed).run()
+    folder = given.report or given.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    if not given.report:
+        folder.mkdir(parents=True, exist_ok=True)
+        Soak(folder, given.minutes, given.seed).run()
+    text, drawing = report(folder)
+    name = f"{datetime.date.today().isoformat()}-soak"
+    print(text)
+    if given.save:
+        results = Path(__file__).parent / "results"
+        (results / f"{name}.md").write_text(text.replace("{picture}", f"{name}.svg"))
+        (results / f"{name}.svg").write_text(drawing)
 
 
 if __name__ == "__main__":
