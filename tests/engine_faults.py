@@ -508,11 +508,16 @@ def _run_option(engine: Engine, kind: str, case: str, value: float, place: str, 
 
 def _run_weight(engine: Engine, kind: str, case: str, value: float, step: int, layer: int) -> Result:
     """A weight that the loop itself has spoiled: no step is applied from then on, so that nothing else is spoiled."""
-    for number in range(1, NUM_STEPS + 1):
-        if number == step:
-            with torch.no_grad():
-                engine.module[layer].weight[0, 0] = value  # type: ignore[index, union-attr]
-        make_step(engine, number)
+    try:
+        for number in range(1, NUM_STEPS + 1):
+            if number == step:
+                with torch.no_grad():
+                    engine.module[layer].weight[0, 0] = value  # type: ignore[index, union-attr]
+            make_step(engine, number)
+    except RuntimeError as error:  # with `delayed_update` a loop may not write to weights
+        engine.destroy()
+        ending = "named" if f"{layer}.weight" in str(error) else "wrong"
+        return Result(kind, case, ending, "" if ending == "named" else str(error))
     bad = sum(int((~one.detach().isfinite()).sum()) for one in engine.module.parameters())
     skipped, wanted = engine.skipped_steps, NUM_STEPS - step + 1
     engine.destroy()

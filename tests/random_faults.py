@@ -82,7 +82,10 @@ def draw_and_run(families: list[str], num: int, seed: int, log: Path | None) -> 
     for number in range(num):
         (family,) = dice.choices(families, [WEIGHTS[one] for one in families])
         begin_s = time.monotonic()
-        result = FAMILIES[family](random.Random(f"{family} {seed} {number}"))
+        try:
+            result = FAMILIES[family](random.Random(f"{family} {seed} {number}"))
+        except Exception as error:  # what the family does not expect
+            result = Result("an unexpected error", f"{family} {seed} {number}", "wrong", repr(error))
         record = {"family": family, "seed": seed, "number": number, **vars(result)}
         record["seconds"] = round(time.monotonic() - begin_s, 1)
         if result.ending not in ("named", "finished"):
