@@ -199,7 +199,7 @@ def _check(
         engine.optimizer.check_state(head, source)
         for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
             _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
-            if group.get("lr", own["lr"]) is None:  # an optimizer of torch would accept it
+            if own.get("lr") is not None and group.get("lr", 0.0) is None:  # an optimizer of torch would accept it
                 raise damaged(f"{found.path / META}: lr in a param group is None, but must be a number")
         _check_errors(found)
         if engine.optimizer.is_compressed:
@@ -236,20 +236,21 @@ def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved
 
 
 def _check_schedule(found: Checkpoint, own: Mapping[str, object], saved: StateDict) -> None:
-    """Raises ValueError for a number that is None, for a list of another length or with items of another kind, and for
-    learning rates that cannot be used. Only schedulers that this code knows: one of a user may have other rules.
+    """Raises ValueError for a number or list that is None, for items of another kind, and for learning rates that
+    cannot be used. Only for schedulers that this code knows: one of a user may have other rules.
     """
     for key, value in own.items():
-        there = saved.get(key, value)
-        kind, name = _kind_of(value), f"{key} in the scheduler's state"
-        if kind in ("number", "list") and there is None:
-            raise damaged(f"{found.path / META}: {name} is None, but must be a {kind}")
-        if isinstance(value, (list, tuple)) and isinstance(there, (list, tuple)):
-            if [_kind_of(one) for one in there] != [_kind_of(one) for one in value]:
-                raise damaged(f"{found.path / META}: {name} has other values than this scheduler can use")
-            rates = [one for one in there if isinstance(one, (int, float))] if key in ("base_lrs", "_last_lr") else []
-            if not all(0.0 <= rate < math.inf for rate in rates):
-                raise damaged(f"{found.path / META}: {name} has a learning rate that is not a finite number >= 0")
+        there, name = saved.get(key, value), f"{found.path / META}: {key} in the scheduler's state"
+        if _kind_of(value) in ("number", "list") and there is None:
+            raise damaged(f"{name} is None, but must be a {_kind_of(value)}")
+        if not isinstance(value, (list, tuple)) or not isinstance(there, (list, tuple)) or not value:
+            continue
+        if not {_kind_of(one) for one in there} <= {_kind_of(one) for one in value}:
+            raise damaged(f"{name} has values of another kind than this scheduler uses")
+        if key in ("base_lrs", "_last_lr"):
+            rates = [float(one) for one in there if isinstance(one, (int, float))]
+            if len(there) != len(value) or not all(0.0 <= rate < math.inf for rate in rates):
+                raise damaged(f"{name} must have {len(value)} learning rates, which are finite numbers >= 0")
 
 
 def _kind_of(value: object) -> str:
