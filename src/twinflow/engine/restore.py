@@ -199,7 +199,8 @@ def _check(
         engine.optimizer.check_state(head, source)
         for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
             _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
-            if own.get("lr") is not None and group.get("lr", 0.0) is None:  # an optimizer of torch would accept it
+            has_none = isinstance(group, Mapping) and group.get("lr", 0.0) is None
+            if has_none and own.get("lr") is not None:  # an optimizer of torch would accept it
                 raise damaged(f"{found.path / META}: lr in a param group is None, but must be a number")
         _check_errors(found)
         if engine.optimizer.is_compressed:
