@@ -45,8 +45,8 @@ TEXT = """# An elastic run that shrinks and grows, {date}
 | difference of the last loss | {last:.1e} |
 | seconds, disturbed and undisturbed | {seconds:.0f} and {straight_seconds:.0f} |
 
-Steps that were made first by a group of each size: {sizes}. The groups, one after another, with the step that had been
-reached before: {changes}.
+Steps that were made first by a group of each size: {sizes}. The groups, one after another, with the step that had
+been reached before: {changes}.
 """
 
 
@@ -68,7 +68,7 @@ class Groups:
             *lines, rest = file.read().split(b"\n")
             self._read = file.tell() - len(rest)
         for line in lines:
-            if b"host memory  " in line:
+            if b"host memory  " in line and b" state" in line:
                 found = re.search(rb"on ([0-9]+) ranks", line)
                 self.changes.append((step, int(found[1]) if found else 1))
         if step > self._highest and self.changes:

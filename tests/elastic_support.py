@@ -108,7 +108,7 @@ def run_with_kills(
         process = subprocess.Popen(argv, env=env, stdout=file, stderr=file)
         try:
             while process.poll() is None and time.monotonic() < end_s:
-                time.sleep(0.02)
+                time.sleep(0.05)
                 on_poll(len(done))
                 if len(done) == len(kills) or last_step(out) < highest + max(1, kills[len(done)].num_steps):
                     continue
