@@ -193,13 +193,14 @@ def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_pa
     assert_same(before, state(engine))
 
 
-def test_no_learning_rate_for_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
+def test_learning_rates_that_an_optimizer_of_torch_cannot_use_are_refused(tmp_path: Path) -> None:
     engine = build(**VARIANTS["torch"], scheduler=halve)
     engine.training_dataloader = engine.deepspeed_io(list(range(8)), batch_size=2)
     run(engine, range(1))
     engine.save_checkpoint(tmp_path, tag="t")
     original = json.loads((tmp_path / "t" / "meta.json").read_text())
-    assert not check(engine, tmp_path, changed(original, ("optimizer", "param_groups", 0, "lr"), None), original)
+    for value in (None, 10**30):
+        assert not check(engine, tmp_path, changed(original, ("optimizer", "param_groups", 0, "lr"), value), original)
     engine.destroy()
 
 

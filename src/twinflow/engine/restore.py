@@ -230,6 +230,9 @@ def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved
     if not isinstance(saved, Mapping):
         raise damaged(f"{found.path / META}: {where} is not a dict")
     for key, value in own.items():
+        number = saved.get(key)
+        if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+            raise damaged(f"{found.path / META}: {key} in {where} is a number of more than 64 bits")
         kind, there = _kind_of(value), _kind_of(saved.get(key, value))
         is_number = {kind, there} == {"number", "tensor"}  # such as a learning rate
         if kind and there and kind != there and not is_number:
