@@ -511,6 +511,18 @@ def test_nothing_hangs_before_the_first_beat_or_without_a_limit() -> None:
     assert not replace(ME, stalled_s=9.9).is_over
 
 
+def test_a_rank_that_saves_is_ahead_of_one_that_does_not() -> None:
+    watch = Watch(distributed.HashStore(), 0, 1, hang_timeout_s=10.0)
+    watch.beat(7, "step")
+    behind = watch._pulse()
+    with watch.pause("saving"):
+        saving = replace(watch._pulse(), stalled_s=60.0)
+    watch.close()
+    found = hung_rank(saving, [replace(behind, rank=1, stalled_s=60.0)])
+    assert found is not None
+    assert found.rank == 1
+
+
 def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 0.5, 1000.0, 1000.5])
     monkeypatch.setattr(watch_module.time, "monotonic", lambda: next(moments))

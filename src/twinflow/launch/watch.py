@@ -97,7 +97,7 @@ class Pulse:
     limit_s: float  # limit of stalled_s; 0: no limit
     state: str
     is_waiting: bool = False  # in a call for which all ranks must come
-    place: int = 0  # number of calls of `beat` in this step
+    place: int = 0  # number of calls of `beat` and `pause` in this step
 
     @property
     def is_over(self) -> bool:
@@ -229,7 +229,8 @@ class Watch:
         """
         before = self._place
         limit_s = PAUSE_TIMES * before.limit_s if limit_s is None else limit_s
-        self._place = replace(before, doing=doing, beats=before.beats + 1, limit_s=limit_s, state=PAUSED)
+        place = before.place + 1  # a rank that saves is ahead of one that has not begun to save
+        self._place = replace(before, doing=doing, beats=before.beats + 1, limit_s=limit_s, state=PAUSED, place=place)
         try:
             yield
         finally:
