@@ -45,6 +45,10 @@ longest case took {longest:.0f} s, with the undisturbed run that it is compared 
 
 {table}
 
+Faults that were not named, or not as they should:
+
+{bad}
+
 By kind of fault:
 
 {kinds}
@@ -96,6 +100,10 @@ def draw_and_run(families: list[str], num: int, seed: int, log: Path | None) -> 
         yield record
 
 
+def is_bad(record: dict[str, Any]) -> bool:
+    return record["ending"] not in ("named", "finished")
+
+
 def table(records: list[dict[str, Any]], keys: tuple[str, ...]) -> str:
     found = Counter((*(record[key] for key in keys), record["ending"]) for record in records)
     names = sorted({tuple(record[key] for key in keys) for record in records})
@@ -137,6 +145,8 @@ def main() -> None:
             wrong=wrong,
             longest=max(record["seconds"] for record in records),
             table=table(records, ("family",)),
+            bad="\n".join(f"- {one['ending']}: {one['family']}: {one['case']}" for one in records if is_bad(one))
+            or "none",
             kinds=table(records, ("family", "kind")),
         )
         (RESULTS / f"{date}-random-faults.md").write_text(text)
