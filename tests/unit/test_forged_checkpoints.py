@@ -193,14 +193,14 @@ def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_pa
     assert_same(before, state(engine))
 
 
-def test_learning_rates_that_an_optimizer_of_torch_cannot_use_are_refused(tmp_path: Path) -> None:
+def test_options_that_an_optimizer_of_torch_cannot_use_are_refused(tmp_path: Path) -> None:
     engine = build(**VARIANTS["torch"], scheduler=halve)
     engine.training_dataloader = engine.deepspeed_io(list(range(8)), batch_size=2)
     run(engine, range(1))
     engine.save_checkpoint(tmp_path, tag="t")
     original = json.loads((tmp_path / "t" / "meta.json").read_text())
-    for value in (None, 10**30):
-        assert not check(engine, tmp_path, changed(original, ("optimizer", "param_groups", 0, "lr"), value), original)
+    for key, value in (("lr", None), ("lr", 10**30), ("momentum", None)):
+        assert not check(engine, tmp_path, changed(original, ("optimizer", "param_groups", 0, key), value), original)
     engine.destroy()
 
 

@@ -199,9 +199,12 @@ def _check(
         engine.optimizer.check_state(head, source)
         for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
             _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
-            has_none = isinstance(group, Mapping) and group.get("lr", 0.0) is None
-            if has_none and own.get("lr") is not None:  # an optimizer of torch would accept it
-                raise damaged(f"{found.path / META}: lr in a param group is None, but must be a number")
+            # An optimizer of torch accepts None for any option, and fails in its first step.
+            is_known = engine.optimizer.rule_name.startswith("torch.optim.")
+            missing = {key for key, value in group.items() if value is None} if isinstance(group, Mapping) else set()
+            for key in missing.intersection(own):
+                if (is_known or key == "lr") and _kind_of(own[key]) == "number":
+                    raise damaged(f"{found.path / META}: {key} in a param group is None, but must be a number")
         _check_errors(found)
         if engine.optimizer.is_compressed:
             errors = meta.get("errors", [])
