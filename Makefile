@@ -9,12 +9,13 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -
 # Byte code is kept even if the shell says otherwise, or every process would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test unit lint docs test-all test-gpu bench wheel wheels clean
+.PHONY: help train test unit lint docs test-all test-gpu sanitize-gpu bench wheel wheels clean
 help:
 	@echo "make train     train a small GPT, its optimizer on the host; ends with a report page"
 	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
 	@echo "make test-all  every matrix, in parts that are resumed where they stopped"
 	@echo "make test-gpu  tests that need CUDA        make bench  kernels against torch and the memory's ceiling"
+	@echo "make sanitize-gpu  the GPU tests of the order of streams, under compute-sanitizer of the CUDA toolkit"
 	@echo "make docs      the site, into build/site: open index.html there"
 	@echo "make wheel     one wheel for this platform, into dist/        make wheels  manylinux ones, with Docker"
 
@@ -75,6 +76,9 @@ test-all: lint $(VENV)/.finetune
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu tests
+
+sanitize-gpu: $(VENV)/.installed
+	$(BIN)/python tests/sanitize_gpu.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/host_kernels.py --save

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,15 +44,19 @@ class Kill:
     num_steps: int
 
 
-def draw_kills(seed: int, num_nodes: int, num_kills: int) -> list[Kill]:
+def draw_kills(seed: int, num_nodes: int, num_kills: int, num_steps: int = 6, node_share: float = 0.4) -> list[Kill]:
     generator = random.Random(seed)
     return [
-        Kill(generator.randrange(num_nodes), generator.random() < 0.4, generator.randrange(6)) for _ in range(num_kills)
+        Kill(generator.randrange(num_nodes), generator.random() < node_share, generator.randrange(num_steps))
+        for _ in range(num_kills)
     ]
 
 
-def command(out: Path, data: Path, steps: int, num_nodes: int, max_restarts: int) -> list[str]:
-    launch = ["launch", "--max-nodes", str(num_nodes), "--max-restarts", str(max_restarts), "--module", "twinflow"]
+def command(
+    out: Path, data: Path, steps: int, num_nodes: int, max_restarts: int, return_after_s: float = 2.0
+) -> list[str]:
+    launch = ["launch", "--max-nodes", str(num_nodes), "--max-restarts", str(max_restarts)]
+    launch += ["--return-after", str(return_after_s), "--module", "twinflow"]
     train = ["train", *SHAPE, "--steps", str(steps), "--save-every", str(SAVE_EVERY), "--keep", "3"]
     return [sys.executable, "-m", "twinflow", *launch, *train, "--resume", "--out", str(out), "--data", str(data)]
 
@@ -87,8 +92,15 @@ def losses(out: Path) -> dict[int, float]:
     return {r.step: r.loss for r in read_metrics(out / "metrics.jsonl") if isinstance(r, StepRecord)}
 
 
-def run_with_kills(argv: list[str], out: Path, log: Path, kills: list[Kill], limit_s: float) -> tuple[int, list[Kill]]:
-    """Exit code of the launcher, and the kills that were done before the run ended."""
+def run_with_kills(
+    argv: list[str],
+    out: Path,
+    log: Path,
+    kills: list[Kill],
+    limit_s: float,
+    on_poll: Callable[[int], object] = lambda num_killed: None,
+) -> tuple[int, list[Kill]]:
+    """Exit code of the launcher, and the kills that were done before the run ended. `on_poll` gets their number."""
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done: list[Kill] = []
     highest, end_s = 0, time.monotonic() + limit_s
@@ -96,7 +108,8 @@ def run_with_kills(argv: list[str], out: Path, log: Path, kills: list[Kill], lim
         process = subprocess.Popen(argv, env=env, stdout=file, stderr=file)
         try:
             while process.poll() is None and time.monotonic() < end_s:
-                time.sleep(0.02)
+                time.sleep(0.05)
+                on_poll(len(done))
                 if len(done) == len(kills) or last_step(out) < highest + max(1, kills[len(done)].num_steps):
                     continue
                 kill = kills[len(done)]

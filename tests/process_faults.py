@@ -1,24 +1,22 @@
-"""Random faults of running ranks: signals, exits, exceptions, hangs and numbers that are not finite.
+"""Random faults of running ranks: signals, exits, exceptions, hangs, delays and numbers that are not finite.
 
-`python tests/process_faults.py --num 1000 --seed 0` draws faults, runs each of them in its own training, and prints
-how many ended in which way: `named` if every rank that could say so has named the rank and the kind of the fault,
-`finished` if training went on with finite weights and the same weights on all ranks (only for numbers), else `wrong`
-(another cause, or weights that are not finite) or `hang` (a rank was still running after `LIMIT_S`).
+Each fault has its own training. It ends as `named` if every rank that could say so has named the rank and the kind of
+the fault, as `finished` if training went on with finite weights and the same weights on all ranks (only for numbers and
+delays), else as `wrong` (another cause, or weights that are not finite) or `hang` (a rank was still running after
+`LIMIT_S`). `random_faults.py` draws many.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import os
 import random
 import re
 import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,16 +32,27 @@ KINDS = {
     "SIGKILL": LOST,
     "SIGSTOP": LOST,
     "SIGTERM": LOST,
+    "SIGSEGV": LOST,
+    "SIGABRT": LOST,
+    "SIGHUP": LOST,
     "SIGINT": r"rank {rank} failed in step [0-9]+: KeyboardInterrupt",
     "exit 0": LOST,
     "exit 3": LOST,
+    "exit without cleaning up": LOST,
     "exception": r"rank {rank} failed in step {step}: ValueError: injected",
+    "out of memory": r"rank {rank} failed in step {step}: MemoryError: injected",
     "exception in a thread": r"rank {rank} failed in step [0-9]+: ValueError: injected",
     "hang": r"rank {rank} hung: no step for ",
+    # Training goes on.
+    "short stop": "",
+    "slow step": "",
     "NaN loss": "",
     "inf gradient": "",
 }
-PLACES = ("before forward", "before backward", "before step", "after step")
+NUMBERS = ("NaN loss", "inf gradient")
+PLACES = ("before forward", "in backward", "before backward", "before step", "after step", "while saving")
+SAVE_EVERY = 2
+DELAY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,20 +65,31 @@ class Fault:
     step: int
     place: str
     stage: int
+    states: str = "fp32"
+    accumulation: int = 1
+    saves: str = "never"
 
     def __str__(self) -> str:
-        return f"{self.kind} of rank {self.rank} of {self.world}, {self.place} {self.step}, ZeRO {self.stage}"
+        how = f"ZeRO {self.stage}, {self.states}, {self.accumulation} micro-batches, saves {self.saves}"
+        return f"{self.kind} of rank {self.rank} of {self.world}, {self.place} {self.step}, {how}"
 
 
 def draw(generator: random.Random) -> Fault:
     world = generator.choice((2, 3))
     kind, place = generator.choice(list(KINDS)), generator.choice(PLACES)
-    if not KINDS[kind]:
-        place = "before backward" if kind == "NaN loss" else "before step"
     step, stage = generator.randint(2, NUM_STEPS - 1), generator.choice((0, 1, 2, 3))
+    states, accumulation = generator.choice(("fp32", "bf16", "int8")), generator.choice((1, 1, 2))
+    saves = generator.choice(("never", "at once", "in the background"))
+    if kind in NUMBERS:
+        place = "before backward" if kind == "NaN loss" else "before step"
     if kind == "inf gradient":
         stage = 0  # other stages take gradients during backward
-    return Fault(kind, generator.randrange(world), world, step, place, stage)
+    if place == "while saving":
+        step = SAVE_EVERY * generator.randint(1, NUM_STEPS // SAVE_EVERY - 1)
+        saves = "at once" if saves == "never" else saves
+        if not kind.startswith("SIG"):
+            kind = generator.choice(("SIGKILL", "SIGTERM", "SIGSEGV"))  # other errors only cost the checkpoint
+    return Fault(kind, generator.randrange(world), world, step, place, stage, states, accumulation, saves)
 
 
 def run(fault: Fault, folder: Path) -> tuple[str, str]:
@@ -96,7 +116,7 @@ def run(fault: Fault, folder: Path) -> tuple[str, str]:
     if not KINDS[fault.kind]:
         ends = [re.findall(r"^finished (.*)$", text, re.M) for text in texts]
         is_well = len({end[0] for end in ends if end}) == 1 and all(ends) and "nan" not in ends[0][0]
-        says = any(re.search(r"finite|\.grad was used between", text) for text in texts)
+        says = fault.kind in NUMBERS and any(re.search(r"finite|\.grad was used between", text) for text in texts)
         return ("finished", "") if is_well else ("named", "") if says else ("wrong", "\n".join(texts))
     # A rank reports that it begins a step in the forward.
     step = f"({fault.step - 1}|{fault.step})" if fault.place == "before forward" else fault.step
@@ -124,6 +144,8 @@ def _train(fault: Fault, rank: int, log: str, port: int) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables(rank, fault.world, port), CUDA_VISIBLE_DEVICES="", TWINFLOW_THREADS="1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # commands under nohup ignore it
     import torch
 
     import twinflow
@@ -141,14 +163,22 @@ def _train(fault: Fault, rank: int, log: str, port: int) -> None:
         "gradient_clipping": 1.0,
         "hang_timeout_s": 6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": fault.stage, "offload_optimizer": {"device": "cpu"}},
+        "gradient_accumulation_steps": fault.accumulation,
+        "zero_optimization": {"stage": fault.stage, "offload_optimizer": {"device": "cpu", "states": fault.states}},
+        "checkpoint": {"background": fault.saves == "in the background", "keep_last": 1},
     }
     engine, *_ = twinflow.initialize(model=model, config=config)
-    for step in range(1, NUM_STEPS + 1):
+    act = _nothing
+    if fault.place == "while saving":
+        _when_writing(lambda: act("while saving"))
+    for number in range(NUM_STEPS * fault.accumulation):
+        step = number // fault.accumulation + 1
         act = partial(_act, fault) if (rank, step) == (fault.rank, fault.step) else _nothing
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
         act("before forward")
         loss = engine(x).square().mean()
+        if fault.place == "in backward":
+            loss.register_hook(partial(_act_in_hook, act))
         if act("before backward"):
             loss = loss * float("nan")
         engine.backward(loss)
@@ -156,6 +186,11 @@ def _train(fault: Fault, rank: int, log: str, port: int) -> None:
             model[0].weight.grad.mul_(float("inf"))  # type: ignore[union-attr]
         engine.step()
         act("after step")
+        if fault.saves != "never" and step % SAVE_EVERY == 0 and (number + 1) % fault.accumulation == 0:
+            engine.save_checkpoint(Path(log).parent / "checkpoints")
+            if fault.place == "while saving" and rank == fault.rank:
+                engine.wait_for_checkpoint()  # so that the fault is of this step
+    engine.wait_for_checkpoint()
     engine.optimizer.wait()
     if fault.stage < 3:
         print("finished", [round(float(p.double().sum()), 9) for p in model.parameters()], flush=True)
@@ -168,16 +203,43 @@ def _nothing(place: str) -> bool:
     return False
 
 
+def _act_in_hook(act: Callable[[str], bool], gradient: object) -> None:
+    act("in backward")
+
+
+def _when_writing(act: Callable[[], object]) -> None:
+    """Calls `act` before each write to a file of a checkpoint."""
+    from twinflow.checkpoint.disk import DurableFile
+
+    write = DurableFile.write
+
+    def act_and_write(self: DurableFile, data: bytes | memoryview) -> None:
+        act()
+        write(self, data)
+
+    DurableFile.write = act_and_write  # type: ignore[method-assign]
+
+
 def _act(fault: Fault, place: str) -> bool:
     """Does the fault if it is due here. Returns whether a number must become one that is not finite."""
     if place != fault.place:
         return False
     if fault.kind.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[fault.kind])
+    elif fault.kind == "exit without cleaning up":
+        os._exit(5)
     elif fault.kind.startswith("exit"):
         raise SystemExit(int(fault.kind[-1]))
     elif fault.kind == "exception":
         raise ValueError("injected")
+    elif fault.kind == "out of memory":
+        raise MemoryError("injected")
+    elif fault.kind == "short stop":
+        wake = f"import os, time; time.sleep({DELAY_S}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+        subprocess.Popen([sys.executable, "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "slow step":
+        time.sleep(DELAY_S)
     elif fault.kind == "exception in a thread":
         import threading
 
@@ -185,34 +247,8 @@ def _act(fault: Fault, place: str) -> bool:
         time.sleep(LIMIT_S)
     elif fault.kind == "hang":
         time.sleep(2 * LIMIT_S)
-    return not KINDS[fault.kind]
+    return fault.kind in NUMBERS
 
 
 def _raise() -> None:
     raise ValueError("injected")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="print what ranks wrote when a fault did not end well")
-    given = parser.parse_args()
-    generator = random.Random(given.seed)
-    found: Counter[tuple[str, str]] = Counter()
-    with suppress(KeyboardInterrupt):
-        for _ in range(given.num):
-            fault = draw(generator)
-            with tempfile.TemporaryDirectory() as folder:
-                ending, why = run(fault, Path(folder))
-            found[fault.kind, ending] += 1
-            if why:
-                print(f"{ending}: {fault}\n{why if given.show else why.splitlines()[0]}", flush=True)
-    endings = ("named", "finished", "wrong", "hang")
-    print("| fault | " + " | ".join(endings) + " |\n|---|" + "---:|" * len(endings))
-    for kind in KINDS:
-        print(f"| {kind} | " + " | ".join(str(found[kind, ending]) for ending in endings) + " |")
-
-
-if __name__ == "__main__":
-    main()

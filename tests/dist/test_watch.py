@@ -476,7 +476,7 @@ def test_twinflow_launch_names_rank_and_step(tmp_path: Path) -> None:
     )
 
 
-ME = Pulse(rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running")
+ME = Pulse(rank=0, life=9, beats=5, step=7, doing="step", stalled_s=10.0, limit_s=10.0, state="running", place=3)
 BEHIND = replace(ME, rank=1, step=6, stalled_s=9.0)
 
 
@@ -487,6 +487,8 @@ BEHIND = replace(ME, rank=1, step=6, stalled_s=9.0)
         ([BEHIND], 1),
         ([replace(BEHIND, step=7, stalled_s=11.0)], 1),  # the other came to this step earlier and went no further
         ([replace(BEHIND, step=7)], 0),
+        ([replace(BEHIND, step=7, place=2)], 1),  # it is in the backward, and this rank waits in the step
+        ([replace(BEHIND, step=7, stalled_s=11.0, place=4)], 0),
         ([replace(BEHIND, stalled_s=4.0)], None),  # it is at work, and this rank waits for it
         ([replace(BEHIND, step=8, stalled_s=0.0)], 0),  # it went on without this rank
         ([replace(BEHIND, step=8, stalled_s=30.0, limit_s=60.0, state="paused")], None),
@@ -507,6 +509,18 @@ def test_nothing_hangs_before_the_first_beat_or_without_a_limit() -> None:
     assert not replace(ME, beats=0).is_over
     assert not replace(ME, limit_s=0.0).is_over
     assert not replace(ME, stalled_s=9.9).is_over
+
+
+def test_a_rank_that_saves_is_ahead_of_one_that_does_not() -> None:
+    watch = Watch(distributed.HashStore(), 0, 1, hang_timeout_s=10.0)
+    watch.beat(7, "step")
+    behind = watch._pulse()
+    with watch.pause("saving"):
+        saving = replace(watch._pulse(), stalled_s=60.0)
+    watch.close()
+    found = hung_rank(saving, [replace(behind, rank=1, stalled_s=60.0)])
+    assert found is not None
+    assert found.rank == 1
 
 
 def test_time_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -128,7 +130,7 @@ def test_one_after_the_other_and_the_last_before_the_end(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("global_step*/manifest.json"))) == 3
 
 
-def test_what_goes_wrong_is_raised_by_the_next_call(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_raised_by_the_next_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(1 << 30)
     train(engine, 0, 1)
     (tmp_path / "file").write_text("")
@@ -136,10 +138,19 @@ def test_what_goes_wrong_is_raised_by_the_next_call(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a folder, and not a file"):
         engine.save_checkpoint(tmp_path / "other")
     engine.save_checkpoint("/proc/below")  # where nobody can make a folder
-    with pytest.raises(OSError, match="/proc/below"):
+    with caplog.at_level("ERROR"), pytest.raises(OSError, match="/proc/below"):
         engine.save_checkpoint(tmp_path / "other")
+    assert "/proc/below" in caplog.text  # a script that ends here has only this line
     train(engine, 1, 2)  # goes on
     engine.save_checkpoint(tmp_path / "other")
     engine.wait_for_checkpoint()
     assert (tmp_path / "other" / "latest").exists()
     engine.destroy()
+
+
+@pytest.mark.matrix
+def test_the_benchmark_runs_without_a_gpu() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "background_save.py"
+    done = subprocess.run([sys.executable, str(script), "--tiny"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| slowdown with a checkpoint every 4 steps |" in done.stdout

@@ -143,6 +143,11 @@ CHOSEN: tuple[tuple[Path_, Any], ...] = (
     (("extra",), 3),
     (("scheduler",), 3),
     (("scheduler", "last_epoch"), "three"),
+    (("scheduler", "last_epoch"), None),
+    (("scheduler", "base_lrs"), None),
+    (("scheduler", "base_lrs"), []),
+    (("scheduler", "base_lrs"), [[1]]),
+    (("scheduler", "base_lrs"), [-1.0]),
     (("loader",), []),
     (("loader", "position"), "x"),
     (("loader", "batch_size"), {}),
@@ -167,6 +172,11 @@ def test_a_forged_meta_changes_nothing(at: Path_, value: Any, engine: Engine, sa
         forge(saved, original)
 
 
+def test_a_loss_scale_that_is_a_large_whole_number_can_be_used(engine: Engine, saved: Path) -> None:
+    original = json.loads((saved / "t" / "meta.json").read_text())
+    assert check(engine, saved, changed(original, ("optimizer", "loss_scale", "scale"), 10**30), original)
+
+
 def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_path: Path) -> None:
     found = open_checkpoint(saved)
     assert found is not None
@@ -181,6 +191,29 @@ def test_a_tensor_of_another_kind_is_refused(engine: Engine, saved: Path, tmp_pa
     with pytest.raises(ValueError, match=r"the dtype of .* is torch.int32, but must be torch.float32"):
         engine.load_checkpoint(tmp_path)
     assert_same(before, state(engine))
+
+
+def test_options_that_an_optimizer_of_torch_cannot_use_are_refused(tmp_path: Path) -> None:
+    engine = build(**VARIANTS["torch"], scheduler=halve)
+    engine.training_dataloader = engine.deepspeed_io(list(range(8)), batch_size=2)
+    run(engine, range(1))
+    engine.save_checkpoint(tmp_path, tag="t")
+    original = json.loads((tmp_path / "t" / "meta.json").read_text())
+    for key, value in (("lr", None), ("lr", 10**30), ("momentum", None)):
+        assert not check(engine, tmp_path, changed(original, ("optimizer", "param_groups", 0, key), value), original)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("value", [{}, {"a": 1}, 3])
+def test_scales_that_are_no_tensors_are_refused(value: Any, tmp_path: Path) -> None:
+    engine = build(offload={"states": "int8"}, scheduler=halve)
+    engine.training_dataloader = engine.deepspeed_io(list(range(8)), batch_size=2)
+    run(engine, range(1))
+    engine.save_checkpoint(tmp_path, tag="t")
+    original = json.loads((tmp_path / "t" / "meta.json").read_text())
+    name = next(name for name, entry in original["optimizer_state"].items() if "exp_avg_scale" in entry)
+    assert not check(engine, tmp_path, changed(original, ("optimizer_state", name, "exp_avg_scale"), value), original)
+    engine.destroy()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

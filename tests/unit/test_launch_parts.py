@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 import twinflow
 from twinflow.cli.launch import free_port
+from twinflow.dist.group import Group
 from twinflow.launch.commands import Host, Meeting, Program, choose_hosts, master_address, node_commands, parse_hostfile
 from twinflow.launch.environment import (
     ALONE,
@@ -368,6 +369,19 @@ def test_the_first_cause() -> None:
     assert first_failure([lost]) == lost
     assert first_failure([killed, Failure(2, 9.0, 1, 1, "after a restart")]) == Failure(2, 9.0, 1, 1, "after a restart")
     assert first_failure([]) is None
+
+
+def test_a_collective_that_is_given_up_is_not_the_first_cause() -> None:
+    class Pending:
+        def is_completed(self) -> bool:
+            return False
+
+    group = object.__new__(Group)
+    group.handle = None
+    group._gives_up = lambda: True
+    with pytest.raises(RuntimeError) as caught:
+        group._wait(Pending())
+    assert Failure(0, 1.0, 1, 0, f"RuntimeError: {caught.value}").is_lost_peer
 
 
 def test_errors_in_what_a_rank_wrote() -> None:

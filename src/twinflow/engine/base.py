@@ -93,6 +93,7 @@ class EngineBase:
         self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
         self._destroyed_by = ""  # why the engine cannot be used any more
+        self._num_skipped = 0  # after `destroy`
         self._lr_kwargs: StateDict = {}
 
     def _check_open(self, what: str) -> None:
@@ -287,7 +288,7 @@ class EngineBase:
     def skipped_steps(self) -> int:
         """Number of steps that were not applied because a gradient was not finite."""
         self.settle()
-        return self.optimizer.num_skipped if self.optimizer is not None else 0
+        return self.optimizer.num_skipped if self.optimizer is not None else self._num_skipped
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the model."""

@@ -559,6 +559,7 @@ class Engine(EngineBase):
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
+            self._num_skipped = self.skipped_steps
             self.optimizer = self.activations = self.host_weights = None
             self._destroyed_by = reason
             self.leave_plain_backwards()

@@ -199,6 +199,12 @@ def _check(
         engine.optimizer.check_state(head, source)
         for own, group in zip(engine.optimizer.param_groups, list_of(head, "param_groups"), strict=True):
             _check_kinds(found, "a param group", {key: own[key] for key in own if key != "params"}, group)
+            # An optimizer of torch accepts None for any option, and fails in its first step.
+            is_known = engine.optimizer.rule_name.startswith("torch.optim.")
+            missing = {key for key, value in group.items() if value is None} if isinstance(group, Mapping) else set()
+            for key in missing.intersection(own):
+                if (is_known or key == "lr") and _kind_of(own[key]) == "number":
+                    raise damaged(f"{found.path / META}: {key} in a param group is None, but must be a number")
         _check_errors(found)
         if engine.optimizer.is_compressed:
             errors = meta.get("errors", [])
@@ -208,7 +214,10 @@ def _check(
     if what.everything_else:
         check_random_states(own_random)
     if what.scheduler and others["scheduler"] is not None and engine.lr_scheduler is not None:
-        _check_kinds(found, "the scheduler's state", engine.lr_scheduler.state_dict(), others["scheduler"])
+        own_schedule = engine.lr_scheduler.state_dict()
+        _check_kinds(found, "the scheduler's state", own_schedule, others["scheduler"])
+        if type(engine.lr_scheduler).__module__.startswith(("torch.", "twinflow.")):
+            _check_schedule(found, own_schedule, dict_of(others, "scheduler"))
     return names, source, head, others, own_random
 
 
@@ -224,10 +233,31 @@ def _check_kinds(found: Checkpoint, where: str, own: Mapping[str, object], saved
     if not isinstance(saved, Mapping):
         raise damaged(f"{found.path / META}: {where} is not a dict")
     for key, value in own.items():
+        number = saved.get(key)
+        if isinstance(number, int) and not -(1 << 63) <= number < 1 << 63:
+            raise damaged(f"{found.path / META}: {key} in {where} is a number of more than 64 bits")
         kind, there = _kind_of(value), _kind_of(saved.get(key, value))
         is_number = {kind, there} == {"number", "tensor"}  # such as a learning rate
         if kind and there and kind != there and not is_number:
             raise damaged(f"{found.path / META}: {key} in {where} is a {there}, but must be a {kind}")
+
+
+def _check_schedule(found: Checkpoint, own: Mapping[str, object], saved: StateDict) -> None:
+    """Raises ValueError for a number or list that is None, for items of another kind, and for learning rates that
+    cannot be used. Only for schedulers that this code knows: one of a user may have other rules.
+    """
+    for key, value in own.items():
+        there, name = saved.get(key, value), f"{found.path / META}: {key} in the scheduler's state"
+        if _kind_of(value) in ("number", "list") and there is None:
+            raise damaged(f"{name} is None, but must be a {_kind_of(value)}")
+        if not isinstance(value, (list, tuple)) or not isinstance(there, (list, tuple)) or not value:
+            continue
+        if not {_kind_of(one) for one in there} <= {_kind_of(one) for one in value}:
+            raise damaged(f"{name} has values of another kind than this scheduler uses")
+        if key in ("base_lrs", "_last_lr"):
+            rates = [float(one) for one in there if isinstance(one, (int, float))]
+            if len(there) != len(value) or not all(0.0 <= rate < math.inf for rate in rates):
+                raise damaged(f"{name} must have {len(value)} learning rates, which are finite numbers >= 0")
 
 
 def _kind_of(value: object) -> str:
@@ -347,6 +377,9 @@ class FileSource:
         kinds: dict[tuple[str, str], str] = {}
         for name, entry in self._entries.items():
             values: StateDict = put_together(entry, _zeros(self._found, "optimizer"))
+            for key, value in values.items():
+                if key.endswith("_scale") and not isinstance(value, Tensor):
+                    raise damaged(f"{self._found.path / META}: {key} of {name} is not a tensor, but must be one")
             for part in ("state", "group"):
                 for key, value in dict_of(values, part).items():
                     kind = _kind_of(value)

@@ -139,7 +139,9 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
             # `wait` raises the error too, but a script may end without calling it.
-            LOGGER.error(f"A thread could not write the checkpoint: {error!r}. Call save_checkpoint() again.")
+            # The text of an OSError has the name of the file, its `repr` does not.
+            text = f"{type(error).__name__}: {error}".removesuffix(".")
+            LOGGER.error(f"A thread could not write the checkpoint: {text}. Call save_checkpoint() again.")
         finally:
             self._frozen.end()
 

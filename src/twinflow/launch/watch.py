@@ -97,6 +97,7 @@ class Pulse:
     limit_s: float  # limit of stalled_s; 0: no limit
     state: str
     is_waiting: bool = False  # in a call for which all ranks must come
+    place: int = 0  # number of calls of `beat` and `pause` in this step
 
     @property
     def is_over(self) -> bool:
@@ -109,8 +110,9 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
     for a rank that works.
 
     A rank works if its pause is within its limit, or if it is not ahead of this rank and made progress recently. If no
-    rank works, the rank in the lowest step hangs. Among several ranks in that step, the one with the longest stall
-    hangs: the other ranks went further and wait for it.
+    rank works, the rank in the lowest step hangs, or of several in that step the one that made the fewest calls in it:
+    the other ranks went further and wait for it. If these are equal too, it is the one with the longest stall. A stall
+    alone says little in a run with short steps, because a pulse is up to a second old.
     """
     for other in others:
         waiting_for = other.state == RUNNING and other.beats > 0 and other.step <= me.step
@@ -119,7 +121,7 @@ def hung_rank(me: Pulse, others: Sequence[Pulse]) -> Pulse | None:
         if other.state == PAUSED and not other.is_over:
             return None
     here = [pulse for pulse in (me, *others) if pulse.state != CLOSED]
-    return min(here, key=lambda pulse: (pulse.step, -pulse.stalled_s))
+    return min(here, key=lambda pulse: (pulse.step, pulse.place, -pulse.stalled_s))
 
 
 class AwakeClock:
@@ -192,7 +194,9 @@ class Watch:
 
     def beat(self, step: int, doing: str = "step") -> None:
         """Records progress: this rank begins `doing` in `step`. The poller publishes it."""
-        self._place = replace(self._place, step=step, doing=doing, beats=self._place.beats + 1)
+        before = self._place
+        place = before.place + 1 if step == before.step else 1
+        self._place = replace(before, step=step, doing=doing, beats=before.beats + 1, place=place)
 
     def compare_steps(self) -> None:
         """From now on it is a failure if this rank is in a step for which it waits in vain, because another rank has
@@ -225,12 +229,13 @@ class Watch:
         """
         before = self._place
         limit_s = PAUSE_TIMES * before.limit_s if limit_s is None else limit_s
-        self._place = replace(before, doing=doing, beats=before.beats + 1, limit_s=limit_s, state=PAUSED)
+        place = before.place + 1  # a rank that saves is ahead of one that has not begun to save
+        self._place = replace(before, doing=doing, beats=before.beats + 1, limit_s=limit_s, state=PAUSED, place=place)
         try:
             yield
         finally:
             now = self._place
-            self._place = replace(before, step=now.step, beats=now.beats + 1)
+            self._place = replace(before, step=now.step, beats=now.beats + 1, place=now.place)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ TRACEBACK = "Traceback (most recent call last)"
 # Errors of a rank that lost the connection to another one. They are never the first cause if there is another error.
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset)|broken pipe|socket closed|DistBackendError|DistNetworkError|Gloo"
-    r"|ends: rank [0-9]+ (failed|hung)",
+    r"|ends: rank [0-9]+ (failed|hung)|collective was abandoned",  # the latter: dist/group.py
     re.I,
 )
 ELASTIC = "TWINFLOW_ELASTIC"  # set to 1 for the ranks of an elastic run

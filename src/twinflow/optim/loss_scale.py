@@ -128,7 +128,9 @@ def from_dict(saved: Mapping[str, object]) -> LossScale:
             "saved, without changes."
         )
     made: Callable[..., LossScale] = LossScale  # `__post_init__` checks the values
-    return made(**saved)
+    scale = made(**saved)
+    # A JSON file may have a whole number here, and large ones do not become a tensor.
+    return replace(scale, scale=float(scale.scale), factor=float(scale.factor), min_scale=float(scale.min_scale))
 
 
 def _check_whole(name: str, value: object, least: int, most: float = math.inf) -> None:
