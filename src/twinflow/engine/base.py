@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Config
+from twinflow.config.params import OPTIMIZERS
 from twinflow.engine.values import UserValue
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
@@ -278,8 +279,17 @@ class EngineBase:
         return given if isinstance(given, Optimizer) else self.optimizer
 
     def optimizer_name(self) -> str | None:
-        """Name of the update rule; None without an optimizer."""
-        return self.optimizer.rule_name if self.optimizer is not None else None
+        """The class name of the optimizer that was passed to initialize(), or the config's name of the update rule, in
+        lower case if it is one of twinflow's. None without an optimizer.
+        """
+        if self.optimizer is None:
+            return None
+        given, chosen = self.settings.client_optimizer, self.settings.parsed.optimizer
+        if isinstance(given, Optimizer) and given is not self.optimizer:
+            return type(given).__name__
+        if given is None and chosen is not None:
+            return chosen.type.lower() if chosen.type.lower() in OPTIMIZERS else chosen.type
+        return self.optimizer.rule_name.rpartition(".")[2]
 
     # Steps.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
@@ -475,6 +476,10 @@ class Engine(EngineBase):
     def save_weights_as(self, save_filename: str) -> None:
         """Sets the default file name of `save_16bit_model`."""
         self.settings = replace(self.settings, weights_file=save_filename)
+
+    def set_client_optimizer(self, optimizer: Optimizer) -> None:
+        """Sets the optimizer that the user has passed, for a caller that passes only its rule to initialize()."""
+        self.settings = replace(self.settings, client_optimizer=optimizer)
 
     def offload_states(
         self,
