@@ -396,6 +396,8 @@ def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, eng
 
     assert (groups.get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (1, 0)
     assert groups.get_data_parallel_group() is dist.group.WORLD
+    assert groups._get_data_parallel_group_ranks() == deepspeed.comm.get_all_ranks_from_group(dist.group.WORLD) == [0]
+    assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (1, 0)
     assert (groups.get_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (1, 0)
     params = list(engine.parameters())
     made = utils.split_params_into_different_moe_groups_for_optimizer({"params": params, "lr": 1.0})
@@ -408,6 +410,30 @@ def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, eng
     assert instrument_w_nvtx(lambda x: x + 1)(2) == 3
     assert deepspeed.utils.set_z3_leaf_modules_by_suffix(engine.module, ["2"]) == [engine.module[2]]
     assert not z3_leaf_module(engine.module)
+
+
+def test_collectives_with_deepspeeds_names(deepspeed: Any) -> None:
+    deepspeed.init_distributed()
+    found, ones = torch.zeros(2), torch.ones(2)
+    deepspeed.comm.inference_all_reduce(ones)
+    deepspeed.comm.allgather_fn(found, ones)
+    assert torch.equal(found, torch.ones(2))
+    assert deepspeed.comm.has_all_gather_into_tensor()
+    with pytest.raises(NotImplementedError, match="experts train like other layers"):
+        deepspeed.utils.groups._get_expert_parallel_world_size("ep_size_1")
+
+
+def test_a_constant_without_a_value_is_not_used_in_silence(deepspeed: Any) -> None:
+    from deepspeed.runtime.lr_schedules import WARMUP_LR
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    for use in (
+        lambda: {"zero_optimization": {}}.get(ZERO_OPTIMIZATION),
+        lambda: WARMUP_LR == "WarmupLR",
+        lambda: f"{WARMUP_LR}",
+    ):
+        with pytest.raises(NotImplementedError, match="internal part of DeepSpeed"):
+            use()
 
 
 class Mpu:

@@ -61,6 +61,11 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
+def has_collective() -> bool:
+    """True: the supported versions of torch have the collectives that DeepSpeed looks for."""
+    return True
+
+
 class ZeroStageEnum(IntEnum):
     """The stages of ZeRO. Each stage has the name of what it partitions in addition to the previous stage."""
 
