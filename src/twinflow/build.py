@@ -179,8 +179,8 @@ def _retire_engine(model: nn.Module, optimizer: Any, is_trained: bool) -> None:
         return
     if before.optimizer is not None and (before.optimizer is optimizer or not is_trained):
         return
-    what = "its optimizer state is dropped" if before.optimizer is not None else "its weights return to the model"
-    LOGGER.info(f"initialize() was called again with the same model. The earlier engine is destroyed, and {what}")
+    what = "with its optimizer state" if before.optimizer is not None else "and its weights return to the model"
+    LOGGER.info(f"initialize() was called again with the same model. The earlier engine is destroyed {what}")
     before.destroy("initialize() was called again with the same model")
 
 

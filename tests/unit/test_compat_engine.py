@@ -167,6 +167,9 @@ def test_weights_on_the_host_without_an_optimizer(deepspeed: Any) -> None:
     assert not torch.equal(changed, want)
     with pytest.raises(RuntimeError, match="it has no optimizer"):
         engine.backward(changed.sum())
+    for save in (engine.save_16bit_model, engine.save_checkpoint):
+        with pytest.raises(ValueError, match="the engine has frozen all parameters"):
+            save("never", exclude_frozen_parameters=True)
     engine.destroy()
     assert torch.equal(model(inputs), changed)
     assert all(param.requires_grad for param in model.parameters())

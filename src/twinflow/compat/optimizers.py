@@ -256,7 +256,7 @@ def load_state(twin: TwinOptimizer, state: dict[str, Any]) -> None:
     twin.load_state_dict(state)
     for group, values in zip(twin.param_groups, options, strict=True):
         group.update(values)
-    LOGGER.info("The new engine continues with the state of the optimizer that initialize() got again")
+    LOGGER.info("The new engine continues with a copy of this state, because initialize() got the same optimizer again")
 
 
 def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., Any]:

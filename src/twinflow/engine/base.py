@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.config import Config
 from twinflow.config.params import OPTIMIZERS
 from twinflow.engine.values import UserValue
-from twinflow.errors import invalid_value, wrong_state
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
@@ -93,6 +93,7 @@ class EngineBase:
         self.part = 0  # number of micro-batches of this step so far
         self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
+        self.has_frozen = False  # the engine has frozen the parameters, which are on the host and are not trained
         self._destroyed_by = ""  # why the engine cannot be used any more
         self._lr_kwargs: StateDict = {}
 
@@ -100,6 +101,14 @@ class EngineBase:
         if self._destroyed_by:
             remedy = "Do this before destroy(), or build a new engine with initialize() and load a checkpoint."
             raise wrong_state(f"{what} cannot run", self._destroyed_by, remedy)
+
+    def _check_exclusion(self, exclude_frozen: bool) -> None:
+        """Raises ValueError if frozen parameters are to be excluded and the engine itself has frozen all of them."""
+        if exclude_frozen and self.has_frozen:
+            reason, remedy = "the engine has frozen all parameters", "Leave exclude_frozen_parameters out."
+            raise incompatible(
+                "exclude_frozen_parameters=True", "weights on the host without optimizer", reason, remedy
+            )
 
     def _need_optimizer(self) -> TwinOptimizer:
         self._check_open("Training")
@@ -157,6 +166,7 @@ class EngineBase:
             if given:
                 default = {"destination": None, "keep_vars": False}[name]
                 raise invalid_value(f"{name} of module_state_dict()", True, [default], "Use the returned dict.")
+        self._check_exclusion(exclude_frozen_parameters)
         call = "module_state_dict()"
         if self._has_parts:
             found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters, of_stage=True)

@@ -84,6 +84,7 @@ class Engine(EngineBase):
     ) -> None:
         super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
+        self.has_frozen = host_weights is not None
         self.host_weights = host_weights  # weights on the host, if the engine has no optimizer
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
@@ -349,6 +350,7 @@ class Engine(EngineBase):
         gradients are not saved.
         """
         self._check_open("save_checkpoint()")
+        self._check_exclusion(exclude_frozen_parameters)
         self.wait_for_checkpoint()
         self.settle()
         self._compare_copies(is_due=True)
@@ -425,6 +427,7 @@ class Engine(EngineBase):
         grid = self.settings.grid
         if grid is not None and grid.num_pipe > 1:
             raise incompatible("save_16bit_model()", "pipeline parallelism", reason, remedy)
+        self._check_exclusion(exclude_frozen_parameters)
         folder = _path("save_dir", save_dir)
         save_filename = self.settings.weights_file if save_filename is None else save_filename
         call = "save_16bit_model()"
@@ -565,6 +568,7 @@ class Engine(EngineBase):
             last_first.callback(self.wait_for_checkpoint)
             self.settle()
             self.optimizer = self.activations = self.host_weights = None
+            self.has_frozen = False
             self._destroyed_by = reason
             self.leave_plain_backwards()
 
