@@ -110,6 +110,9 @@ def test_an_optimizer_that_is_passed_again_keeps_its_state(deepspeed: Any, kind:
         for seed in (2 * index, 2 * index + 1):
             cases.step(engine, seed)
     assert_same(model, plain(4, kinds[kind]))
+    if kind == "FusedAdam":
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config={**config, "fp16": {"enabled": True}})
+        assert engine.loss_scale() == 2**16
     engine.destroy()
 
 

@@ -251,9 +251,11 @@ def state_of(optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def load_state(twin: TwinOptimizer, state: dict[str, Any]) -> None:
-    """Loads what `state_of` has returned. Options, such as the learning rate of a new scheduler, keep their values."""
+    """Loads what `state_of` has returned. Options, such as the learning rate of a new scheduler, and the loss scale
+    keep their values, which belong to the new config.
+    """
     options = [{name: value for name, value in group.items() if name != "params"} for group in twin.param_groups]
-    twin.load_state_dict(state)
+    twin.load_state_dict(state | {"loss_scale": twin.stream_state()[0]["loss_scale"]})
     for group, values in zip(twin.param_groups, options, strict=True):
         group.update(values)
     LOGGER.info("The new engine continues with a copy of this state, because initialize() got the same optimizer again")
