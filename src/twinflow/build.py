@@ -106,11 +106,12 @@ def initialize(
     watch = start_watch(ranks, parsed.hang_timeout_s)
     # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
     given = None if model_parameters is None else list(model_parameters)
-    if isinstance(model, nn.Module) and (parsed.optimizer is not None or optimizer is not None):
-        _retire_engine(model, optimizer)
     with ExitStack() as undo:  # The callbacks run if a line below raises an exception.
         if watch is not None:
             undo.callback(watch.close)
+        is_trained = parsed.optimizer is not None or optimizer is not None
+        if isinstance(model, nn.Module) and (is_trained or offloads_params(parsed)):
+            _retire_engine(model, optimizer, is_trained)
         takes_parts = ranks.world_size == 1 or _takes_parts(parsed, found, model, optimizer)
         if isinstance(model, nn.Module) and not takes_parts and make_whole(model.parameters()):
             LOGGER.info(
@@ -160,24 +161,26 @@ def initialize(
             engine = Engine(module, twin, scheduler, settings, reports, activations, watch, host_weights)
         loader = engine.set_training_data(training_data, collate_fn) if training_data is not None else None
         undo.pop_all()
-    if twin is not None:
+    if twin is not None or host_weights is not None:
         _ENGINES[engine.module] = weakref.ref(engine)
     return engine, twin, loader, scheduler
 
 
-def _retire_engine(model: nn.Module, optimizer: Any) -> None:
-    """Destroys the engine that an earlier initialize() built for this model: a model can have one optimizer at a time.
+def _retire_engine(model: nn.Module, optimizer: Any, is_trained: bool) -> None:
+    """Destroys the engine that an earlier initialize() built for this model: a model can have one optimizer at a time,
+    and one engine that keeps its weights on the host.
 
-    An engine whose own optimizer is passed again stays, because the new engine uses that optimizer.
+    An engine whose own optimizer is passed again stays, because the new engine uses that optimizer. An engine that
+    trains stays if the new one does not train.
     """
-    reference = _ENGINES.pop(model, None)
+    reference = _ENGINES.get(model)
     before = reference() if reference is not None else None
-    if before is None or before.optimizer is None or before.optimizer is optimizer:
+    if before is None or (before.optimizer is None and before.host_weights is None):
         return
-    LOGGER.info(
-        "initialize() was called again with the same model. The earlier engine is destroyed, and its optimizer state "
-        "is dropped"
-    )
+    if before.optimizer is not None and (before.optimizer is optimizer or not is_trained):
+        return
+    what = "with its optimizer state" if before.optimizer is not None else "and its weights return to the model"
+    LOGGER.info(f"initialize() was called again with the same model. The earlier engine is destroyed {what}")
     before.destroy("initialize() was called again with the same model")
 
 

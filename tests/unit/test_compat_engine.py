@@ -89,6 +89,49 @@ def test_the_scripts_own_optimizer_stays_usable(deepspeed: Any) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "FusedAdam", "FusedLamb"])
+def test_an_optimizer_that_is_passed_again_keeps_its_state(deepspeed: Any, kind: str) -> None:
+    """As in DeepSpeed without ZeRO, where the engine calls the optimizer itself. A new scheduler starts anew."""
+    kinds = {
+        "AdamW": torch.optim.AdamW,
+        "FusedAdam": deepspeed.ops.adam.FusedAdam,
+        "FusedLamb": deepspeed.ops.lamb.FusedLamb,
+    }
+    model = cases.net()
+    own = kinds[kind](model.parameters(), lr=1e-2)
+    config: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0}
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 1e-2}}
+    for index, more in enumerate(({}, {"zero_optimization": zero, "scheduler": schedule})):
+        for group in own.param_groups:
+            group["lr"] = 1e-2 if index == 0 else 1.0  # what the scheduler replaces
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config={**config, **more})
+        assert own.param_groups is engine.optimizer.param_groups
+        for seed in (2 * index, 2 * index + 1):
+            cases.step(engine, seed)
+    assert_same(model, plain(4, kinds[kind]))
+    if kind == "FusedAdam":
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config={**config, "fp16": {"enabled": True}})
+        assert engine.loss_scale() == 2**16
+    engine.destroy()
+
+
+def test_calls_of_the_scripts_optimizer_reach_the_engines(deepspeed: Any) -> None:
+    """Hooks run, and what cannot be done is refused at once."""
+    model, calls = cases.net(), []
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config={"train_batch_size": 4})
+    own.register_step_pre_hook(lambda *_: calls.append("before"))
+    own.register_step_post_hook(lambda *_: calls.append("after"))
+    cases.step(engine, 0)
+    assert calls == ["before", "after"]
+    with pytest.raises(ValueError, match="takes all its parameters at the start"):
+        own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="destroyed or deleted"):
+        own.step()
+
+
 class Net(nn.Module):
     """A model with blocks."""
 
@@ -127,6 +170,9 @@ def test_weights_on_the_host_without_an_optimizer(deepspeed: Any) -> None:
     assert not torch.equal(changed, want)
     with pytest.raises(RuntimeError, match="it has no optimizer"):
         engine.backward(changed.sum())
+    for save in (engine.save_16bit_model, engine.save_checkpoint):
+        with pytest.raises(ValueError, match="the engine has frozen all parameters"):
+            save("never", exclude_frozen_parameters=True)
     engine.destroy()
     assert torch.equal(model(inputs), changed)
     assert all(param.requires_grad for param in model.parameters())
@@ -134,6 +180,20 @@ def test_weights_on_the_host_without_an_optimizer(deepspeed: Any) -> None:
     with pytest.raises(ValueError, match="already has a TwinOptimizer"):
         deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": ON_HOST})
     cases.step(trained, 0)  # nothing has changed
+    trained.destroy()
+
+
+def test_a_model_with_weights_on_the_host_gets_another_engine(deepspeed: Any) -> None:
+    model, inputs = Net(), torch.ones(4, 6)
+    want, config = model(inputs), {"train_batch_size": 4, "zero_optimization": ON_HOST}
+    first, *_ = deepspeed.initialize(model=model, config=config)
+    second, *_ = deepspeed.initialize(model=model, config=config)
+    assert torch.equal(second(inputs), want)
+    assert first.host_weights is None
+    trained, *_ = deepspeed.initialize(model=model, config=cases.config(0))
+    assert all(param.requires_grad for param in model.parameters())
+    assert torch.equal(trained(inputs), want)
+    cases.step(trained, 0)
     trained.destroy()
 
 
@@ -231,6 +291,18 @@ def test_state_in_bf16_by_deepspeeds_key(deepspeed: Any) -> None:
         engine.destroy()
 
 
+def test_a_group_without_bias_correction(deepspeed: Any) -> None:
+    """FusedAdam has this option in its groups, and refuses a step of its own, which torch's Adam would correct."""
+    kind, model = deepspeed.ops.adam.FusedAdam, cases.net()
+    own = kind([{"params": model[0].parameters(), "bias_correction": False}, {"params": model[2].parameters()}])
+    assert [group["bias_correction"] for group in own.param_groups] == [False, True]
+    with pytest.raises(ValueError, match="before its first step"):
+        own.step()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=cases.config(0))
+    assert [group["bias_correction"] for group in engine.optimizer.param_groups] == [False, True]
+    engine.destroy()
+
+
 # The methods of DeepSpeed's engines.
 
 
@@ -266,7 +338,7 @@ def test_every_method_is_what_the_table_says(engine: Any) -> None:
 
 def test_what_getters_return(engine: Any) -> None:
     assert (engine.zero_reduce_bucket_size(), engine.zero_offload_optimizer().device) == (500_000_000, "cpu")
-    assert (engine.zero_cpu_offload(), engine.zero_partial_offload(), engine.zero_overlap_comm()) == (True, 1.0, None)
+    assert (engine.zero_cpu_offload(), engine.zero_partial_offload(), engine.zero_overlap_comm()) == (True, 1.0, False)
     assert (engine.optimizer_params(), engine.scheduler_name(), engine.scheduler_params()) == ({"lr": 1e-2}, None, None)
     assert (engine.postscale_gradients(), engine.dynamic_loss_scale(), engine.initial_dynamic_scale()) == (
         False,
@@ -278,6 +350,7 @@ def test_what_getters_return(engine: Any) -> None:
     assert (engine.zero_prefetch_bucket_size(), engine.dynamic_loss_scale_args()["min_scale"]) == (50_000_000, 1.0)
     assert (engine.is_map_style_dataset([1]), engine.is_iterable_style_dataset([1])) == (True, False)
     assert (engine.curriculum_learning_enabled(), engine.get_sequence_parallel_group()) == (False, None)
+    assert (engine.communication_data_type, engine.optimizer_name()) == (torch.float32, "adamw")
     assert engine.to("cpu").float().requires_grad_(True) is engine
     with engine.coalesce_grad_reduction():
         engine.backward(engine(torch.ones(4, 6)).square().mean())
@@ -286,6 +359,23 @@ def test_what_getters_return(engine: Any) -> None:
     engine.empty_partition_cache()
     with pytest.raises(AttributeError, match=r"Did you mean 'zero_reduce_scatter'\?"):
         engine.zero_reduce_scater()
+
+
+def test_what_getters_return_of_other_engines(deepspeed: Any) -> None:
+    model = cases.net()
+    own = deepspeed.ops.adam.FusedAdam(model.parameters())
+    half = cases.config(3, bf16={"enabled": True})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=half)
+    assert engine.client_optimizer is own is engine.basic_optimizer
+    assert (engine.optimizer_name(), engine.communication_data_type) == ("FusedAdam", torch.bfloat16)
+    assert (engine.zero_overlap_comm(), engine.torch_autocast_dtype()) == (True, None)
+    engine.destroy()
+    for kind in ("RMSprop", "Lamb"):
+        config = cases.config(0, optimizer={"type": kind}, communication_data_type="fp16")
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert engine.optimizer_name() == {"RMSprop": "RMSprop", "Lamb": "lamb"}[kind]
+        assert engine.communication_data_type == torch.float16
+        engine.destroy()
 
 
 def test_weights_in_and_out(engine: Any, tmp_path: Path) -> None:
@@ -312,6 +402,8 @@ def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, eng
 
     assert (groups.get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (1, 0)
     assert groups.get_data_parallel_group() is dist.group.WORLD
+    assert groups._get_data_parallel_group_ranks() == deepspeed.comm.get_all_ranks_from_group(dist.group.WORLD) == [0]
+    assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (1, 0)
     assert (groups.get_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (1, 0)
     params = list(engine.parameters())
     made = utils.split_params_into_different_moe_groups_for_optimizer({"params": params, "lr": 1.0})
@@ -324,6 +416,30 @@ def test_ranks_of_the_last_engine_and_groups_without_experts(deepspeed: Any, eng
     assert instrument_w_nvtx(lambda x: x + 1)(2) == 3
     assert deepspeed.utils.set_z3_leaf_modules_by_suffix(engine.module, ["2"]) == [engine.module[2]]
     assert not z3_leaf_module(engine.module)
+
+
+def test_collectives_with_deepspeeds_names(deepspeed: Any) -> None:
+    deepspeed.init_distributed()
+    found, ones = torch.zeros(2), torch.ones(2)
+    deepspeed.comm.inference_all_reduce(ones)
+    deepspeed.comm.allgather_fn(found, ones)
+    assert torch.equal(found, torch.ones(2))
+    assert deepspeed.comm.has_all_gather_into_tensor()
+    with pytest.raises(NotImplementedError, match="experts train like other layers"):
+        deepspeed.utils.groups._get_expert_parallel_world_size("ep_size_1")
+
+
+def test_a_constant_without_a_value_is_not_used_in_silence(deepspeed: Any) -> None:
+    from deepspeed.runtime.lr_schedules import WARMUP_LR
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    for use in (
+        lambda: {"zero_optimization": {}}.get(ZERO_OPTIMIZATION),
+        lambda: WARMUP_LR == "WarmupLR",
+        lambda: f"{WARMUP_LR}",
+    ):
+        with pytest.raises(NotImplementedError, match="internal part of DeepSpeed"):
+            use()
 
 
 class Mpu:

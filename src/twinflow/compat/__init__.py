@@ -6,7 +6,8 @@ version. A name is resolved at its first use. Every module is marked as a packag
 `y` in `from deepspeed.x import y` if `x` has no `y`, and the finder can raise an error with a remedy.
 
 A name that is not supported can be imported, because a script may mention it and not use it. It is a class
-(`Unavailable`) that raises NotImplementedError when it is called, also as a base class.
+(`Unavailable`) that raises NotImplementedError when it is called, also as a base class. A constant raises it when it is
+compared, printed or used as a key.
 """
 
 from __future__ import annotations
@@ -79,10 +80,26 @@ class Unavailable(type):
     _reason: str
 
 
+class UnavailableConstant(Unavailable):
+    """The class of names in upper case, whose values scripts compare, print and use as keys. They would do so with the
+    class in silence.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        raise NotImplementedError(cls._reason)
+
+    def __hash__(cls) -> int:
+        raise NotImplementedError(cls._reason)
+
+    def __str__(cls) -> str:
+        raise NotImplementedError(cls._reason)
+
+
 @cache
 def unavailable(path: str, name: str) -> Unavailable:
     """What a name that is not supported gives. There is one object for each name."""
-    return Unavailable(name, (), {"_reason": missing(path, name), "__module__": f"{NAME}.{path}" if path else NAME})
+    kind = UnavailableConstant if name.isupper() else Unavailable
+    return kind(name, (), {"_reason": missing(path, name), "__module__": f"{NAME}.{path}" if path else NAME})
 
 
 def entries(path: str) -> Mapping[str, Entry]:

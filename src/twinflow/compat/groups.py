@@ -53,6 +53,21 @@ def get_data_parallel_group() -> Any:
     return dist.group.WORLD
 
 
+def get_data_parallel_group_ranks() -> list[int]:
+    """The ranks of `get_data_parallel_group`."""
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+def get_sequence_parallel_world_size() -> int:
+    """1: there is no sequence parallelism of DeepSpeed's kind."""
+    return 1
+
+
+def get_sequence_parallel_rank() -> int:
+    """0: there is no sequence parallelism of DeepSpeed's kind."""
+    return 0
+
+
 def get_model_parallel_world_size() -> int:
     """The number of tensor-parallel ranks."""
     engine = _engine()

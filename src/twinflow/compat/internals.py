@@ -27,7 +27,11 @@ INTERNAL: Final[Mapping[str, str]] = {  # module -> names, separated by spaces
         "reshape_3d_utils reshape_meg_2d reshape_meg_2d_parallel reshape_utils universal_checkpoint zero_checkpoint"
     ),
     "checkpoint.utils": ("get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"),
-    "comm": "backend ccl config constants mori pg_utils reduce_op torch utils",
+    "comm": (
+        "backend ccl config constants enable_symm_mem_for_group in_aml in_aws_sm in_dlts init_deepspeed_backend mori "
+        "mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend pg_utils reduce_op "
+        "set_backend timed_op torch utils"
+    ),
     "ops": (
         "DeepSpeedTransformerConfig DeepSpeedTransformerLayer compile csrc deepspeed4science gds pin_memory "
         "quantizer random_ltd triton_ops"
@@ -150,6 +154,12 @@ INTERNAL: Final[Mapping[str, str]] = {  # module -> names, separated by spaces
         "fragment_address get_full_hp_grad get_full_hp_param get_hp_fragment_mapping map_to_flat_opt_states "
         "set_full_hp_grad set_full_hp_param tensor_fragment"
     ),
+    "utils.groups": (
+        "_get_broadcast_src_rank _get_zero_param_intra_parallel_group _get_zero_param_intra_parallel_group_ranks "
+        "_get_zero_param_intra_parallel_group_world_size _get_zero_param_intra_parallel_rank_in_mygroup "
+        "_zero_param_parallel_is_initialized"
+    ),
+    "utils.z3_leaf_module": "apply_zero_leaf_module_config",
     "utils.zero_to_fp32": (
         "GatheredTensor OUTPUT_DTYPE_NAMES convert_zero_checkpoint_to_state_dict get_checkpoint_files "
         "get_model_state_file get_model_state_files get_optim_files natural_keys parse_model_states "

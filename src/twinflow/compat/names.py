@@ -142,8 +142,26 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         _OF + "start", "get_global_rank get_local_rank get_rank get_world_group get_world_size is_initialized"
     )
     | _ours(_OF + "start", "init_distributed")
+    | _ours(
+        "torch.distributed",
+        allgather_fn="all_gather_into_tensor",
+        get_all_ranks_from_group="get_process_group_ranks",
+        inference_all_reduce="all_reduce",
+        reduce_scatter_fn="reduce_scatter_tensor",
+    )
+    | _ours(
+        _OF + "start",
+        has_all_gather_into_tensor="has_collective",
+        has_all_reduce_coalesced="has_collective",
+        has_coalescing_manager="has_collective",
+        has_reduce_scatter_tensor="has_collective",
+    )
     | {
-        **_refused("Read sent_bytes of each group in engine.optimizer.team.groups", "log_summary configure"),
+        **_refused(
+            "Read sent_bytes of each group in engine.optimizer.team.groups",
+            "log_summary configure get_comm_operation_count get_logged_comm_ops has_comm_data reset_log",
+        ),
+        "initialize_mesh_device": Refused(_NO_GROUPS),
         "*": Through("torch.distributed"),
     },
     "ops": {
@@ -258,6 +276,23 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         _get_data_parallel_rank="get_data_parallel_rank",
         _get_data_parallel_world_size="get_data_parallel_world_size",
         _get_model_parallel_world_size="get_model_parallel_world_size",
+        _get_data_parallel_group_ranks="get_data_parallel_group_ranks",
+        _get_sequence_data_parallel_group="get_data_parallel_group",
+        _get_sequence_data_parallel_rank="get_data_parallel_rank",
+        _get_sequence_data_parallel_world_size="get_data_parallel_world_size",
+        _get_sequence_parallel_rank="get_sequence_parallel_rank",
+        _get_sequence_parallel_world_size="get_sequence_parallel_world_size",
+    )
+    | _ours(_OF + "start", _clone_world_group="get_world_group")
+    | {"_get_sequence_parallel_group": Refused(_NO_SEQUENCE)}
+    | _refused(
+        _NO_MOE,
+        "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_data_parallel_group_dict "
+        "_get_expert_data_parallel_group_ranks _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
+        "_get_expert_model_parallel_world_size _get_expert_parallel_group _get_expert_parallel_group_dict "
+        "_get_expert_parallel_group_ranks _get_expert_parallel_rank _get_expert_parallel_ranks "
+        "_get_expert_parallel_src_rank _get_expert_parallel_world_size _get_local_all_to_all_group "
+        "_get_max_expert_parallel_group _get_max_expert_size _get_max_expert_size_name",
     )
     | _refused(
         _NO_GROUPS,

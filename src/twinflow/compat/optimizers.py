@@ -4,6 +4,7 @@ unless they have state already or their state is not fp32.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import ADAGRAD, ADAM, ADAMW, LION, RULES
 from twinflow.rules.rule import Rule
 
+LOGGER = logging.getLogger("twinflow")
 _OPTIONS = {name for rule in RULES.values() for name in rule.defaults}
 
 
@@ -135,20 +137,19 @@ class FusedAdam(Fused, torch.optim.Adam):
         _refuse_amsgrad(amsgrad)
         self.rule = ADAMW if adam_w_mode else ADAM
         self.adam_w_mode = adam_w_mode
-        self.bias_correction = bias_correction
         self.set_grad_none = set_grad_none
         mode = {"fused": True, "decoupled_weight_decay": adam_w_mode}
         torch.optim.Adam.__init__(self, params, lr, betas, eps, weight_decay, **mode)
-
-    def options(self) -> dict[str, Any]:
-        return super().options() | {"bias_correction": self.bias_correction}
+        self.defaults["bias_correction"] = bias_correction  # torch's Adam has no such option
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. Raises ValueError without bias correction: torch's Adam has
         none of that kind, but `initialize` has.
         """
-        if not self.bias_correction:
-            remedy = "Pass the optimizer to initialize(), or use DeepSpeedCPUAdam."
+        if not all(group.get("bias_correction", True) for group in self.param_groups):
+            remedy = "Pass the optimizer to initialize() before its first step, or use DeepSpeedCPUAdam."
             raise invalid_value("bias_correction of FusedAdam.step()", False, [True], remedy)
         return super().step(closure)
 
@@ -212,7 +213,13 @@ class FusedLamb(Lamb):
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, eps_inside_sqrt)
 
 
-_PASSED_ON = ("step", "zero_grad", "state_dict", "load_state_dict")
+_PASSED_ON = (
+    *("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"),
+    *("register_step_pre_hook", "register_step_post_hook"),
+    *("train", "eval"),  # of schedule-free optimizers
+)
+# The optimizers of engines, by the script's optimizers that `hand_over` has connected to them.
+_TWINS: weakref.WeakKeyDictionary[Optimizer, weakref.ref[TwinOptimizer]] = weakref.WeakKeyDictionary()
 
 
 def hand_over(optimizer: Optimizer, twin: TwinOptimizer) -> None:
@@ -220,9 +227,38 @@ def hand_over(optimizer: Optimizer, twin: TwinOptimizer) -> None:
     call it. Otherwise its `step` would find no gradients and do nothing.
     """
     follow(optimizer, twin)
-    owner = weakref.ref(twin)
+    _TWINS[optimizer] = owner = weakref.ref(twin)
     for name in _PASSED_ON:
-        setattr(optimizer, name, _passed_on(owner, name))
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, _passed_on(owner, name))
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any] | None:
+    """The state of a script's optimizer that an engine uses, for another engine. None if no engine uses it, and, with a
+    warning, if each rank has only a part of the state.
+    """
+    reference = _TWINS.get(optimizer)
+    twin = reference() if reference is not None else None
+    if twin is None or twin.runtime.is_closed:
+        return None
+    if twin.team is not None and twin.team.is_partitioned:
+        LOGGER.warning(
+            "initialize() was called again with an optimizer of another engine. The new engine starts without its "
+            "state, because each rank has only a part of it. Save a checkpoint before and load it into the new engine"
+        )
+        return None
+    return twin.state_dict()
+
+
+def load_state(twin: TwinOptimizer, state: dict[str, Any]) -> None:
+    """Loads what `state_of` has returned. Options, such as the learning rate of a new scheduler, and the loss scale
+    keep their values, which belong to the new config.
+    """
+    options = [{name: value for name, value in group.items() if name != "params"} for group in twin.param_groups]
+    twin.load_state_dict(state | {"loss_scale": twin.stream_state()[0]["loss_scale"]})
+    for group, values in zip(twin.param_groups, options, strict=True):
+        group.update(values)
+    LOGGER.info("The new engine continues with a copy of this state, because initialize() got the same optimizer again")
 
 
 def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., Any]:
@@ -230,7 +266,8 @@ def _passed_on(owner: weakref.ref[TwinOptimizer], name: str) -> Callable[..., An
         twin = owner()
         if twin is None:
             remedy = "Keep the engine, or build a new optimizer."
-            raise wrong_state(f"{name}() cannot run", "the engine that uses this optimizer was deleted", remedy)
+            reason = "the engine that uses this optimizer was destroyed or deleted"
+            raise wrong_state(f"{name}() cannot run", reason, remedy)
         return getattr(twin, name)(*args, **kwargs)
 
     vars(call)["_wrapped_by_lr_sched"] = True  # schedulers of torch warn about a `step` without this mark

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow import build
 from twinflow.compat.groups import note_engine
-from twinflow.compat.optimizers import Named, hand_over
+from twinflow.compat.optimizers import Named, hand_over, load_state, state_of
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
@@ -62,6 +62,11 @@ def get_world_group() -> Any:
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """The global rank of the process that has the rank `group_rank` in `group`."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+
+
+def has_collective() -> bool:
+    """True: the supported versions of torch have the collectives that DeepSpeed looks for."""
+    return True
 
 
 class ZeroStageEnum(IntEnum):
@@ -138,12 +143,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
 
     The arguments are those of `deepspeed.initialize`, positional or by name. An optimizer that the script passes is
     returned itself in fp32 without ZeRO, as DeepSpeed does, and calls of its methods go to the engine's optimizer.
-    Otherwise the engine's optimizer is returned.
+    Otherwise the engine's optimizer is returned. An optimizer that an engine uses already keeps its state.
     """
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
     if given.get("dist_init_required") is not False:
         init_distributed(distributed_port=given.get("distributed_port", 29500))
     optimizer = given.get("optimizer")
+    state = state_of(optimizer) if isinstance(optimizer, Optimizer) else None
     if isinstance(optimizer, Named) and optimizer.rule_name is not None:
         given |= _by_name(optimizer, given)
     engine, twin, loader, scheduler = build.initialize(**given)
@@ -155,7 +161,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         _settle_before_reads(scheduler, engine)
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
+    engine.set_client_optimizer(optimizer)
     hand_over(optimizer, twin)
+    if state is not None:
+        load_state(twin, state)
     is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
     return engine, twin if is_wrapped else optimizer, loader, scheduler
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Config
+from twinflow.config.params import OPTIMIZERS
 from twinflow.engine.values import UserValue
-from twinflow.errors import invalid_value, wrong_state
+from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
@@ -92,6 +93,7 @@ class EngineBase:
         self.part = 0  # number of micro-batches of this step so far
         self._is_pending = False  # `settle` has not yet handled the last step
         self._was_boundary = False
+        self.has_frozen = False  # the engine has frozen the parameters, which are on the host and are not trained
         self._destroyed_by = ""  # why the engine cannot be used any more
         self._num_skipped = 0  # after `destroy`
         self._lr_kwargs: StateDict = {}
@@ -100,6 +102,14 @@ class EngineBase:
         if self._destroyed_by:
             remedy = "Do this before destroy(), or build a new engine with initialize() and load a checkpoint."
             raise wrong_state(f"{what} cannot run", self._destroyed_by, remedy)
+
+    def _check_exclusion(self, exclude_frozen: bool) -> None:
+        """Raises ValueError if frozen parameters are to be excluded and the engine itself has frozen all of them."""
+        if exclude_frozen and self.has_frozen:
+            reason, remedy = "the engine has frozen all parameters", "Leave exclude_frozen_parameters out."
+            raise incompatible(
+                "exclude_frozen_parameters=True", "weights on the host without optimizer", reason, remedy
+            )
 
     def _need_optimizer(self) -> TwinOptimizer:
         self._check_open("Training")
@@ -157,6 +167,7 @@ class EngineBase:
             if given:
                 default = {"destination": None, "keep_vars": False}[name]
                 raise invalid_value(f"{name} of module_state_dict()", True, [default], "Use the returned dict.")
+        self._check_exclusion(exclude_frozen_parameters)
         call = "module_state_dict()"
         if self._has_parts:
             found = self._gathered_state_dict(call, exclude_frozen=exclude_frozen_parameters, of_stage=True)
@@ -279,8 +290,17 @@ class EngineBase:
         return given if isinstance(given, Optimizer) else self.optimizer
 
     def optimizer_name(self) -> str | None:
-        """Name of the update rule; None without an optimizer."""
-        return self.optimizer.rule_name if self.optimizer is not None else None
+        """The class name of the optimizer that was passed to initialize(), or the config's name of the update rule, in
+        lower case if it is one of twinflow's. None without an optimizer.
+        """
+        if self.optimizer is None:
+            return None
+        given, chosen = self.settings.client_optimizer, self.settings.parsed.optimizer
+        if isinstance(given, Optimizer) and given is not self.optimizer:
+            return type(given).__name__
+        if given is None and chosen is not None:
+            return chosen.type.lower() if chosen.type.lower() in OPTIMIZERS else chosen.type
+        return self.optimizer.rule_name.rpartition(".")[2]
 
     # Steps.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
@@ -83,6 +84,7 @@ class Engine(EngineBase):
     ) -> None:
         super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
+        self.has_frozen = host_weights is not None
         self.host_weights = host_weights  # weights on the host, if the engine has no optimizer
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
@@ -348,6 +350,7 @@ class Engine(EngineBase):
         gradients are not saved.
         """
         self._check_open("save_checkpoint()")
+        self._check_exclusion(exclude_frozen_parameters)
         self.wait_for_checkpoint()
         self.settle()
         self._compare_copies(is_due=True)
@@ -424,6 +427,7 @@ class Engine(EngineBase):
         grid = self.settings.grid
         if grid is not None and grid.num_pipe > 1:
             raise incompatible("save_16bit_model()", "pipeline parallelism", reason, remedy)
+        self._check_exclusion(exclude_frozen_parameters)
         folder = _path("save_dir", save_dir)
         save_filename = self.settings.weights_file if save_filename is None else save_filename
         call = "save_16bit_model()"
@@ -475,6 +479,10 @@ class Engine(EngineBase):
     def save_weights_as(self, save_filename: str) -> None:
         """Sets the default file name of `save_16bit_model`."""
         self.settings = replace(self.settings, weights_file=save_filename)
+
+    def set_client_optimizer(self, optimizer: Optimizer) -> None:
+        """Sets the optimizer that the user has passed, for a caller that passes only its rule to initialize()."""
+        self.settings = replace(self.settings, client_optimizer=optimizer)
 
     def offload_states(
         self,
@@ -561,6 +569,7 @@ class Engine(EngineBase):
             self.settle()
             self._num_skipped = self.skipped_steps
             self.optimizer = self.activations = self.host_weights = None
+            self.has_frozen = False
             self._destroyed_by = reason
             self.leave_plain_backwards()
 

@@ -25,17 +25,17 @@ class Own(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Returns the value of a config key. `is_property`: an attribute, not a method."""
+    """Returns the value of a config key."""
 
     path: str
-    is_property: bool = False
 
 
 class Computed(NamedTuple):
-    """Returns a value that follows from the config and the arguments."""
+    """Returns a value that follows from the config and the arguments. `is_property`: an attribute, not a method."""
 
     function: Callable[..., object]
     text: str  # what it returns
+    is_property: bool = False
 
 
 class NoEffect(NamedTuple):
@@ -57,10 +57,10 @@ Method = Own | Key | Computed | NoEffect | Refused
 def attribute(method: Method, config: Config) -> object:
     """The method, or the value of a property, for an engine with this config. None for `Own` and `Refused`."""
     if isinstance(method, Key):
-        if method.is_property:
-            return value_at(config, method.path)
         return lambda: value_at(config, method.path)
     if isinstance(method, Computed):
+        if method.is_property:
+            return method.function(config)
         return lambda *args, **kwargs: method.function(config, *args, **kwargs)
     if isinstance(method, NoEffect):
         return lambda *args, **kwargs: method.made()
@@ -78,6 +78,17 @@ def value_at(config: Config, path: str) -> object:
 def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
     weights = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
     return weights, torch.float32  # gradients of micro-batches are summed in fp32
+
+
+def _sent_dtype(config: Config) -> torch.dtype:
+    given = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    chosen = config.communication_data_type
+    return given[chosen] if chosen is not None else _data_types(config)[0]
+
+
+def _overlaps(config: Config) -> bool:
+    given = config.zero_optimization.overlap_comm
+    return config.zero_optimization.stage == 3 if given is None else given
 
 
 def _is_offloaded(config: Config) -> bool:
@@ -148,14 +159,14 @@ ENGINE: Final[Mapping[str, Method]] = {
     "loss_scale": Own("the scale of the next loss, also if it is dynamic"),
     "no_sync": Own("refused with stages 2 and 3 on several ranks"),
     "offload_states": Own("moves optimizer state and master weights; weights and gradients stay on the GPU"),
-    "optimizer_name": Own("the name of the update rule"),
+    "optimizer_name": Own("the class name of the script's optimizer, or the config's name of the update rule"),
     "save_checkpoint": Own("safetensors files"),
     "zero_gather_16bit_weights_on_model_save": Own("always true"),
     **_same_keys("", "", "wall_clock_breakdown memory_breakdown dump_state log_level managed_gradient_accumulation"),
     **_same_keys("", "", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer gradient_predivide_factor"),
     **_same_keys("", "", "dataloader_drop_last"),
     **_keys("", tensor_parallel_config="tensor_parallel", aio_config="aio"),
-    "communication_data_type": Key("communication_data_type", is_property=True),
+    "communication_data_type": Computed(_sent_dtype, "the dtype of sent gradients; an attribute", is_property=True),
     "postscale_gradients": Computed(lambda config: not config.prescale_gradients, "not prescale_gradients"),
     **_same_keys("optimizer", "optimizer_", "params legacy_fusion"),
     **_keys("scheduler", scheduler_name="type", scheduler_params="params"),
@@ -178,7 +189,7 @@ ENGINE: Final[Mapping[str, Method]] = {
     **_same_keys(
         _ZERO,
         "zero_",
-        "reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size "
+        "reduce_scatter offload_optimizer offload_param sub_group_size reduce_bucket_size "
         "allgather_bucket_size compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint "
         "legacy_stage1 ignore_unused_parameters save_muon_momentum_buffer_in_memory allgather_partitions "
         "round_robin_gradients parameter_alignment log_trace_cache_warnings",
@@ -188,6 +199,7 @@ ENGINE: Final[Mapping[str, Method]] = {
         "",
         "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
     ),
+    "zero_overlap_comm": Computed(_overlaps, "overlap_comm; without this key, whether the stage is 3"),
     **_keys(_ZERO, zero_multi_rank_bucket_allreduce="use_multi_rank_bucket_allreduce"),
     **_keys(_ZERO, is_sanity_checks_enabled="enable_sanity_checks", zenflow_config="zenflow"),
     **_stage3(
@@ -210,7 +222,7 @@ ENGINE: Final[Mapping[str, Method]] = {
     "dynamic_loss_scale_args": Computed(_scale_args, "the options of the dynamic loss scale"),
     **_same_keys("torch_autocast", "torch_autocast_", "enabled lower_precision_safe_modules"),
     "torch_autocast_dtype": Computed(
-        lambda config: getattr(torch, config.torch_autocast.dtype or "float32"), "torch_autocast.dtype as a torch.dtype"
+        lambda config: getattr(torch, config.torch_autocast.dtype or "", None), "torch_autocast.dtype as a torch.dtype"
     ),
     "get_data_types": Computed(_data_types, "the dtypes of weights and of summed gradients"),
     "is_map_style_dataset": Computed(
