@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import io
 from typing import Any
@@ -94,6 +95,7 @@ def training(rank: int, world: int, kind: str, stage: int, place: str) -> dict[s
     """Initial values, losses and final values. Ranks have different seeds, and the weights are those of the first."""
     with Init(config_dict_or_path=whole.config(3, place, world), enabled=stage == 3):
         model = make(kind) if rank == 0 else _with_other_seed(kind, rank)
+        gc.collect()  # a weight stays whole while a tensor that is garbage still uses its memory
     found: dict[str, Any] = {"draws": torch.rand(3).tolist(), "closed": sum(is_closed(model))}
     found["initial"] = values(model)
     found["marks"] = [getattr(param, "mark", None) for param in model.parameters()]

@@ -549,7 +549,6 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"pipeline": {"stages": 3}}, (), ["--pipeline-parallel-size 3 and --model-parallel-size 1"]),
         ({"pipeline": {"stages": 1}}, ("--pipeline-parallel-size", 2), ["--pipeline-parallel-size", "'stages'"]),
         ({"tensor_parallel": {"autotp_size": 2}}, (), ["--model-parallel-size", "'autotp_size'"]),
-        ({"zero_optimisation": {}}, (), ["FILE", "zero_optimisation", "'zero_optimization'"]),
         ({"zero_optimization": {"offload_optimiser": {}}}, (), ["FILE", "offload_optimiser", "'offload_optimizer'"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, (), ["FILE", "device", "nvme", "cpu"]),
         ({"wandb": {"enabled": True}}, (), ["wandb.enabled", "pip install wandb"]),
@@ -575,6 +574,15 @@ def test_a_config_file_that_does_not_fit_is_one_line(
     for word in words:
         assert (str(file) if word == "FILE" else word) in line, line
     assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_key_at_the_top_of_a_config_file_is_ignored_with_a_warning(
+    config: Callable[[str], Path], tmp_path: Path, text: Path
+) -> None:
+    file = config(json.dumps({"zero_optimisation": {}}))
+    with pytest.warns(UserWarning, match="zero_optimisation.*zero_optimization"):
+        result = megatron("--data", text, "--out", tmp_path / "run", "--deepspeed_config", file)
+    assert result.exit_code == 0, result.output
 
 
 def test_a_config_file_that_is_not_there_is_one_line(tmp_path: Path, text: Path) -> None:
