@@ -232,6 +232,11 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes `install`. Modules that a script has already imported keep working."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, CompatFinder)]
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == NAME and isinstance(module, CompatModule):
-            del sys.modules[name]
+    ours = {name: one for name, one in sys.modules.items() if name.split(".")[0] == NAME}
+    for name, module in ours.items():
+        if not isinstance(module, CompatModule):
+            continue
+        del sys.modules[name]
+        parent, _, last = name.rpartition(".")
+        if parent in ours and refused_at(name.partition(".")[2]) is not None:
+            vars(ours[parent]).pop(last, None)  # an `Unavailable` again, until it is imported as a module again
