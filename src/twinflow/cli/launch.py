@@ -154,14 +154,7 @@ def launch(
             raise invalid_value("script", script, "an existing file", "To run a module, add --module before its name.")
         check_counts(num_gpus, num_procs, num_nodes, hostfile)
         check_elastic(min_nodes, max_nodes, num_nodes, return_after)
-        if hostfile is None:
-            # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
-            pool = {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
-        elif hostfile.is_file():
-            pool = parse_hostfile(read_text(hostfile), str(hostfile))
-        else:
-            remedy = "Correct the path, or leave --hostfile out to run on this machine only."
-            raise invalid_value("--hostfile", str(hostfile), "an existing file", remedy)
+        pool = _slots_of_hosts(hostfile, num_procs, num_gpus)
         program = Program(
             script, tuple(arguments or ()), module, sys.executable, os.getcwd(), compat, not no_local_rank
         )
@@ -197,6 +190,17 @@ def launch(
     if outcome.message:
         typer.echo(f"error: {outcome.message}", err=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _slots_of_hosts(hostfile: Path | None, num_procs: int | None, num_gpus: int | None) -> dict[str, int]:
+    """The number of slots of each host: of the hostfile, or of this machine. A slot runs one process."""
+    if hostfile is None:
+        # The slots of this machine are its GPUs. Without GPUs: the number of processes that the user asks for.
+        return {"localhost": num_procs or torch.cuda.device_count() or num_gpus or 1}
+    if not hostfile.is_file():
+        remedy = "Correct the path, or leave --hostfile out to run on this machine only."
+        raise invalid_value("--hostfile", str(hostfile), "an existing file", remedy)
+    return parse_hostfile(read_text(hostfile), str(hostfile))
 
 
 def check_elastic(

@@ -4,6 +4,7 @@ takes seconds."""
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING
 from difflib import get_close_matches
@@ -149,6 +150,8 @@ def main() -> None:
     with exit code 1.
     """
     output = guard_output()
+    # A user of a command needs the text of a warning, and not the line of our source that gives it.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app()
     except OSError as error:  # a file of a command that cannot be written, for example on a full disk

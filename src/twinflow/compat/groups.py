@@ -54,7 +54,9 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_group_ranks() -> list[int]:
-    """The ranks of `get_data_parallel_group`."""
+    """The global ranks of the processes that have a replica of the model, in order. Raises ValueError with pipeline or
+    tensor ranks.
+    """
     return dist.get_process_group_ranks(get_data_parallel_group())
 
 

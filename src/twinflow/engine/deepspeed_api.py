@@ -46,7 +46,9 @@ class NoEffect(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """`remedy`: a sentence."""
+    """A method that twinflow does not have. Its use raises AttributeError with the remedy, a sentence that says what to
+    do instead.
+    """
 
     remedy: str
 
