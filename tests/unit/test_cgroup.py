@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from twinflow.bench.machine import cgroup_memory, read_machine
-from twinflow.native import threads
+from twinflow.native import cgroup, threads
 from twinflow.native.cgroup import cgroup_cpus, cgroup_folders, free_host_bytes, own_groups, parse_quota
 
 V2 = "0::/system.slice/job.scope/step\n"
@@ -165,3 +165,11 @@ def test_free_memory_is_the_least_that_a_limit_leaves(
 
 def test_free_memory_here() -> None:
     assert free_host_bytes() > 0
+
+
+def test_a_limit_leaves_the_rest_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroup, "_withheld_bytes", 0)
+    cgroup.limit_host_bytes(10**8)
+    assert free_host_bytes() == pytest.approx(10**8, abs=9 * 10**7)
+    cgroup.limit_host_bytes(10**18)  # more than there is
+    assert free_host_bytes() > 10**9

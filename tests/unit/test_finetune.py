@@ -148,6 +148,14 @@ def test_a_tuned_model_loads_in_transformers_and_a_run_is_resumed(folder: Path, 
     assert "a folder without an earlier run" in refused(*given, "--out", out)
 
 
+def test_the_run_is_planned_for_the_ram_that_it_may_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinflow.native.cgroup._withheld_bytes", 0)
+    args = (folder / "llama", folder / "train.jsonl", "--dry-run")
+    assert "no GPU, 2 GB RAM free" in finished(*args, "--ram", "2GB")
+    assert "it is short by" in refused(*args, "--ram", "100MB")
+    assert "--ram is '64', but must be a size with a unit" in refused(*args, "--ram", "64")
+
+
 def test_a_dry_run_reports_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
     text = finished(folder / "llama", folder / "train.jsonl", "--dry-run", "--out", tmp_path / "run")
     for said in ("llama, fp32 weights", "sft, all parameters", "micro-batch", "planned", "learned  | "):

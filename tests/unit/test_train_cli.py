@@ -270,9 +270,11 @@ def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> 
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twinflow.cli.run.free_host_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("twinflow.native.cgroup._withheld_bytes", 0)
     monkeypatch.setattr("twinflow.cli.run.build_engine", lambda *_: pytest.fail("built"))
-    result = train("--preset", "gpt2-1.5b", "--data", text, "--context", "16", "--out", tmp_path / "run")
+    result = train(
+        "--preset", "gpt2-1.5b", "--data", text, "--context", "16", "--out", tmp_path / "run", "--ram", "4GB"
+    )
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     for word in ("Not enough host memory", "4.0 GB are available", "GB of int8 state", "GB are missing"):

@@ -41,7 +41,7 @@ from twinflow.cli.finetune_settings import (
 )
 from twinflow.cli.plan_input import resolve_hub
 from twinflow.cli.ranks import ONE_SIGNAL_S, USER_ERRORS, Ranks, SharedError, join
-from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, cap_gpu, stop_signals
+from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, avoid_fragments, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
 from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, out_of_memory, print_rows, printable, where
 from twinflow.cli.training import Talk
@@ -54,6 +54,7 @@ from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, rea
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, write_report
 from twinflow.native import set_threads
+from twinflow.native.cgroup import limit_host_bytes
 from twinflow.version import __version__
 
 CHECKPOINTS, TUNED, SAMPLES = "checkpoints", "model", "samples.json"
@@ -84,6 +85,9 @@ def finetune(options: FinetuneOptions) -> None:
         settings = replace(settings, out=Path(ranks.first(str(settings.out))), threads=ranks.least(settings.threads))
         with ranks.together():
             checked = check_files(settings)
+            avoid_fragments()
+            if settings.ram is not None:
+                limit_host_bytes(settings.ram)
             quiet = _load_libraries(settings)
         with quiet():
             run = prepare(settings, saved, checked, ranks, console)

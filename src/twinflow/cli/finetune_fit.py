@@ -10,7 +10,7 @@ from twinflow.cli.finetune_settings import ADAPTERS, SEQUENCES, FinetuneSettings
 from twinflow.cli.plan_input import this_setting
 from twinflow.integrations.ranks import STAGE
 from twinflow.planner.fit import Fit, Wish, choose_fit
-from twinflow.planner.models import from_hf
+from twinflow.planner.models import from_hf, with_fused_head
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def choose(
     """
     clip = 1.0 if settings.grad_clip is None else settings.grad_clip
     try:
-        model = from_hf(config, Path(settings.model).name)
+        model = with_fused_head(from_hf(config, Path(settings.model).name), settings.method not in ADAPTERS)
     except ValueError:
         return _unplanned(settings, str(config.get("model_type")), clip, seq_length, num_rows)
     place = this_setting(gpu_bytes if settings.gpu_memory is None else settings.gpu_memory)

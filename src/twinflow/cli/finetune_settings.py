@@ -34,7 +34,18 @@ RANK, BETA = 16, 0.1
 MAX_LENGTH: Final = 2048  # default limit of --seq-length
 VALID_SHARE, MAX_VALID, MIN_ROWS = 0.05, 100, 20  # rows held out for validation; none of fewer rows than MIN_ROWS
 # Settings that may change when a run is resumed. All others are those of the run.
-FREE: Final = ("resume", "dry_run", "out", "gpu_memory", "threads", "merge", "num_samples", "keep_last", "save_every")
+FREE: Final = (
+    "resume",
+    "dry_run",
+    "out",
+    "gpu_memory",
+    "ram",
+    "threads",
+    "merge",
+    "num_samples",
+    "keep_last",
+    "save_every",
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,7 @@ class FinetuneOptions:
     )
     dry_run: bool = option(False, "Check the data and show the plan, without loading the model.", "--dry-run")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 24GB.")
+    ram: str | None = option(None, "Limit of the host memory that the run may use, for example 64GB.")
     threads: int | None = option(
         None, "CPU threads of each process. Default: all that this process may use, divided among those of the machine."
     )
@@ -160,6 +172,7 @@ class FinetuneSettings:
     resume: bool
     dry_run: bool
     gpu_memory: int | None
+    ram: int | None
     threads: int
     world: int  # number of processes
     out: Path
@@ -192,6 +205,7 @@ def make_settings(
     given |= {"chat_template": None if options.chat_template is None else str(options.chat_template)}
     given["ratio"] = _ratio(options.ratio)
     given["gpu_memory"] = parse_bytes("--gpu-memory", options.gpu_memory)
+    given["ram"] = parse_bytes("--ram", options.ram)
     given = {name: value for name, value in given.items() if value is not None}
     saved: dict[str, Any] = {}
     if options.resume:

@@ -47,7 +47,7 @@ from twinflow.models.gpt import GPT
 from twinflow.monitor.metrics import MetricsWriter, StepRecord, ValidRecord, read_metrics
 from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
-from twinflow.native.cgroup import free_host_bytes
+from twinflow.native.cgroup import free_host_bytes, limit_host_bytes
 from twinflow.offload.materialize import build as build_model
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -148,7 +148,10 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     with ranks.together():
         check_settings(settings)
         saved = _saved(settings) if ranks.is_first else {}  # only the first rank reads and writes the folder
+        avoid_fragments()
         gpu_bytes = cap_gpu(settings.gpu_memory)
+        if settings.ram is not None:
+            limit_host_bytes(settings.ram)
         set_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     saved = ranks.first(saved)
@@ -271,6 +274,21 @@ def _tokenizing(console: Console) -> Callable[[int, int], None]:
             console.print(f"Tokenizing: {10 * tenth}% of {total / 1e6:,.0f} MB", highlight=False)
 
     return show
+
+
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def avoid_fragments() -> None:
+    """Lets torch's allocator extend its segments of GPU memory, unless the user has configured the allocator.
+
+    Blocks, gradients and logits have different sizes. With segments of fixed size, gigabytes would stay unused between
+    them. The setting is made by a call, because the name of the variable depends on torch's version.
+    """
+    if torch.cuda.is_available() and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        before_2_9 = torch.cuda.memory._set_allocator_settings
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", before_2_9)
+        change("expandable_segments:True")
 
 
 def cap_gpu(limit: int | None) -> int | None:

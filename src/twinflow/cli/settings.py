@@ -155,6 +155,7 @@ class TrainOptions:
     )
     resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
+    ram: str | None = option(None, "Limit of the host memory that the run may use, for example 64GB.")
     threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")
     out: Path | None = option(None, "Folder of the run. Default: a new folder in runs.")
     trace: Path | None = option(None, "Write a timeline of some steps to this file, for Perfetto.")
@@ -213,6 +214,7 @@ class TrainSettings:
     trace: Path | None
     file_config: Mapping[str, Any]  # from --deepspeed_config, with the pipeline and tensor ranks of the command line
     world: int = 1  # number of ranks
+    ram: int | None = None  # limit of host memory in bytes
     global_batch: int | None = None  # sequences in a step; None: batch_size x accumulation x replicas
     verify_saves: bool = False
     recompute: str | int = "auto"  # "auto", or `GPTConfig.recompute`
@@ -287,6 +289,7 @@ def make_settings(options: TrainOptions, world: int) -> TrainSettings:
         precision=_precision(options, file_config),
         keep_last=2 if options.keep_last is None else options.keep_last,
         gpu_memory=parse_bytes("--gpu-memory", options.gpu_memory),
+        ram=parse_bytes("--ram", options.ram),
         threads=get_threads() if options.threads is None else options.threads,
         out=Path("runs") / f"{preset}-{rule}-{now}" if options.out is None else options.out,
         file_config=file_config,

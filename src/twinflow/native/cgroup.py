@@ -75,12 +75,24 @@ def memory_limits(root: Path = Path("/")) -> list[tuple[int, int | None]]:
     return found
 
 
+_withheld_bytes = 0  # available memory that this process must leave to others
+
+
+def limit_host_bytes(limit: int) -> None:
+    """From now on `free_host_bytes` counts only `limit` bytes of the memory that is available at this moment."""
+    global _withheld_bytes
+    _withheld_bytes = 0
+    _withheld_bytes = max(0, free_host_bytes() - limit)
+
+
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Host memory that is available, considering the limits of control groups. 0 if it is not known."""
+    """Host memory that is available, considering the limits of control groups and that of `limit_host_bytes`. 0 if it
+    is not known.
+    """
     memory = parse_meminfo(read_text(root / "proc/meminfo"))
     free = [memory["MemAvailable"]] if "MemAvailable" in memory else []
     free += [max(0, limit - used) for limit, used in memory_limits(root) if used is not None]
-    return min(free, default=0)
+    return max(0, min(free, default=0) - _withheld_bytes)
 
 
 def parse_quota(v2_max: str, v1_quota: str, v1_period: str) -> int | None:

@@ -179,6 +179,26 @@ def gpt2_like(numel: float, vocab_size: int = 50_304, context: int = 1024) -> Mo
     return gpt_cost(f"GPT-2 shape, {num_layers} x {hidden}", vocab_size, context, num_layers, hidden, heads)
 
 
+# Sizes of the parts in which TRL (version 1.16) computes the logits.
+_FUSED_TOKENS, _FUSED_SYMBOLS = 4096, 32768
+
+
+def with_fused_head(model: ModelCost, trains_head: bool) -> ModelCost:
+    """The model with TRL's loss, which never has more than a tile of the logits.
+
+    The loss keeps its input, and the gradient of it in fp32 and in the dtype of the weights. If the head is trained,
+    its gradient is in both dtypes too.
+    """
+    activations = replace(
+        model.activations,
+        loss_bytes=8 * model.hidden,
+        fixed_bytes=6 * model.vocab_size * model.hidden if trains_head else 0,
+        chunk_tokens=_FUSED_TOKENS,
+        chunk_bytes=2 * min(model.vocab_size, _FUSED_SYMBOLS),
+    )
+    return replace(model, activations=activations)
+
+
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether `from_hf` knows the type of this model."""
     return config.get("model_type") in _FAMILIES
