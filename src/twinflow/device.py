@@ -275,6 +275,8 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
         super().__init__(trace)
+        if device.index is None:  # "cuda" is the current GPU, as in torch
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.stream_ids = map(torch._C._cuda_getCurrentRawStream, repeat(device.index))
         self._current: dict[int, _CurrentStream] = {}  # by stream id
