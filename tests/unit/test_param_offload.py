@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -530,3 +531,36 @@ def test_the_last_write_before_close_stays() -> None:
     optimizer.close()
     for name, value in model.state_dict().items():
         assert torch.equal(value, torch.full_like(value, 7.0)), name
+
+
+def test_weights_that_are_not_kept_are_not_used() -> None:
+    model = Stack()
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    odd_loss(model, 0).backward()
+    optimizer.step()
+    optimizer.close(keep_weights=False)
+    with pytest.raises(RuntimeError, match=r"it has no values.*close\(keep_weights=False\)"):
+        odd_loss(model, 1)
+
+
+def test_frozen_weights_are_never_all_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing copies the frozen weights of a block into the model and then releases its memory on the host."""
+    model = Stack()
+    for block in model.blocks:
+        block.requires_grad_(False)
+        next(block.parameters()).requires_grad_(True)
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    offload = optimizer.runtime.param_offload
+    assert offload is not None
+    frozen = [b for weights in offload._blocks.values() for b in weights.buffers if b.bucket is None]
+    alive = [weakref.ref(buffer.host()) for buffer in frozen]
+    assert alive
+    counts: list[int] = []
+
+    def released(_: Tensor) -> None:
+        counts.append(sum(reference() is not None for reference in alive))
+
+    monkeypatch.setattr(offload._device, "release", released)
+    optimizer.close()
+    assert counts[: len(alive)] == list(range(len(alive), 0, -1))
+    assert not any(reference() is not None for reference in alive)

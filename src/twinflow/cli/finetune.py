@@ -455,7 +455,8 @@ def _run_tuning(run: TuneRun, console: Console) -> Outcome:
     set_threads(settings.threads)
     torch.set_num_threads(settings.threads)
     start = time.perf_counter()
-    model = tuning.load_model(settings.model, DTYPES[settings.precision], settings.method)
+    dtype, offloads = DTYPES[settings.precision], bool(settings.offload_params)
+    model = tuning.load_model(settings.model, dtype, settings.method, offloads)
     console.print(f"Loaded {settings.model} ({duration(time.perf_counter() - start)})", highlight=False, soft_wrap=True)
     first = 0 if run.checkpoint is None else int(run.checkpoint.name.rpartition("-")[2])
     if settings.resume:
@@ -498,7 +499,7 @@ def _run_tuning(run: TuneRun, console: Console) -> Outcome:
         if settings.merge:
             merge = partial(tuning.load_whole, settings.model, DTYPES[settings.precision])
         tuning.save_tuned(trainer, run.tokenizer, settings.out / TUNED, model_card(run, outcome), merge)
-    trainer.twin.close()
+    trainer.twin.close(keep_weights=False)  # the tuned model is written, or training can be resumed
     return outcome
 
 

@@ -59,12 +59,17 @@ class TuneSettings:
     out: Path
 
 
-def load_model(model: str, dtype: torch.dtype, method: str) -> nn.Module:
-    """The model in the form in which it is trained. The base of qlora has 4 bits: of bitsandbytes, whose kernels are
-    fast, where it is installed beside a GPU, else of torchao.
+def has_kernels() -> bool:
+    """Whether a base in 4 bits is one of bitsandbytes. Its kernels are fast, and need the base on the GPU."""
+    return torch.cuda.is_available() and find_spec("bitsandbytes") is not None
+
+
+def load_model(model: str, dtype: torch.dtype, method: str, offload_params: bool = False) -> nn.Module:
+    """The model in the form in which it is trained. The base of qlora has 4 bits: of bitsandbytes where it is installed
+    beside a GPU and the weights are on the GPU, else of torchao.
     """
     more: dict[str, Any] = {}
-    by_kernels = method == "qlora" and torch.cuda.is_available() and find_spec("bitsandbytes") is not None
+    by_kernels = method == "qlora" and has_kernels() and not offload_params
     if by_kernels:
         more["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,

@@ -650,37 +650,45 @@ class ParamOffload:
         self.leave_all()
         self._device.stream("fetch").synchronize()
 
-    def close(self) -> None:
+    def close(self, keep_weights: bool) -> None:
         """Gives the parameters their values as tensors on the host. Weights that ranks share stay without values, and
-        their modules raise an error.
+        their modules raise an error. Without `keep_weights`, this holds for all weights.
         """
         self.settle()
         for weights in self._blocks.values():
             for buffer in weights.buffers:
+                host = buffer.host()
                 for param, view in buffer.views:
-                    if buffer.host().numel() == buffer.flat.numel():
+                    if keep_weights and host.numel() == buffer.flat.numel():
                         with plain():
                             param.data = host_view(buffer, view).clone()
                     else:
                         _LOST[param] = None
+                if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
+                    self._device.release(host)
+                    buffer.host = _no_host
         for module in [module for reference in self._owners if (module := reference()) is not None]:
             if module not in _REFUSING and any(param in _LOST for param in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(_refuse)
                 module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
                 _REFUSING.add(module)
         uncover(self.tensors)
-        for reference, name, param in self._registered:
+        for reference, name, param in self._registered if keep_weights else ():
             module = reference() if param in self._quantised else None
             if module is not None and param.device.type != "cpu":  # a quantised weight cannot change its device
                 made = rebuilt(param, self._quantised[param], _on_host)
                 module._parameters[name] = nn.Parameter(made, requires_grad=False)
 
 
+def _no_host() -> Tensor:
+    raise AssertionError("the weights were released")
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-# Parameters that were on the hosts of several ranks when their optimizer was closed, and modules that refuse their use.
+# Parameters that lost their values when their optimizer was closed, and modules that refuse their use.
 _LOST: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 _REFUSING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -705,7 +713,7 @@ def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
             raise wrong_state(
                 f"{name} cannot be used",
                 "it has no values: with offload_param and several ranks each rank has a part of the weights, until the "
-                "optimizer is closed",
+                "optimizer is closed, and close(keep_weights=False) releases all weights",
                 "Save the whole model before close() or destroy(), for example with save_pretrained(), and load it.",
             )
 

@@ -1083,7 +1083,7 @@ class Runtime:
         if self.param_offload is None:
             self._detach()
 
-    def close(self) -> None:
+    def close(self, keep_weights: bool = True) -> None:
         """Wait for all updates, then remove the hooks and end the threads. An open step is not completed."""
         if self.executor.is_closing:
             return
@@ -1099,7 +1099,7 @@ class Runtime:
                 )
         finally:
             if self.param_offload is not None and self.executor.error is None:
-                self.param_offload.close()
+                self.param_offload.close(keep_weights)
             self._detach()
             self._end()
 

@@ -603,10 +603,14 @@ class TwinOptimizer(Outcomes):
         """Waits until all updates that have begun are complete and the parameters have the new weights."""
         self.runtime.wait()
 
-    def close(self) -> None:
-        """Completes running updates, removes all hooks from the model, and releases memory and threads."""
+    def close(self, keep_weights: bool = True) -> None:
+        """Completes running updates, removes all hooks from the model, and releases memory and threads.
+
+        With weights on the host, `keep_weights=False` saves the time and the memory in which they are copied back into
+        the model: its use raises an error from then on.
+        """
         if self._runtime is not None:
-            self._runtime.close()
+            self._runtime.close(keep_weights)
 
     # Saving.
 
