@@ -469,8 +469,9 @@ def test_a_preset_costs_what_its_model_has(name: str) -> None:
         stream, block = 2 * num_tokens * h, num_tokens * (32 * h + 4 * (4 + shape.num_heads))
         kept = layers * (stream if checkpointing else block) + stream + 24 * num_tokens
         loss = 2 * stream + shape.vocab_size * h * 4 + min(num_tokens, 2048) * shape.vocab_size * 6
-        expected = kept + max(loss, block * (2 if checkpointing else 1))
-        assert Run(cost, batch, shape.context, checkpointing=checkpointing).activation_bytes == expected
+        expected = kept + max(loss, block * (1.6 if checkpointing else 1.0))
+        found = Run(cost, batch, shape.context, checkpointing=checkpointing).activation_bytes
+        assert found == pytest.approx(expected, abs=1)
 
 
 def test_less_memory_for_activations_takes_more_time() -> None:

@@ -23,6 +23,7 @@ from twinflow.activations.selective import selective_contexts
 from twinflow.errors import invalid_value
 from twinflow.loss import chunked_cross_entropy
 from twinflow.parallel.specs import Part
+from twinflow.planner.formats import is_recomputed
 from twinflow.planner.models import ModelCost, gpt_cost
 
 RECOMPUTE: Final = ("none", "selective", "full")
@@ -72,8 +73,8 @@ class GPTConfig:
         return self.recompute == "selective" or isinstance(self.recompute, int)
 
     def is_recomputed(self, block: int) -> bool:
-        """Whether backward computes this block again as a whole. Such blocks are spread evenly over the model."""
-        return (block * self.num_recomputed) % self.num_layers < self.num_recomputed
+        """Whether backward computes this block again as a whole."""
+        return is_recomputed(block, self.num_recomputed, self.num_layers)
 
 
 # GPT-2's vocabulary of 50,257 tokens, padded to a multiple of 128 as in Megatron: matrix units work best on such sizes.
