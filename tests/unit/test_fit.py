@@ -18,7 +18,7 @@ from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, pl
 from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.formats import UPDATE_BYTES
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
-from twinflow.planner.models import from_hf
+from twinflow.planner.models import from_hf, with_fused_head
 
 LLAMA_8B = from_hf(planner_support.LLAMA_8B, "llama3-8b")
 
@@ -228,3 +228,19 @@ def test_cards_of_the_longer_list_are_recognised() -> None:
     ):
         assert recognise(title) is gpu_named(name)
     assert recognise("NVIDIA RTX A3000 Laptop GPU") is None
+
+
+def test_clipping_is_given_up_for_a_step_with_twice_as_many_sequences() -> None:
+    """In 64 GB, gradients that wait on the host for their norm leave the GPU so little that one sequence fits."""
+    wish = Wish(with_fused_head(LLAMA_8B, trains_head=True), 2048, sequences=16)
+    fit = choose_fit(wish, setting_of("h200", 64, gpu_gb=16))
+    clipped = choose_fit(replace(wish, clips=True), setting_of("h200", 64, gpu_gb=16))
+    assert fit.fits
+    assert not fit.clips
+    assert fit.micro_batch >= 2 * clipped.micro_batch
+    assert len(fit.changes) == 2
+    roomy = choose_fit(wish, setting_of("h200", 64, gpu_gb=24))
+    assert roomy.clips
+    assert (
+        2 * roomy.micro_batch >= choose_fit(replace(wish, clips=False), setting_of("h200", 64, gpu_gb=24)).micro_batch
+    )

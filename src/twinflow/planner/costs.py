@@ -101,6 +101,12 @@ class Run:
         found = self.model.activations
         return found.peak_bytes(len(self.model.blocks), self.batch * self.tokens, self.num_recomputed, self.selective)
 
+    @property
+    def first_block_bytes(self) -> int:
+        """The same in the backward of the first block, when the others have freed theirs."""
+        found = self.model.activations
+        return int(self.batch * self.tokens * (found.end_bytes + found.backward_bytes(self.num_recomputed > 0)))
+
     @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
         """Trained elements of each block."""
@@ -209,9 +215,13 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
     grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
+    # Gradients of resident state wait on the GPU. With weights on the host, resident blocks are the first ones, whose
+    # gradients come when the blocks behind have freed their activations.
+    waiting = width * placed.resident if run.offload_params and grads.holds_on_host else 0
+    freed = run.activation_bytes - run.first_block_bytes
     gpu = {
         "weights": weights,
-        "gradients": grads.gpu_bytes,
+        "gradients": grads.gpu_bytes - min(waiting, max(0, freed)),
         "state": resident,
         "activations": run.activation_bytes // run.tensor_parallel,
         "staging": staging,

@@ -135,19 +135,17 @@ def candidates(wish: Wish, setting: Setting) -> list[Case]:
 
 def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
     """The wish, and the wish with changes that need less memory, the smallest change first. With sentences that name
-    the changes.
+    the changes. Clipping is given up for a step with twice as many sequences.
     """
     clipping = [True, False] if wish.clips is None else [wish.clips]
     notes = {True: (), False: (_NO_CLIPPING,) if wish.clips is None else ()}
     found: list[tuple[Wish, tuple[str, ...]]] = [(replace(wish, clips=clips), notes[clips]) for clips in clipping]
     if wish.micro_batch is None and wish.accumulation is None:
-        for clips in clipping:
-            for count in range(wish.sequences - 1, 0, -1):
-                each = " of each GPU" if wish.world > 1 else ""
-                note = (
-                    f"A step{each} has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
-                )
-                found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
+        pairs = [(count, clips) for count in range(1, wish.sequences) for clips in clipping]
+        for count, clips in sorted(pairs, key=lambda pair: pair[0] * (2 if pair[1] else 1), reverse=True):
+            each = " of each GPU" if wish.world > 1 else ""
+            note = f"A step{each} has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
+            found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
     return found
 
 
