@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+# Tests that need no GPU, without the large matrices.
+QUICK := not slow and not matrix and not gpu
 QUIET := --quiet --disable-pip-version-check
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name py.typed)
 
@@ -62,8 +64,8 @@ docs: $(VENV)/.installed
 # Three workers keep two cores busy while tests wait for processes; four take longer.
 # The tests are collected once before, which compiles them and all that they import: else each worker would do it again.
 unit: $(VENV)/.installed
-	@$(BIN)/python -m pytest --collect-only -qq > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not matrix"
+	@$(BIN)/python -m pytest --collect-only -qq tests/dist tests/unit > /dev/null
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" tests/dist tests/unit
 
 # Only the large matrices fine-tune models.
 $(VENV)/.finetune: pyproject.toml constraints.txt $(VENV)/.installed

@@ -127,7 +127,7 @@ def one_by_one(name: str, look: Callable[[nn.Parameter], Any]) -> Case:
             for key, p in ordered(loop.model, number):
                 loop.record(f"{name} of {key}", look(p))
 
-    return Case(f"read_{name}", run, "read", num_quick=1)
+    return Case(f"read_{name}", run, "read")
 
 
 READS += [one_by_one(name, look) for name, look in ONE_BY_ONE.items()]
@@ -163,7 +163,7 @@ def all_together(name: str, look: Callable[[nn.Module], Any]) -> Case:
             loop.train(number)
             loop.record(name, look(loop.model))
 
-    return Case(f"read_{name}", run, "read", num_quick=1)
+    return Case(f"read_{name}", run, "read")
 
 
 READS += [all_together(name, look) for name, look in ALL_TOGETHER.items()]

@@ -38,7 +38,7 @@ class Variant:
 VARIANTS = {
     "descriptors": Variant(Case("random", 32, "fp16", heads=(1, 1), batch=2), 96, BY_DESCRIPTORS),
     "descriptors, shared heads, cut": Variant(
-        Case("longformer", 64, "bf16", heads=(2, 1), is_cut=True), 128, BY_DESCRIPTORS
+        Case("longformer", 32, "bf16", heads=(2, 1), is_cut=True), 96, BY_DESCRIPTORS
     ),
     "descriptors, cached keys": Variant(Case("dense", 32, "fp16", heads=(1, 1), cached=32), 96, BY_DESCRIPTORS),
     "descriptors, one stage": Variant(

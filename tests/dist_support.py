@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -51,6 +52,7 @@ def run_ranks(
 
 
 def _rank(rank: int, world: int, backend: str, folder: str, work: Callable[..., Any], args: Any) -> None:
+    gc.freeze()  # or each rank would look through all of torch's objects for garbage
     torch.set_num_threads(1)
     os.environ["TWINFLOW_THREADS"] = "1"
     fault = (Path(folder) / f"{rank}.error").open("w")  # of a signal, say

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -17,13 +23,59 @@ PRELOAD = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("twinflow.build", "twinflow.models.gpt", "twinflow.optim", "twinflow.cli.main"),
 )
+_IMPORTED: list[str] = []  # modules that only a process of `process_with` has
 
 
-def fork_context() -> ForkServerContext:
+def fork_context() -> ForkServerContext | ForkContext:
     """Starts processes from the server; the server itself starts with the first of them."""
+    if _IMPORTED:
+        return mp.get_context("fork")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context
+
+
+@contextmanager
+def process_with(*modules: str) -> Iterator[Callable[..., Any]]:
+    """Calls functions in a process that has imported these modules, and forks all processes that the functions start.
+
+    Not all tests can have them: transformers looks for DeepSpeed when it is imported.
+    """
+    ours, theirs = mp.Pipe()
+    process = fork_context().Process(target=_serve, args=(theirs, modules))
+    process.start()
+    theirs.close()
+
+    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        ours.send((function, args, options))
+        found, problem = ours.recv()
+        assert not problem, problem
+        return found
+
+    try:
+        yield call
+    finally:
+        ours.close()
+        process.join(5)
+        process.kill()
+
+
+def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
+    gc.disable()  # of what is imported, nothing is garbage
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    _IMPORTED.extend(modules)
+    while True:
+        try:
+            function, args, options = connection.recv()
+        except EOFError:  # the caller has left the context
+            return
+        try:
+            connection.send((function(*args, **options), ""))
+        except AssertionError as error:
+            connection.send((None, str(error)))
 
 
 @dataclass(frozen=True)
@@ -54,6 +106,7 @@ def run_script(
 
 
 def _run(argv: list[str], cwd: str, logs: tuple[str, str], environment: dict[str, str]) -> None:
+    gc.freeze()  # or each process would look through all of torch's objects for garbage
     for number, path in enumerate(logs, 1):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, number)

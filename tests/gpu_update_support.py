@@ -75,8 +75,8 @@ def _more_variants() -> list[Case]:
 
 _MATRIX = [Case(*pair, grad, weight) for pair, grad, weight in itertools.product(RULE_FORMATS, FLOATS, FLOATS)]
 _PAIRS = [Case(*pair, grad, weight) for pair, grad, weight in pairwise(RULE_FORMATS, FLOATS, FLOATS)]
-_SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::12]]
-_BITS = [replace(case, kind="bits") for case in _PAIRS[1::12]]
+_SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::24]]
+_BITS = [replace(case, kind="bits") for case in _PAIRS[1::24]]
 # Every rule in every format, with dtypes in turn; their pairs, and all of them, are in the matrix.
 _FIRST = [[case for case in _PAIRS if (case.rule, case.format) == pair][i % 3] for i, pair in enumerate(RULE_FORMATS)]
 QUICK = [*_FIRST, *_SHIFTED, *_BITS, *_variants()]  # enough for the interpreter, which takes its time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -36,12 +37,15 @@ Job = tuple[int, str, dict[str, Any]]  # number of processes, name of a function
 
 def serve(_rank: int, _world: int, waves: Sequence[Mapping[str, Job]], root: str) -> dict[str, Any]:
     """The results of all jobs by name: one for each rank. The jobs of a wave run at the same time."""
+    gc.disable()  # of what is imported, nothing is garbage
     import accelerate  # noqa: F401
     import transformers
 
     import twinflow.integrations.huggingface  # noqa: F401
 
     transformers.LlamaForCausalLM  # noqa: B018
+    gc.freeze()
+    gc.enable()
     found: dict[str, Any] = {}
     for wave in waves:
         started = {

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dist_support
 import pytest
-from dist_support import run_ranks
+from fork_support import process_with
 from lightning_ranks_cases import SAVED, config, fit, fit_gan, killed, live, sums
 
 pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.timeout(300)
 PLACES = {"state on the host": False, "weights on the host": True}
 matrix = pytest.mark.matrix
+RunRanks = Callable[..., list[Any]]
 CASES = [
     pytest.param(2, 3, True),
     pytest.param(2, 2, False, marks=matrix),
@@ -31,7 +35,13 @@ def near(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def run_ranks() -> Iterator[RunRanks]:
+    with process_with("lightning.pytorch") as call:
+        yield partial(call, dist_support.run_ranks)
+
+
+@pytest.fixture(scope="module")
+def plain(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The checkpoints and figures of plain Lightning in one process."""
     folder = tmp_path_factory.mktemp("plain")
     return folder, run_ranks(0, live, None, str(folder), str(folder / SAVED))[0]
@@ -39,7 +49,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(("world", "stage", "is_weights"), CASES)
 def test_ranks_train_as_one_process(
-    plain: tuple[Path, Any], tmp_path: Path, world: int, stage: int, is_weights: bool
+    run_ranks: RunRanks, plain: tuple[Path, Any], tmp_path: Path, world: int, stage: int, is_weights: bool
 ) -> None:
     folder, wanted = plain
     ranks = run_ranks(world, live, config(stage, is_weights), str(tmp_path), str(folder / SAVED))
@@ -55,7 +65,9 @@ def test_ranks_train_as_one_process(
 
 @matrix
 @pytest.mark.parametrize(("stage", "is_weights"), [(1, False), (2, False), (3, False), (3, True)])
-def test_thirty_steps_and_a_resume_on_other_numbers_of_ranks(tmp_path: Path, stage: int, is_weights: bool) -> None:
+def test_thirty_steps_and_a_resume_on_other_numbers_of_ranks(
+    run_ranks: RunRanks, tmp_path: Path, stage: int, is_weights: bool
+) -> None:
     wanted = run_ranks(0, fit, None, str(tmp_path / "plain"), {}, None, 30)[0]
     given = config(stage, is_weights)
     found = run_ranks(2, fit, given, str(tmp_path / "two"), {}, None, 30)[0]
@@ -72,7 +84,7 @@ def test_thirty_steps_and_a_resume_on_other_numbers_of_ranks(tmp_path: Path, sta
 
 @matrix
 @pytest.mark.parametrize(("stage", "is_weights"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
-def test_clipping_by_value(tmp_path: Path, stage: int, is_weights: bool) -> None:
+def test_clipping_by_value(run_ranks: RunRanks, tmp_path: Path, stage: int, is_weights: bool) -> None:
     options = {"gradient_clip_val": 2e-3, "gradient_clip_algorithm": "value"}
     wanted = run_ranks(0, fit, None, str(tmp_path / "plain"), options)[0]
     found = run_ranks(2, fit, config(stage, is_weights), str(tmp_path / "two"), options)[0]
@@ -81,7 +93,7 @@ def test_clipping_by_value(tmp_path: Path, stage: int, is_weights: bool) -> None
 
 @matrix
 @pytest.mark.parametrize(("stage", "is_weights"), [(1, False), (2, False), (3, False), (3, True)])
-def test_two_optimizers(tmp_path: Path, stage: int, is_weights: bool) -> None:
+def test_two_optimizers(run_ranks: RunRanks, tmp_path: Path, stage: int, is_weights: bool) -> None:
     wanted = run_ranks(0, fit_gan, None, str(tmp_path / "plain"), None)[0]
     given = config(stage, is_weights)
     if stage == 3 and not is_weights:
@@ -100,7 +112,7 @@ def test_two_optimizers(tmp_path: Path, stage: int, is_weights: bool) -> None:
 @matrix
 @pytest.mark.parametrize(("stage", "is_weights"), [(1, False), (3, False), (3, True)])
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on(
-    tmp_path: Path, stage: int, is_weights: bool
+    run_ranks: RunRanks, tmp_path: Path, stage: int, is_weights: bool
 ) -> None:
     given, folder = config(stage, is_weights), tmp_path / "dies"
     began_s = time.monotonic()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zero_init_cases as cases
 from dist_support import assert_near, run_ranks
+from fork_support import process_with
 from twin_support import matrix_but
 
 
@@ -39,9 +41,15 @@ def test_a_model_that_is_built_in_parts_trains_as_in_one_process(kind: str, worl
     assert_near(ranks[0]["last"], truth["last"])
 
 
+@cache
+def peak_of_one_process() -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(1, cases.peak, "device")[0]
+    return found
+
+
 @pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])
 def test_no_rank_has_more_than_its_part_and_one_layer(world: int, place: str) -> None:
-    alone = run_ranks(1, cases.peak, "device")[0]
+    alone = peak_of_one_process()
     assert alone["built"] >= alone["total"]
     for found in run_ranks(world, cases.peak, place):
         part = found["total"] / world
@@ -62,8 +70,12 @@ def test_what_a_user_does_with_the_model_before_training(world: int) -> None:
 
 @pytest.mark.parametrize(("place", "has_config"), matrix_but([("device", False)], [("device", False), ("host", True)]))
 def test_transformers_loads_and_creates_models_in_parts(place: str, has_config: bool, tmp_path: Path) -> None:
-    truth = run_ranks(1, cases.pretrained, str(tmp_path), place, has_config)[0]
-    for found in run_ranks(2, cases.pretrained, str(tmp_path), place, has_config):
+    given = (cases.pretrained, str(tmp_path), place, has_config)
+    # With a config, `install()` must run before transformers is imported.
+    with process_with("twinflow.compat" if has_config else "transformers.models.llama.modeling_llama") as call:
+        truth = call(run_ranks, 1, *given)[0]
+        ranks = call(run_ranks, 2, *given)
+    for found in ranks:
         assert has_config or found["whole"] == 0, "parameters that each rank has"
         assert has_config or found["most"] <= 4, "whole weights at the same time"
         assert found["values"] == truth["values"]

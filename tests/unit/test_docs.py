@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from fork_support import run_script
+from fork_support import process_with, run_script
 
 from twinflow.cli.main import COMMANDS, app, load
 from twinflow.config import load_config
@@ -56,12 +56,21 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert len(re.findall(r"^```", text, re.M)) == 2 * len(BLOCK.findall(text)), "a block without an end"
 
 
+@pytest.fixture(scope="module")
+def with_transformers() -> Iterator[Callable[..., Any]]:
+    with process_with("transformers.models.llama.modeling_llama", "transformers.trainer") as call:
+        yield call
+
+
 @pytest.mark.parametrize("block", blocks("python"))
-def test_python_runs(block: str, tmp_path: Path) -> None:
+def test_python_runs(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     script, cwd = tmp_path / "block.py", tmp_path / "cwd"
     script.write_text(block)
     cwd.mkdir()
-    result = run_script(script, cwd, tmp_path, timeout_s=120)
+    if "from transformers import" in block and "compat" not in block:
+        result = request.getfixturevalue("with_transformers")(run_script, script, cwd, tmp_path, timeout_s=120)
+    else:
+        result = run_script(script, cwd, tmp_path, timeout_s=120)
     assert result.returncode == 0, result.stderr
 
 

@@ -66,6 +66,10 @@ class Listener(Protocol):
         """Called before `load_state_dict` writes to the module's own parameters."""
         ...
 
+
+class Taker(Protocol):
+    """The method of the gradient taker that the hooks on parameters call."""
+
     def take_queue(self, queue: GradientQueue) -> None:
         """Called when all expected gradients of a queue, or one of a late parameter, are in `.grad`."""
         ...
@@ -394,13 +398,13 @@ def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone
 
 
 def take_gradients(
-    params: Sequence[Param], queues: Sequence[GradientQueue], streams: Iterator[int], listener: Listener
+    params: Sequence[Param], queues: Sequence[GradientQueue], streams: Iterator[int], taker: Taker
 ) -> list[RemovableHandle]:
-    """Register hooks that call `listener.take_queue` as soon as all expected gradients of a queue are accumulated.
+    """Register hooks that call `taker.take_queue` as soon as all expected gradients of a queue are accumulated.
 
     `streams`: next() gives the id of the calling thread's current stream.
     """
-    reference = weakref.ref(listener)
+    reference = weakref.ref(taker)
 
     def take(queue: GradientQueue) -> None:
         owner = reference()
@@ -408,7 +412,7 @@ def take_gradients(
             owner.take_queue(queue)
 
     handles = [queue.attach(param, streams, take) for param, queue in zip(params, queues, strict=True)]
-    weakref.finalize(listener, _remove, handles).atexit = False  # hooks have no use after the listener is freed
+    weakref.finalize(taker, _remove, handles).atexit = False  # hooks have no use after the taker is freed
     return handles
 
 

@@ -6,8 +6,8 @@
     taken, complete        the task of the bucket, on the device or in a slot           yes
     taken, summed on host  `Bucket.total`                                               yes
 
-A gradient is taken during backward (runtime.py). With other ranks, the reducer then sums it and gives this rank its
-part (zero/reducer.py). To read such a gradient, all buckets of the step are submitted now instead of in `step`.
+A gradient is taken during backward (gradient_taker.py). With other ranks, the reducer then sums it and gives this rank
+its part (zero/reducer.py). To read such a gradient, all buckets of the step are submitted now instead of in `step`.
 """
 
 from __future__ import annotations

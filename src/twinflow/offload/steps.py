@@ -3,8 +3,8 @@ updates.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
-`Runtime` decides when gradients are taken, when a step begins and when it is dropped. `Steps` carries out these
-decisions.
+`GradientTaker` decides when gradients are taken and when a step is dropped, and `Runtime` when a step is closed.
+`Steps` carries out these decisions.
 
 A step is one job. If the host sums the gradients of several backwards (`Settings.sums_on_host`), each backward except
 the last is a separate job, which is called a part. The gradients of a part are only added to the sums.
