@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from run_support import TrainProcess
+from safetensors.torch import load_file
 from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
@@ -288,6 +289,14 @@ def test_weights_on_the_host_give_the_same_bits(method: str, folder: Path, tmp_p
     for name in ("offload-params", "no-offload-params"):
         finished(folder / "qwen", data, *options, f"--{name}", "--out", tmp_path / name)
     assert ending(tmp_path / "offload-params") == ending(tmp_path / "no-offload-params")
+
+
+def test_adapters_have_the_dtype_of_their_base(folder: Path, tmp_path: Path) -> None:
+    """In fp32 they would cast all of their inputs. TwinOptimizer has masters in fp32."""
+    options = ("--method", "lora", "--precision", "bf16", "--steps", 1, "--batch-size", 2, "--accumulation", 1)
+    finished(folder / "llama", folder / "train.jsonl", *options, "--samples", 0, "--out", tmp_path / "run")
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
 
 
 @pytest.mark.matrix

@@ -365,8 +365,10 @@ def make_trainer(
         # The data is prepared. A second preparation would pack the packed sequences, without the bounds of examples.
         is_prepared = {"skip_prepare_dataset": True}
         config = trl.SFTConfig(**common, packing=settings.packing, dataset_kwargs=is_prepared)
-        lora = adapters(settings.rank) if settings.method in ("lora", "qlora") else None
-        trainer = SFT(args=config, peft_config=lora, **given)
+        if settings.method in ("lora", "qlora"):
+            # In the dtype of the base: fp32 adapters would cast all their inputs, and TwinOptimizer has fp32 masters.
+            given["model"] = peft.get_peft_model(model, adapters(settings.rank), autocast_adapter_dtype=False)
+        trainer = SFT(args=config, **given)
     trainer.remove_callback(transformers.PrinterCallback)
     callback.trainer = trainer
     return trainer
