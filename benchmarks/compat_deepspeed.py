@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 OLD = HERE.parent / "examples" / "compat"
 SCRIPTS = OLD / "features"
 SHARED = ("small", "plain", "sparse_model")  # not scripts of their own
-PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention")  # compared with plain.py
+PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention", "zero_one_adam")  # compared with plain.py
 CONFIGS = HERE / "published_configs.json"
 PARTS = ("scripts", "configs", "methods")
 
