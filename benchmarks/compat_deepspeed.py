@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 OLD = HERE.parent / "examples" / "compat"
 SCRIPTS = OLD / "features"
 SHARED = ("small", "plain", "sparse_model")  # not scripts of their own
-PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention")  # compared with plain.py
+PLAIN = ("fp16", "lamb", "onebit_adam", "sparse_attention", "zero_one_adam")  # compared with plain.py
 CONFIGS = HERE / "published_configs.json"
 PARTS = ("scripts", "configs", "methods")
 
@@ -130,10 +130,16 @@ def read(path: Path) -> str:
 
 
 @contextmanager
-def servers(deepspeed_python: str) -> Iterator[dict[str, Server]]:
+def servers(deepspeed_python: str, cases: Sequence[Case]) -> Iterator[dict[str, Server]]:
+    """The processes that these scripts need."""
+    references = {"torch" if case.name in PLAIN else "deepspeed" for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         pythons = {"deepspeed": deepspeed_python, "twinflow": sys.executable, "torch": sys.executable}
-        found = {package: Server(package, python, Path(folder)) for package, python in pythons.items()}
+        found = {
+            package: Server(package, python, Path(folder))
+            for package, python in pythons.items()
+            if package == "twinflow" or package in references
+        }
         yield found
         for server in found.values():
             server.close()
@@ -392,10 +398,9 @@ def version_of(python: str) -> str:
 
 def run_scripts(names: Sequence[str] | None, ranks: Sequence[int], python: str) -> list[Row]:
     rows = []
-    with servers(python) as found:
-        for case in all_cases():
-            if names is not None and case.name not in names:
-                continue
+    cases = [case for case in all_cases() if names is None or case.name in names]
+    with servers(python, cases) as found:
+        for case in cases:
             for count in sorted(set(case.ranks) & set(ranks)):
                 rows.append(run_case(case, count, found))
                 print(f"{case.name}, {count}: {cell(rows[-1])} {rows[-1].files}", file=sys.stderr, flush=True)

@@ -78,7 +78,17 @@ DIFFERENCES: Final[Mapping[str, str]] = {
 
 
 # The update rules of twinflow that DeepSpeed has too.
-DEEPSPEED_OPTIMIZERS: Final = ("adam", "adamw", "onebitadam", "adagrad", "lamb", "lion", "sgd")
+DEEPSPEED_OPTIMIZERS: Final = (
+    "adam",
+    "adamw",
+    "onebitadam",
+    "onebitlamb",
+    "zerooneadam",
+    "adagrad",
+    "lamb",
+    "lion",
+    "sgd",
+)
 
 
 # docs/config.md and docs/rules.md

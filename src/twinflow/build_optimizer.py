@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from twinflow.offload.recipe import check_step
 from twinflow.offload.settings import Tuning
 from twinflow.optim.lamb import Lamb
 from twinflow.optim.loss_scale import LossScale, dynamic, static
+from twinflow.optim.onebit import OneBitLamb, ZeroOneAdam
+from twinflow.optim.replicated import ReplicatedOptimizer
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
@@ -28,6 +30,9 @@ from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
 TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch for hangs (`hang_timeout_s`) reacts much earlier
+
+
+REPLICATED: Final = {"onebitlamb": OneBitLamb, "zerooneadam": ZeroOneAdam}
 
 
 def offloads_params(config: Config) -> bool:
@@ -62,6 +67,8 @@ def make_optimizer(
         if config.optimizer is None:
             return None
         name, options = optimizer_choice(config)
+        if name in REPLICATED:
+            return _replicated(config, batch, module, name, options, model_parameters, ranks, grid)
         rule = name if name in RULES else Lamb if name == "lamb" else getattr(torch.optim, name)
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
@@ -98,6 +105,44 @@ def make_optimizer(
     if isinstance(given, Optimizer):
         follow(given, twin)
     return twin
+
+
+def _replicated(
+    config: Config,
+    batch: Batch,
+    module: nn.Module,
+    name: str,
+    options: dict[str, Any],
+    model_parameters: Iterable[Any] | None,
+    ranks: RankEnvironment | None,
+    grid: Grid | None,
+) -> ReplicatedOptimizer:
+    """0/1 Adam or 1-bit LAMB. Raises ValueError for keys that conflict with an optimizer that itself communicates."""
+    group, zero, stage = "0/1 Adam and 1-bit LAMB", None, config.zero_optimization.stage
+    refuse(group, {"axes": grid is not None or isinstance(module, PipelineModule), "stage": stage > 0}, stage=stage)
+    for section in ("offload_param", "offload_optimizer"):
+        chosen = getattr(config.zero_optimization, section)
+        refuse(group, {"offload": chosen is not None and chosen.device != "none"}, section=section)
+    others = {
+        "max_grad_value": config.gradient_clipping_value > 0,
+        "sum": config.gradient_allreduce_op == "sum",
+        "background": config.checkpoint.background,
+    }
+    refuse(group, others, limit=config.gradient_clipping_value)
+    _refuse_divisions(config, group)
+    if ranks is not None and ranks.world_size > 1:
+        zero = make_zero(config, ranks.world_size)
+    with naming(f"optimizer.type {name} with optimizer.params {options}"):
+        return ReplicatedOptimizer(
+            module,
+            REPLICATED[name],
+            options,
+            param_groups=None if model_parameters is None else list(model_parameters),
+            max_grad_norm=config.gradient_clipping or None,
+            loss_scale=_loss_scale(config),
+            accumulation_steps=batch.accumulation_steps,
+            zero=zero,
+        )
 
 
 @contextmanager

@@ -31,6 +31,7 @@ _ON_HOST: Final = "offload_params=True"
 _PARAM_KEY: Final = 'zero_optimization.offload_param.device "cpu"'
 _COMPRESSED: Final = "compressed communication"
 _ONE_BIT: Final = "optimizer.type OneBitAdam"
+_REPLICATED: Final = "optimizer.type ZeroOneAdam or OneBitLamb"
 _STAGE_3: Final = "zero_optimization.stage 3"
 _GIVE_MODEL: Final = "Pass the model as the first argument."
 _NO_STREAMED: Final = "Use tuning.streamed=0."
@@ -267,6 +268,48 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Set stage 0, 1 or 2.",
         ),
         **_divisions(_ONE_BIT, "OneBitAdam always computes the mean of the momenta of the ranks"),
+    },
+    "0/1 Adam and 1-bit LAMB": {
+        "stage": Conflict(
+            "zero_optimization.stage {stage}",
+            _REPLICATED,
+            "every rank needs the whole optimizer state: ranks make steps of their own, or need norms of parameters",
+            'Set stage 0, or use the type "OneBitAdam".',
+        ),
+        "offload": Conflict(
+            'zero_optimization.{section}.device "cpu"',
+            _REPLICATED,
+            "ranks exchange momenta between GPUs during the update, so that the state must be on the GPU",
+            'Leave {section} out, or use the type "OneBitAdam" with offload_optimizer.',
+        ),
+        "axes": Conflict(
+            "Pipeline or tensor parallelism",
+            _REPLICATED,
+            "copies of a parameter on several ranks would get different updates",
+            'Use the type "OneBitAdam".',
+        ),
+        "max_grad_value": Conflict(
+            "gradient_clipping_value={limit}",
+            _REPLICATED,
+            "ranks exchange momenta, and the sum of their gradients is not known",
+            "Use gradient_clipping.",
+        ),
+        "sum": Conflict(
+            'gradient_allreduce_op "sum"',
+            _REPLICATED,
+            "ranks exchange the mean of their momenta",
+            'Set gradient_allreduce_op to "mean".',
+        ),
+        "background": Conflict(
+            "checkpoint.background",
+            _REPLICATED,
+            "an update writes to the state that the thread reads",
+            "Set checkpoint.background to false.",
+        ),
+        "moved state": Conflict(
+            "{call}", _REPLICATED, "the optimizer owns its state and cannot move it", "Leave the call out."
+        ),
+        **_divisions(_REPLICATED, "ranks exchange the mean of their momenta"),
     },
     "Other keys of the config": {
         "precision": Conflict(

@@ -333,6 +333,11 @@ def test_a_schedule_shows_the_rate_of_the_next_step(deepspeed: Any, is_own: bool
         assert scheduler.get_last_lr() == pytest.approx([before])
     cases.step(engine, 4)
     assert scheduler.state_dict().get("last_epoch", 4) == 4
+    for group in engine.optimizer.param_groups:
+        assert group["lr"] == pytest.approx(0.01 * 0.5**4 if is_own else 0.01 * 3 / 4)
+    cases.step(engine, 5)
+    groups = (optimizer if is_own else engine.optimizer).param_groups
+    assert groups[0]["lr"] == pytest.approx(0.01 * 0.5**5 if is_own else 0.01)
     assert type(scheduler).__name__ in ("ExponentialLR", "WarmupLR")
     engine.destroy()
 

@@ -34,6 +34,65 @@ class Lamb(torch.optim.Optimizer):
                 param.sub_(rate * coefficient * update)
 
 
+class ZeroOneAdam(torch.optim.Optimizer):
+    """0/1 Adam whose exchanges are not compressed. Gradients are not summed over ranks before `step`."""
+
+    def __init__(self, params, lr, betas, var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper):
+        super().__init__(params, {"lr": lr, "betas": betas})
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        self.num_steps = self.num_updates = self.num_local = self.since = 0
+        self.var_interval = self.local_interval = 1
+
+    @torch.no_grad()
+    def step(self):
+        self.num_steps += 1
+        is_local = self.num_steps > self.var_freeze_step
+        has_variance = not is_local and self.num_steps % self.var_interval == 0
+        self.since += is_local
+        is_exchanged = self.since == self.local_interval
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.update(param, group, is_local, has_variance, is_exchanged)
+        if has_variance:
+            self.num_updates += 1
+            self.var_interval *= 1 + (self.num_updates % self.var_update_scaler == 0)
+        if is_local:
+            self.num_local += 1
+            self.since *= not is_exchanged
+            longer = 1 + (self.num_local % self.local_step_scaler == 0)
+            self.local_interval = min(self.local_interval * longer, self.local_step_clipper)
+
+    def update(self, param, group, is_local, has_variance, is_exchanged):
+        state, (b1, b2) = self.state[param], group["betas"]
+        first = state.setdefault("exp_avg", torch.zeros_like(param))
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+        first.lerp_(param.grad if is_local else mean(param.grad), 1 - b1)
+        if has_variance:
+            second.mul_(b2).add_(mean(param.grad).square(), alpha=1 - b2)
+            state["updates"] = state.get("updates", 0) + 1
+        correction = (1 - b2 ** state["updates"]) ** 0.5
+        divisor, rate = second.sqrt() + 1e-8 * correction, group["lr"] * correction / (1 - b1**self.num_steps)
+        if not is_local:
+            param.sub_(rate * first / divisor)
+            return
+        shared = state.setdefault("shared", param.clone())
+        moved = state.setdefault("moved", torch.zeros_like(param)).add_(first, alpha=rate)
+        state["rate"] = state.get("rate", 0.0) + rate
+        param.sub_(rate * first / divisor)
+        if is_exchanged:  # the weights of all ranks become those that the mean of their momenta would have given
+            first.copy_(mean(moved) / state["rate"])
+            param.copy_(shared.sub_(state["rate"] * first / divisor))
+            moved.zero_()
+            state["rate"] = 0.0
+
+
+def mean(tensor):
+    total = tensor.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
+
+
 def sparse_batch(step):
     draw = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
     return sparse_model.batch(draw)
@@ -45,14 +104,13 @@ def adam(model):
 
 def train(model, optimizer, steps, batch_of=batch, limit=None):
     losses = []
-    world = torch.distributed.get_world_size()
     for step in range(steps):
         loss = model(*batch_of(step))
         optimizer.zero_grad()
         loss.backward()
-        for param in model.parameters():
-            torch.distributed.all_reduce(param.grad)
-            param.grad /= world
+        if not isinstance(optimizer, ZeroOneAdam):
+            for param in model.parameters():
+                param.grad = mean(param.grad)
         if limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
@@ -64,6 +122,13 @@ def compressed():
     """Adam. Compressed steps are only near to it."""
     model = build_model()
     losses = train(model, adam(model), 16)
+    report(losses[:8], near=sum(losses[8:]) / 8)
+
+
+def zero_one_adam():
+    """Steps until the second moment is updated more rarely are those of Adam. Compressed steps are only near."""
+    model = build_model()
+    losses = train(model, ZeroOneAdam(model.parameters(), 5e-3, (0.9, 0.99), 12, 8, 4, 2), 16)
     report(losses[:8], near=sum(losses[8:]) / 8)
 
 
@@ -115,6 +180,7 @@ SCRIPTS = {
     "onebit_adam": compressed,
     "lamb": lamb,
     "sparse_attention": sparse_attention,
+    "zero_one_adam": zero_one_adam,
 }
 
 

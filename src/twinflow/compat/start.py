@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from enum import Enum, IntEnum
 from typing import Any
@@ -159,6 +159,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         loader.seed = 0  # as the DistributedSampler of DeepSpeed's loader has, whatever torch's seed is
     if isinstance(scheduler, LRScheduler):
         _settle_before_reads(scheduler, engine)
+    if twin is not None and scheduler is not None:
+        twin.param_groups = _SettledGroups(twin.param_groups, engine)
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
     engine.set_client_optimizer(optimizer)
@@ -193,6 +195,29 @@ def _settle_before_reads(scheduler: LRScheduler, engine: Engine) -> None:
 
     methods = {"get_last_lr": get_last_lr, "state_dict": state_dict, "__module__": kind.__module__}
     scheduler.__class__ = type(kind.__name__, (kind,), methods)
+
+
+class _SettledGroups(list[dict[str, Any]]):
+    """Param groups whose learning rates are those of the next step, as after DeepSpeed's `step()`: a read waits until
+    the engine knows whether the last step was applied.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], engine: Engine) -> None:
+        super().__init__(groups)
+        self._engine = weakref.ref(engine)
+
+    def _settle(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.settle()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._settle()
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._settle()
+        return super().__iter__()
 
 
 def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:

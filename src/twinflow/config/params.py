@@ -19,6 +19,7 @@ from twinflow.config.fields import (
     Above,
     Amount,
     Betas,
+    Decay,
     Iteration,
     Number,
     Positive,
@@ -83,11 +84,28 @@ def params_of(rule: Rule, base: type[Common] = Common) -> type[Common]:
     return create_model(f"{rule.title}Params", __base__=base, __doc__=f"`optimizer.params` of {rule.name}.", **fields)
 
 
-class OneBitAdamParams(Common):
+class CompressedParams(Common):
+    """Keys of all optimizers with compressed communication."""
+
     lr: Amount = honoured(1e-3, "learning rate")
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
     weight_decay: Amount = honoured(0.0, "weight decay")
+    bias_correction: bool = honoured(
+        True, "divide the moments by 1 - beta**step, because they start at zero; DeepSpeed never does"
+    )
+    code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
+    maximize: bool = refused(False, "leave it false: optimizers with compressed communication only minimize")
+    eps_inside_sqrt: bool = refused(False, "leave it false: eps is added after the square root")
+    amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
+    cuda_aware: bool = unused(False, _WIRE)
+    comm_backend_name: str = unused("nccl", _WIRE)
+    set_grad_none: bool = unused(True, "gradients are always set to None")
+
+
+class FreezingParams(CompressedParams):
+    """Keys of the optimizers that freeze the second moment once."""
+
     freeze_step: Positive | None = honoured(
         None, "last step of uncompressed AdamW; null: the step at which the second moment is stable"
     )
@@ -97,14 +115,30 @@ class OneBitAdamParams(Common):
     freeze_window: Positive | None = honoured(
         None, "length of the window in steps; null: 1 / (1 - betas[1]), at most 1000"
     )
-    code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
-    maximize: bool = refused(False, "leave it false: 1-bit Adam only minimizes")
-    bias_correction: bool = refused(True, "leave it true: 1-bit Adam always corrects the bias")
-    eps_inside_sqrt: bool = refused(False, "leave it false: eps is added after the square root")
-    amsgrad: bool = refused(False, "leave it false: the second moment is frozen")
-    cuda_aware: bool = unused(False, _WIRE)
-    comm_backend_name: str = unused("nccl", _WIRE)
-    set_grad_none: bool = unused(True, "gradients are always set to None")
+
+
+class OneBitAdamParams(FreezingParams):
+    pass
+
+
+class OneBitLambParams(FreezingParams):
+    max_coeff: Above = honoured(10.0, "largest ratio of the norms of weights and update")
+    min_coeff: Above = honoured(0.01, "smallest ratio of the norms of weights and update")
+    coeff_beta: Decay = honoured(0.9, "decay of the mean of the ratios, which is used after the switch")
+    factor_max: Above = honoured(4.0, "largest factor of the ratio after the switch")
+    factor_min: Above = honoured(0.5, "smallest factor of the ratio after the switch")
+    factor_threshold: Settled = honoured(0.1, "largest share by which a step changes the factor")
+
+
+class ZeroOneAdamParams(CompressedParams):
+    var_freeze_step: Positive = honoured(100000, "last step that may update the second moment; later steps are local")
+    var_update_scaler: Positive = honoured(
+        16, "number of updates of the second moment after which the interval between them doubles"
+    )
+    local_step_scaler: Positive = honoured(
+        32678, "number of local steps after which the interval between exchanges doubles"
+    )
+    local_step_clipper: Positive = honoured(16, "longest interval between exchanges, in steps")
 
 
 class LambParams(Common):
@@ -176,6 +210,8 @@ class WarmupCosineLRParams(Section):
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
     **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
     "onebitadam": OneBitAdamParams,
+    "onebitlamb": OneBitLambParams,
+    "zerooneadam": ZeroOneAdamParams,
     "lamb": LambParams,
 }
 # Formats of the optimizer state that each optimizer supports. The state of torch's classes is always fp32.
@@ -190,13 +226,8 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
 }
-_ONEBIT = '{}. Use "OneBitAdam", or twinflow.optim.onebit.{} in your own training loop'
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "muon": 'Muon is not supported in the config. Use "AdamW", or pass your own optimizer to initialize()',
-    "onebitlamb": _ONEBIT.format(
-        "1-bit LAMB needs norms of whole parameters, and each rank owns only parts of parameters", "OneBitLamb"
-    ),
-    "zerooneadam": _ONEBIT.format("0/1 Adam needs ranks with different weights during local steps", "ZeroOneAdam"),
     **dict.fromkeys(
         ("muadam", "muadamw", "musgd"), "Build the optimizer with the mup library and pass it to initialize()"
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, used_keys, values_in
-from twinflow.config.params import AdamParams, Common, LambParams, OneBitAdamParams, optimizer_kind, schedule_kind
+from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
@@ -86,9 +86,10 @@ COMPRESSION_KEYS = ("code", "freeze_step", "freeze_threshold", "freeze_window")
 
 
 def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
-    """The name of an update rule of twinflow or of a torch.optim class, or "lamb", and the options to build it with.
+    """The name of an update rule of twinflow, of another optimizer of twinflow ("lamb", "onebitlamb", "zerooneadam") or
+    of a torch.optim class, and the options to build it with.
 
-    For an update rule, these are all its options. Those that are not given have DeepSpeed's defaults.
+    For optimizers of twinflow, these are all options. Those that are not given have DeepSpeed's defaults.
     """
     if config.optimizer is None:
         remedy = "Add the section optimizer to the config, or pass an optimizer."
@@ -98,10 +99,10 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     if not issubclass(kind, Common):
         return config.optimizer.type, given
     name, params = config.optimizer.type.lower(), kind.model_validate(given)
-    if isinstance(params, LambParams):
-        return name, {key: getattr(params, key) for key in used_keys(LambParams)}
     if isinstance(params, OneBitAdamParams):
         name = "adamw"
+    if name not in RULES:
+        return name, {key: getattr(params, key) for key in used_keys(kind)}
     options = {key: getattr(params, key) for key in RULES[name].defaults}
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"

@@ -252,7 +252,7 @@ class Engine(EngineBase):
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self._is_pending, self._lr_kwargs = True, dict(lr_kwargs or {})
-            if not optimizer.can_skip:
+            if not optimizer.can_skip or optimizer.is_decided:
                 self.settle()
         self.micro_steps += 1
         self.part = 0 if self._was_boundary else self.part + 1

@@ -92,6 +92,11 @@ class Outcomes(Optimizer):
         return self._settings.limits.skip_nonfinite
 
     @property
+    def is_decided(self) -> bool:
+        """Whether it is known without waiting if the last step was applied."""
+        return self._unread is None
+
+    @property
     def was_applied(self) -> bool:
         """Whether the last step was applied. The property waits until that is known."""
         self._read_decision()

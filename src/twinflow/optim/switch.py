@@ -17,7 +17,6 @@ what was not yet communicated.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,6 +45,7 @@ from twinflow.zero.compression import (
     floor_of,
     raised,
     rounded_variance,
+    second_correction,
 )
 
 LOGGER = logging.getLogger("twinflow")
@@ -188,7 +188,7 @@ class Switch:
             return exponents_of(read_state(bucket, i, "exp_avg_sq"), 0.0)
         values = bucket.updater.read(bucket, i)
         variance = raised(tensor_of(values, "exp_avg_sq"), floors[bucket.slices[i].param])
-        correction = math.sqrt(1.0 - numbers(group, "betas")[1] ** steps)
+        correction = second_correction(group, steps)
         found = exponents_of(variance, number(group, "eps") * correction)
         bucket.updater.write(bucket, i, {**values, "exp_avg_sq": rounded_variance(found)})
         return found

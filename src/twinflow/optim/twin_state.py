@@ -212,7 +212,7 @@ def restore(
     runtime = optimizer.runtime
     _check_kind(saved)
     if source is None:
-        source = _DictSource(_plain_entries(saved.get("state"), optimizer.rule))
+        source = source_of(optimizer, saved)
     check(optimizer, switch, saved, source)
     known = set(source.names())
     # With an unsent update or compressed communication, masters differ from the weights by more than rounding.
@@ -255,6 +255,11 @@ def restore(
         reconfigure.hold_back(runtime, runtime.steps.num_jobs)
     if switch is not None:
         switch.restore(None if saved.get("switch") is None else mapping_of(saved, "switch"))
+
+
+def source_of(optimizer: Outcomes, saved: Mapping[str, object]) -> Source:
+    """The entries of parameters in a state dict, after a check of their types."""
+    return _DictSource(_plain_entries(saved.get("state"), optimizer.rule))
 
 
 def _cut(entry: Mapping[str, object], start: int, numel: int) -> StateDict:

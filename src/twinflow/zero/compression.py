@@ -43,7 +43,7 @@ from twinflow.dist.group import Group
 from twinflow.errors import invalid_value
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.job import Job
-from twinflow.rules.rule import number, numbers
+from twinflow.rules.rule import Options, number, numbers
 from twinflow.state_dict import float_of, int_of, value_of
 
 THRESHOLD = 0.96
@@ -165,15 +165,21 @@ class Exchanges:
         params = {param.index: param for param in bucket.members}
         for piece in bucket.gathered.slices:
             options = job.options[params[piece.param].group]
-            lr, b2, steps = number(options, "lr"), numbers(options, "betas")[1], int(number(options, "second_step"))
+            lr, steps = number(options, "lr"), int(number(options, "second_step"))
             # the factor of momentum * 2**k in a step; the bias correction of the first moment is 1 after the switch
-            rate, decay = lr * math.sqrt(1.0 - b2**steps), lr * number(options, "weight_decay")
+            rate, decay = lr * second_correction(options, steps), lr * number(options, "weight_decay")
             if rate <= 0.0:
                 continue
             where = slice(piece.offset, piece.offset + piece.numel)
             moved = before[where].mul(1.0 - decay).sub_(after[where])
             moved.mul_(own.exponents[where] != 0)
             own.error[where].add_(moved, alpha=self.b1 / rate)
+
+
+def second_correction(options: Options, steps: int) -> float:
+    """The bias correction of the square root of the second moment after `steps` gradients; 1 if it is turned off."""
+    has_correction = options.get("bias_correction", True)  # older checkpoints do not have this option
+    return math.sqrt(1.0 - numbers(options, "betas")[1] ** steps) if has_correction else 1.0
 
 
 def floor_of(total: float, count: float) -> float:

@@ -43,6 +43,7 @@ class Shared(TypedDict, total=False):
 
     code: str  # code of compressed values: a name of twinflow.codes
     max_grad_norm: float | None  # norm to which gradients are clipped; None: no clipping
+    bias_correction: bool  # divide the moments by 1 - beta**step, because they start at zero
     has_feedback: bool  # error feedback; False drops the errors, for experiments
     wire_dtype: torch.dtype | None  # dtype of uncompressed communication; None: that of the gradients
     bucket_numel: int  # largest number of elements of one exchange, unless one parameter is larger
@@ -70,12 +71,14 @@ class CompressedOptimizer(Optimizer):
         *,
         code: str = "1bit",
         max_grad_norm: float | None = None,
+        bias_correction: bool = True,
         has_feedback: bool = True,
         wire_dtype: torch.dtype | None = None,
         bucket_numel: int = BUCKET_NUMEL,
         group: Group | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults["bias_correction"] = bias_correction
         ADAMW.check(defaults)
         if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
             raise invalid_value("max_grad_norm", max_grad_norm, "a number above 0, or None")
@@ -89,6 +92,7 @@ class CompressedOptimizer(Optimizer):
         self.wire_dtype = wire_dtype
         self.num_steps = self.num_skipped = 0
         self.grad_norm: float | None = None  # gradient norm of the last step before clipping
+        self._loss_scale = 1.0
         self._buckets: list[FlatBucket] = []
         self._is_built = False
         super().__init__(params, defaults)
@@ -121,6 +125,10 @@ class CompressedOptimizer(Optimizer):
                 raise invalid_value(name, param.dtype, FLOATS, "Convert the model before building the optimizer.")
 
     # The step.
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Sets the number by which the losses of the next step are multiplied. `step` divides the gradients by it."""
+        self._loss_scale = scale
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -157,26 +165,27 @@ class CompressedOptimizer(Optimizer):
     # Parts of a step.
 
     def _mean_gradients(self) -> float:
-        """Replaces gradients by the mean over ranks, uncompressed. Returns the clipping factor."""
+        """Replaces gradients by the mean over ranks, uncompressed. Returns the factor of `_clip`."""
         for bucket in self._buckets:
             bucket.grads.mul_(1.0 / self.group.world)  # before the sum, which may be too large for fp16
             self.group.all_reduce(bucket.grads, bucket.grads, self.wire_dtype or bucket.grads.dtype)
-        self.grad_norm = math.sqrt(sum(bucket.sum_squares() for bucket in self._buckets))
+        self.grad_norm = math.sqrt(sum(bucket.sum_squares() for bucket in self._buckets)) / self._loss_scale
         return self._clip()
 
     def _bounded_norm(self, norms: Sequence[float]) -> float:
-        """Sets the gradient norm to the mean of the ranks' norms. Returns the clipping factor.
+        """Sets the gradient norm to the mean of the ranks' norms. Returns the factor of `_clip`.
 
         The mean gradient is not known with compressed communication. Its norm is at most the mean of the norms.
         """
-        self.grad_norm = sum(norms) / len(norms)
+        self.grad_norm = sum(norms) / len(norms) / self._loss_scale
         return self._clip()
 
     def _clip(self) -> float:
+        """The factor that undoes the loss scale and clips the gradients."""
         assert self.grad_norm is not None
         if self.max_grad_norm is None or self.grad_norm <= self.max_grad_norm:
-            return 1.0
-        return self.max_grad_norm / (self.grad_norm + 1e-6)
+            return 1.0 / self._loss_scale
+        return self.max_grad_norm / (self.grad_norm + 1e-6) / self._loss_scale
 
     def _adam_step(self, bucket: FlatBucket, hits: Sequence[bool], factor: float, is_frozen: bool) -> None:
         """An AdamW step from mean gradients, or with a frozen second moment from an exchange of momenta."""
@@ -219,6 +228,11 @@ class CompressedOptimizer(Optimizer):
         return self.param_groups[bucket.group]
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether all ranks have the same weights now."""
+        return True
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent, computed from the sizes of messages, without overhead of the backend."""
         groups = {id(one): one for one in (self.group, self._agree)}
@@ -230,43 +244,58 @@ class CompressedOptimizer(Optimizer):
         """Plain values that a subclass saves beside tensors."""
         raise NotImplementedError
 
-    def _load_head(self, head: Mapping[str, object]) -> None:
-        """Restores the values that `_head` has saved."""
+    def _from_head(self, head: Mapping[str, object]) -> dict[str, object]:
+        """The attributes of this object that follow from what `_head` has saved, by name. Changes nothing."""
         raise NotImplementedError
+
+    def check_head(self, head: Mapping[str, object]) -> None:
+        """Raises an exception if `load_state_dict` cannot load the entry "compression" of a state."""
+        if head.get("kind") != type(self).__name__:
+            remedy = "Load the state into an optimizer of the class that saved it."
+            raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__], remedy)
+        for name in ("num_steps", "num_skipped"):
+            int_of(head, name)
+        self._from_head(head)
 
     def state_dict(self) -> dict[str, object]:
         """This rank's state with its compression errors. Only the same rank of the same number of ranks can load it."""
         return self._dict(is_portable=False)
 
-    def portable_state_dict(self) -> dict[str, object]:
+    def portable_state_dict(self, is_view: bool = False) -> dict[str, object]:
         """The state for any number of ranks. All ranks must call it.
 
         It contains the mean of the ranks' errors as workers, and the errors of all ranks as owners of parts (servers).
+        With `is_view` it has no errors of workers (see `worker_errors`), and tensors that the next step changes.
         """
-        return self._dict(is_portable=True)
+        return self._dict(is_portable=True, is_view=is_view)
 
-    def _dict(self, is_portable: bool) -> dict[str, object]:
+    def _dict(self, is_portable: bool, is_view: bool = False) -> dict[str, object]:
         numbers = {param: i for i, param in enumerate(self._params())}
         state: dict[int, dict[str, object]] = {}
         for bucket in self._buckets:
             flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq, **bucket.extra}
             if bucket.errors is not None:
-                worker, server = bucket.errors.worker.clone(), torch.zeros_like(bucket.weights)
+                server = torch.zeros_like(bucket.weights)
                 assert bucket.errors.server is not None
                 own_part(self.group, server).copy_(bucket.errors.server)
                 if is_portable:
-                    self.group.all_reduce(worker, worker, torch.float32)
                     self.group.all_reduce(server, server, torch.float32)  # a part is zero on all ranks but its owner
-                    worker /= self.group.world
-                flats |= {"worker_error": worker, "server_error": server}
+                flats["server_error"] = server
+                if not is_view:
+                    worker = bucket.errors.worker.clone()
+                    if is_portable:
+                        self.group.all_reduce(worker, worker, torch.float32)
+                        worker /= self.group.world
+                    flats["worker_error"] = worker
             if bucket.exponents is not None:
                 flats["exponents"] = bucket.exponents
-            if bucket.params[0].dtype != torch.float32:
+            if is_view or bucket.params[0].dtype != torch.float32:
                 flats["master"] = bucket.weights
             views = {name: bucket.views(flat) for name, flat in flats.items()}
             for i, param in enumerate(bucket.params):
                 counts = {"step": bucket.steps[i], "frozen_at": bucket.second_steps[i]}
-                state[numbers[param]] = counts | {name: found[i].clone() for name, found in views.items()}
+                own = {name: found[i] if is_view else found[i].clone() for name, found in views.items()}
+                state[numbers[param]] = {**counts, **own}
         world, rank = (None, None) if is_portable else (self.group.world, self.group.rank)
         counters = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "world": world, "rank": rank}
         head = {"kind": type(self).__name__, **counters, **self._head()}
@@ -280,20 +309,32 @@ class CompressedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Loads a state of `state_dict` or `portable_state_dict`. The state is checked before the optimizer changes."""
         head, state = self._checked(state_dict)
+        found = self._from_head(head)
         entries = {param: state[i] for i, param in enumerate(self._params())}
         for bucket in self._buckets:
             self._load_bucket(bucket, [entries[param] for param in bucket.params])
         for given, saved in zip(self.param_groups, saved_groups(state_dict), strict=True):
             given.update({key: value for key, value in saved.items() if key != "params"})
         self.num_steps, self.num_skipped = int_of(head, "num_steps"), int_of(head, "num_skipped")
-        self._load_head(head)
+        vars(self).update(found)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether ranks have exchanged compressed values, so that there are compression errors."""
+        return any(bucket.errors is not None for bucket in self._buckets)
+
+    def worker_errors(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's errors as a worker, in the shapes of the parameters. Writes change the optimizer."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self._buckets:
+            if bucket.errors is not None:
+                found |= zip(bucket.params, bucket.views(bucket.errors.worker), strict=True)
+        return found
 
     def _checked(self, state_dict: Mapping[str, object]) -> tuple[StateDict, dict[int, StateDict]]:
         head = dict_of(state_dict, "compression")
         state: dict[int, StateDict] = value_of(state_dict, "state", dict) if "state" in state_dict else {}
-        if head.get("kind") != type(self).__name__:
-            remedy = "Load the state into an optimizer of the class that saved it."
-            raise invalid_value("state_dict: kind", head.get("kind"), [type(self).__name__], remedy)
+        self.check_head(head)
         saved = (head["world"], head["rank"])
         if saved not in ((None, None), (self.group.world, self.group.rank)):
             raise ValueError(
@@ -337,7 +378,8 @@ class CompressedOptimizer(Optimizer):
         bucket.exponents = flat_of("exponents", torch.uint8)
         worker, server = flat_of("worker_error"), flat_of("server_error")
         bucket.errors = None
-        if worker is not None and server is not None:
+        if server is not None:
+            worker = torch.zeros_like(bucket.weights) if worker is None else worker
             bucket.errors = Errors(worker, own_part(self.group, server).clone())
         names = [name for name in entries[0] if name not in _STATES and isinstance(entries[0][name], Tensor)]
         bucket.extra = {name: saved for name in names if (saved := flat_of(name)) is not None}
@@ -446,6 +488,8 @@ class FreezingOptimizer(CompressedOptimizer):
     def _head(self) -> dict[str, object]:
         return {"frozen_step": self.frozen_step, "watch": self._watch.state_dict()}
 
-    def _load_head(self, head: Mapping[str, object]) -> None:
-        self.frozen_step = None if head["frozen_step"] is None else int_of(head, "frozen_step")
-        self._watch.load_state_dict(dict_of(head, "watch"))
+    def _from_head(self, head: Mapping[str, object]) -> dict[str, object]:
+        watch = VarianceWatch(self._watch.window, self._watch.threshold)
+        watch.load_state_dict(dict_of(head, "watch"))
+        frozen_step = None if head["frozen_step"] is None else int_of(head, "frozen_step")
+        return {"frozen_step": frozen_step, "_watch": watch}

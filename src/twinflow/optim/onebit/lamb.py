@@ -86,7 +86,9 @@ class OneBitLamb(FreezingOptimizer):
                 grad = bucket.grads[where].float() * factor
                 m.lerp_(grad, 1.0 - b1)
                 v.mul_(b2).addcmul_(grad, grad, value=1.0 - b2)
-            first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** max(1, bucket.second_steps[i])
+            first, second = 1.0, 1.0
+            if options.get("bias_correction", True):
+                first, second = 1.0 - b1 ** bucket.steps[i], 1.0 - b2 ** max(1, bucket.second_steps[i])
             divisor = (v / second).sqrt() + eps
             move, weights = (m / first) / divisor, bucket.weights[where]
             if fresh is not None:
@@ -127,10 +129,11 @@ class OneBitLamb(FreezingOptimizer):
         last_factors = [[self._last_factors[param] for param in bucket.params] for bucket in self._buckets]
         return {**super()._head(), "mean_coeffs": mean_coeffs, "last_factors": last_factors}
 
-    def _load_head(self, head: Mapping[str, object]) -> None:
-        super()._load_head(head)
+    def _from_head(self, head: Mapping[str, object]) -> dict[str, object]:
         params = [param for bucket in self._buckets for param in bucket.params]
-        for own, name in ((self._mean_coeffs, "mean_coeffs"), (self._last_factors, "last_factors")):
+        found = super()._from_head(head)
+        for name in ("mean_coeffs", "last_factors"):
             # The state may have been saved with other buckets, but the order of parameters is the same.
             saved = [float(number) for row in value_of(head, name, list) for number in row]
-            own.update(zip(params, saved, strict=True))
+            found[f"_{name}"] = dict(zip(params, saved, strict=True))
+        return found

@@ -25,7 +25,7 @@ from twinflow.errors import invalid_value, wrong_state
 from twinflow.optim.onebit.base import CompressedOptimizer, Shared
 from twinflow.optim.onebit.bucket import FlatBucket
 from twinflow.rules.rule import Hyper, number, numbers
-from twinflow.state_dict import value_of
+from twinflow.state_dict import int_of, value_of
 
 _REFRESH, _ONE_BIT, _LOCAL = "refresh", "one bit", "local"
 
@@ -42,6 +42,11 @@ class Rhythm:
         if self.count + 1 < scaler:
             return Rhythm(self.interval, self.count + 1)
         return Rhythm(min(2 * self.interval, most or 2 * self.interval), 0)
+
+    @classmethod
+    def of(cls, saved: Mapping[str, object]) -> Rhythm:
+        """The rhythm of which `saved` has the fields."""
+        return cls(max(1, int_of(saved, "interval")), int_of(saved, "count"))
 
 
 class Moved(NamedTuple):
@@ -169,10 +174,6 @@ class ZeroOneAdam(CompressedOptimizer):
             )
         return {"variance": asdict(self._variance), "local": asdict(self._local)}
 
-    def _load_head(self, head: Mapping[str, object]) -> None:
-        self._variance = Rhythm(**value_of(head, "variance", dict))
-        self._local = Rhythm(**value_of(head, "local", dict))
-        self._since = 0
-        self._moved.clear()
-        self._added.clear()
-        self._shared.clear()
+    def _from_head(self, head: Mapping[str, object]) -> dict[str, object]:
+        rhythms = {f"_{name}": Rhythm.of(value_of(head, name, dict)) for name in ("variance", "local")}
+        return {**rhythms, "_since": 0, "_moved": {}, "_added": {}, "_shared": {}}
