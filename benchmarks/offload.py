@@ -249,7 +249,7 @@ def measure(model: Any, name: str, rows: list[dict[str, Any]], what: list[str], 
         row: dict[str, Any] = {"name": name, "batch": 4, "params": numel}
         if kind == "clipped":
             settings = optimizer.runtime.settings
-            optimizer.runtime.settings = dataclasses.replace(settings, limits=Limits(ALWAYS, True))
+            optimizer.runtime.change_settings(dataclasses.replace(settings, limits=Limits(ALWAYS, True)))
         if kind.startswith("batch"):
             row["batch"] = int(kind.removeprefix("batch"))
         loader = busy_loader() if kind == "loader" else None
