@@ -22,9 +22,9 @@ from torch import Tensor
 from twinflow.attention import patterns
 from twinflow.attention.extras import Extras
 from twinflow.attention.layout import Layout, from_dense
+from twinflow.attention.operators import attend
 from twinflow.attention.reference import dense_attention
 from twinflow.attention.tiles import Span, Work, tile_plan
-from twinflow.attention.triton_attention import triton_attention
 from twinflow.attention.tuning import Tuning, Tunings, tunings_for
 
 STRUCTURES = ("dense", "fixed", "variable", "bigbird", "longformer", "sliding", "random")
@@ -269,7 +269,7 @@ def run_case(case: Case, device: str) -> None:
         assert tile_plan(layout, span, size, False, work).num_slots > 0
     torch.use_deterministic_algorithms(True)
     try:
-        out = triton_attention(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), tunings)
+        out = attend(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), "triton", tunings)
         ours = results(out, inputs)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -182,6 +182,29 @@ def test_masks_of_transformers(mask: Tensor, keys: list[str]) -> None:
     assert list(mask_extras(mask, True, 5, 5)) == keys
 
 
+def test_a_bias_of_zeros_keeps_its_gradient() -> None:
+    """As at the start of training in BEiT."""
+    from twinflow.attention.huggingface import mask_extras
+
+    bias = torch.zeros(1, HEADS, 5, 5, requires_grad=True)
+    extras = mask_extras(bias, False, 5, 5)
+    assert extras["bias"].requires_grad
+    assert bool(extras["mask"].all())
+    assert "bias" not in mask_extras(bias.detach(), False, 5, 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_compiled_model_is_one_graph(name: str) -> None:
+    """With padding, and without a mask."""
+    kind = att.FixedSparsityConfig(HEADS, attention=UNI if name in DECODERS else "bidirectional")
+    model = att.sparsify(build(name), kind)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = batch(40)
+    for given in (inputs, {key: value for key, value in inputs.items() if key != "attention_mask"}):
+        torch.testing.assert_close(compiled(**given).loss, model(**given).loss)
+    torch._dynamo.reset()
+
+
 def test_layers_may_differ() -> None:
     inputs = batch()
     model = att.sparsify(build("llama"), WINDOW)

@@ -42,7 +42,7 @@ class Extras:
     bias: Tensor | None = None  # float, broadcasts to [B, H, nq, nk], added to scaled scores; may get a gradient
     relative: Tensor | None = None  # float [H or 1, nq + nk - 1], entry j - i + nq - 1; may get a gradient
     dropout: float = 0.0
-    seed: int = 0
+    seed: int | Tensor = 0  # of dropout; a tensor has one int64 element
     q_start: int = 0  # position of the first query
 
 
@@ -112,8 +112,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
         raise invalid_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
     if not (isinstance(extras.dropout, SupportsFloat) and 0.0 <= extras.dropout < 1.0):
         raise invalid_value("dropout", extras.dropout, "a number >= 0 and < 1")
-    if not 0 <= extras.seed < 2**64:
-        raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")
+    if not isinstance(extras.seed, Tensor):
+        seed_of(extras)
     return sizes
 
 
@@ -176,6 +176,15 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(one in (1, all_) for one, all_ in zip(ours, full, strict=True))
 
 
+def seed_of(extras: Extras) -> int:
+    """The seed as a number. Raises ValueError if it is too large or negative."""
+    if isinstance(extras.seed, Tensor):
+        return int(extras.seed) % 2**64
+    if not 0 <= extras.seed < 2**64:
+        raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")
+    return extras.seed
+
+
 def seed_word(seed: int) -> int:
     """The 32-bit word with which the hash starts, from a seed of up to 64 bits."""
     return _mix(_mix(seed & WORD) ^ (seed >> 32 & WORD) * HEAD & WORD)
@@ -205,4 +214,4 @@ def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Ten
 
 def dropout_keep(extras: Extras, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """A mask of the scores that dropout keeps. `queries` and `keys` are positions."""
-    return dropout_hash(extras.seed, heads, queries, keys) >= threshold(extras.dropout)
+    return dropout_hash(seed_of(extras), heads, queries, keys) >= threshold(extras.dropout)

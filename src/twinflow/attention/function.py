@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinflow.attention.extras import Extras
-from twinflow.attention.layout import Layout
+from twinflow.attention.layout import Layout, LayoutSource
+from twinflow.attention.operators import attend
 from twinflow.attention.patterns import MODES, DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
-from twinflow.attention.reference import block_attention
-from twinflow.attention.triton_attention import triton_attention
 from twinflow.errors import incompatible, invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
-CACHED_LAYOUTS = 32  # maximum number of layouts, for patterns that are passed to sparse_attention
+NAMES = tuple(field.name for field in fields(Extras))
 CACHED_CORNERS = 8  # maximum number of layouts of each PatternAttention
 
 
@@ -42,32 +40,22 @@ def sparse_attention(
     """
     if backend not in BACKENDS:
         raise invalid_value("backend", backend, BACKENDS)
-    known = [field.name for field in fields(Extras)]
     for name in extras:
-        if name not in known:
-            raise invalid_value("The name of an argument of sparse_attention", name, known)
-    if isinstance(layout, SparsityConfig):
-        if q.dim() != 4 or k.dim() != 4:
-            shapes = (tuple(q.shape), tuple(k.shape))
-            raise invalid_value("(q.shape, k.shape)", shapes, "two shapes [batch, heads, tokens, head_dim]")
-        length = max(k.shape[2], extras.get("q_start", 0) + q.shape[2])
-        layout = _layout(layout, -(-length // layout.block) * layout.block)
-    if not isinstance(layout, Layout):
+        if name not in NAMES:
+            raise invalid_value("The name of an argument of sparse_attention", name, NAMES)
+    if not isinstance(layout, (Layout, SparsityConfig)):
         raise ValueError(f"layout is of type {type(layout).__name__}, but must be a Layout or a SparsityConfig.")
+    return _attend(q, k, v, layout, backend, extras)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str, extras: dict[str, Any]) -> Tensor:
     if backend == "auto":
         backend = "triton" if q.is_cuda else "torch"
-    if backend == "torch":
-        return block_attention(q, k, v, layout, **extras)
-    if backend == "triton":
-        return triton_attention(q, k, v, layout, Extras(**extras))
+    if backend != "flex":
+        return attend(q, k, v, source, Extras(**extras), backend)
     from twinflow.attention.flex import flex  # imported here, because its imports are slow
 
-    return flex(q, k, v, layout, Extras(**extras))
-
-
-@lru_cache(maxsize=CACHED_LAYOUTS)
-def _layout(pattern: SparsityConfig, length: int) -> Layout:
-    return pattern.layout(length)
+    return flex(q, k, v, source.layout_for(k.shape[2], q.shape[1], 0), Extras(**extras))
 
 
 class PatternAttention:
@@ -100,6 +88,7 @@ class PatternAttention:
         self.backend = backend
         self.heads = heads
         self._layouts: OrderedDict[tuple[int, int, bool], Layout] = OrderedDict()
+        self._sources = (_Direction(self, False), _Direction(self, True))
 
     def __call__(
         self,
@@ -127,12 +116,12 @@ class PatternAttention:
                 f"at least {num_queries}, the number of queries",
                 "Pass the keys and values of all positions up to the last query.",
             )
-        start = num_keys - num_queries
         causal = self.pattern.is_causal if is_causal is None else is_causal
-        layout = self.layout(self._rounded(num_keys) if start else num_keys, q.shape[1], causal)
+        check_causal(self.pattern, causal)
         if dropout:
-            extras["seed"] = int(torch.randint(2**62, ()))
-        return sparse_attention(q, k, v, layout, backend=self.backend, q_start=start, dropout=dropout, **extras)
+            extras["seed"] = torch.randint(2**62, ())
+        extras |= {"q_start": num_keys - num_queries, "dropout": dropout}
+        return _attend(q, k, v, self._sources[causal], self.backend, extras)
 
     def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
         """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
@@ -149,7 +138,7 @@ class PatternAttention:
         self._layouts.move_to_end(key)
         return self._layouts[key]
 
-    def _rounded(self, num_keys: int) -> int:
+    def rounded(self, num_keys: int) -> int:
         """The number of keys rounded up, so that generation with a growing cache needs only a few layouts."""
         return max(num_keys, min(1 << (num_keys - 1).bit_length(), self.max_tokens))
 
@@ -163,6 +152,18 @@ class PatternAttention:
         allowed = f"{layout.num_heads}, the number of heads {'in `heads`' if self.heads else 'of the pattern'}"
         remedy = "If the layer has only some heads of the pattern, pass their range as heads=(first, last + 1)."
         raise invalid_value("The number of heads of q", num_heads, allowed, remedy)
+
+
+class _Direction(LayoutSource):
+    """The layouts of a PatternAttention for causal layers, or for others."""
+
+    def __init__(self, attention: PatternAttention, is_causal: bool) -> None:
+        self._attention = attention
+        self._is_causal = is_causal
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        num_tokens = self._attention.rounded(num_tokens) if q_start else num_tokens
+        return self._attention.layout(num_tokens, num_heads, self._is_causal)
 
 
 def check_causal(pattern: SparsityConfig, is_causal: bool) -> None:

@@ -70,8 +70,7 @@ def sparse_transformers(
     said = repr((patterns, backend, heads, max_tokens))
     name = f"twinflow_{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
     transformers = sys.modules["transformers"]
-    uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
-    transformers.AttentionInterface.register(name, uncompiled)
+    transformers.AttentionInterface.register(name, attention)
     transformers.AttentionMaskInterface.register(name, padding_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -209,7 +208,7 @@ def padding_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
         )
         return square
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is None or (_can_read(attention_mask) and bool(attention_mask.all())):
         return None
     return attention_mask[:, :kv_length].to(torch.bool)
 
@@ -227,11 +226,12 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
     mask = mask[..., :num_keys]
     if mask.is_floating_point():
         removed = mask <= torch.finfo(mask.dtype).min / 2
-        if bool((mask.masked_fill(removed, 0.0) != 0).any()):
+        # A bias that is learned may be all zero at the start. It is kept, so that it gets its gradient.
+        if mask.requires_grad or not _can_read(mask) or bool((mask.masked_fill(removed, 0.0) != 0).any()):
             return {"bias": mask.masked_fill(removed, 0.0), "mask": ~removed}
         mask = ~removed
     kept = mask != 0
-    if kept.shape[1] == 1:
+    if kept.shape[1] == 1 and _can_read(mask):
         last = kept[:, 0, -1]  # the last query sees all keys except padding
         if kept.shape[2] == 1:
             return {"key_padding": last}
@@ -241,3 +241,8 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
         if torch.equal(kept[:, 0], seen):
             return {"key_padding": last}
     return {"mask": kept}
+
+
+def _can_read(mask: Tensor) -> bool:
+    """Whether the host may read values of a mask. It cannot while a graph is compiled, or captured on the GPU."""
+    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))

@@ -8,15 +8,22 @@ memory is proportional to the number of kept blocks: a million tokens in blocks 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCKS = (16, 32, 64, 128)
 DENSE_LIMIT = 2**28
@@ -25,8 +32,48 @@ CHUNK_PAIRS = 2**22
 PairTest = Callable[[Tensor, Tensor], Tensor]
 
 
+_SOURCES: WeakValueDictionary[str, LayoutSource] = WeakValueDictionary()  # by handle
+_PROCESS = uuid.uuid4().hex  # so that the handles of an exported graph name nothing in another process
+_NUMBERS = itertools.count()
+
+
+class LayoutSource:
+    """An object that gives the layout of a call: a layout, a pattern, or the attention of a layer.
+
+    `handle` names the object in operators and in graphs of torch.compile, which cannot have Python objects as
+    arguments. It is different for every object, also for copies, and valid as long as the object exists.
+    """
+
+    handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "handle", f"{_PROCESS}-{next(_NUMBERS)}")
+        _SOURCES[self.handle] = self
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        """The layout for the positions of all keys and queries, of which the first query has the position `q_start`."""
+        raise NotImplementedError
+
+
+def source_of(handle: str) -> LayoutSource:
+    """The object with a handle. Raises ValueError if it does not exist any more."""
+    found = _SOURCES.get(handle)
+    if found is None:
+        raise wrong_state(
+            "A compiled or exported graph cannot run",
+            "the pattern or layout with which it was made does not exist in this process",
+            "Keep the model, the pattern or the layout as long as the graph is used.",
+        )
+    return found
+
+
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(LayoutSource):
     """The kept blocks of scores. Rows are blocks of `block` queries, and columns are blocks of `block` keys.
 
     The tensors must not be changed. Positions count from zero on both axes: row r has the queries from position r *
@@ -43,6 +90,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_shape(self.block, self.num_rows, self.num_cols)
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        return self
 
     @property
     def num_heads(self) -> int:

@@ -1,7 +1,7 @@
 """Attention over a layout (the kept blocks of scores) in plain torch: the reference for tests, and the implementation
 without a GPU.
 
-`dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Block rows
+`dense_attention` computes the whole score matrix. `forward_pass` computes only the scores of kept blocks. Block rows
 with similar numbers of blocks form a group, and the keys of a group are gathered. Each row of scores is complete, so
 that an ordinary softmax is applied. Backward recomputes the scores, so that only the inputs are saved. Groups are
 divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a single head.
@@ -9,14 +9,13 @@ divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a sin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from twinflow.attention.extras import Extras, Sizes, as_4d, check_call, dropout_keep, scale_of, sizes_of
 from twinflow.attention.layout import Layout
@@ -55,47 +54,23 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
     return (probs @ v).to(q.dtype)
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """Attention over the kept blocks, in fp32 or wider, with gradients of q, k, v, bias and relative. `options`: fields
-    of `Extras`."""
-    extras = Extras(**options)
-    check_call(q, k, v, layout, extras)
-    out: Tensor = _BlockAttention.apply(q, k, v, extras.bias, extras.relative, layout, extras)  # type: ignore[no-untyped-call]
-    return out
-
-
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Saves the inputs. Backward recomputes the probabilities."""
+def forward_pass(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
+    """Attention over the kept blocks. The arguments are checked."""
+    check_call(q, k, v, layout, extras)
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward(q, k, v, layout, extras)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        relative: Tensor | None,
-        layout: Layout,
-        extras: Extras,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, bias, relative, extras.key_padding, extras.mask)
-        ctx.layout = layout
-        ctx.extras = replace(extras, bias=None, relative=None, key_padding=None, mask=None)
-        with torch.autocast(q.device.type, enabled=False):
-            return _forward(q, k, v, layout, extras)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, relative, key_padding, mask = ctx.saved_tensors
-        extras = replace(ctx.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = _backward((q, k, v), grad, ctx.layout, extras, wants=ctx.needs_input_grad[3:5])
-        return (*grads, None, None)
+def backward_pass(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], layout: Layout, extras: Extras, wants: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, bias and relative. `wants` says which of the last two are needed."""
+    with torch.autocast(grad.device.type, enabled=False):
+        return _backward(inputs, grad, layout, extras, (wants[3], wants[4]))
 
 
 @dataclass(frozen=True)
