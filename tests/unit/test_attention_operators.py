@@ -57,8 +57,8 @@ def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 def operator_args(tensors: list[Tensor], **options: Any) -> tuple[Any, ...]:
     extras = Extras(**options)
     seed = torch.tensor(5) if extras.dropout else None
-    more = (extras.key_padding, extras.mask, extras.bias, extras.relative, seed)
-    return (*tensors, *more, WINDOW.handle, "torch", extras.scale, extras.dropout, 0)
+    more = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed)
+    return (*tensors, *more, WINDOW.handle, "torch", extras.scale, extras.dropout, extras.softcap, 0)
 
 
 def test_opcheck() -> None:
@@ -66,13 +66,13 @@ def test_opcheck() -> None:
     q, k, v = inputs()
     padding = torch.ones(1, TOKENS, dtype=torch.bool)
     bias = torch.randn(HEADS, TOKENS, TOKENS, requires_grad=True)
-    plain, full = operator_args([q, k, v]), operator_args([q, k, v], key_padding=padding, bias=bias, dropout=0.2)
-    for args in (plain, full):
-        torch.library.opcheck(torch.ops.twinflow.attention.default, args)
+    sinks = torch.randn(HEADS, requires_grad=True)
+    full = operator_args([q, k, v], key_padding=padding, bias=bias, dropout=0.2, sinks=sinks, softcap=2.0)
+    torch.library.opcheck(torch.ops.twinflow.attention.default, full)
     out, lse = torch.ops.twinflow.attention(*(x.detach() if isinstance(x, Tensor) else x for x in full))
     tensors = [tensor.detach() for tensor in (out, q, k, v, out, lse)]
     rest = [x.detach() if isinstance(x, Tensor) else x for x in full[3:]]
-    args = (*tensors, *rest, [True, True, False, True, False])
+    args = (*tensors, *rest, [True, True, False, True, False, True])
     torch.library.opcheck(torch.ops.twinflow.attention_backward.default, args)
 
 
@@ -91,6 +91,22 @@ def test_a_call_is_one_graph(kind: str) -> None:
 
 
 LAYOUT = WINDOW.layout(TOKENS)
+
+
+def test_values_of_another_width() -> None:
+    """Wider and narrower than keys, as in DeepSeek, with the scale of the keys."""
+    q, k, _ = inputs()
+    for width in (5, 12):
+        v = torch.randn(1, HEADS, TOKENS, width, requires_grad=True)
+        found = gradients(sparse_attention(q, k, v, WINDOW), [q, k, v])
+        scores = (q @ k.transpose(2, 3) * 8**-0.5).masked_fill(~kept_tokens(), -torch.inf)
+        for a, b in zip(found, gradients(scores.softmax(-1) @ v, [q, k, v]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def kept_tokens() -> Tensor:
+    assert LAYOUT.is_causal
+    return LAYOUT.to_dense().repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :TOKENS, :TOKENS].tril()
 
 
 def test_another_pattern_is_another_graph() -> None:
@@ -149,7 +165,7 @@ def test_a_handle_names_one_object() -> None:
 
 def test_a_graph_whose_pattern_is_gone_says_so() -> None:
     pattern = DenseSparsityConfig(HEADS, 32)
-    args = (*operator_args(inputs())[:8], pattern.handle, "torch", None, 0.0, 0)
+    args = (*operator_args(inputs())[:9], pattern.handle, "torch", None, 0.0, 0.0, 0)
     torch.ops.twinflow.attention(*args)
     from twinflow.attention import patterns
 

@@ -32,8 +32,9 @@ def sparse_attention(
     """Computes the attention of q to k and v, over the blocks of scores that `layout` keeps.
 
     q is [batch, heads, queries, head_dim]. k and v are [batch, kv_heads, keys, head_dim], where kv_heads is a divisor
-    of heads. The result has the shape of q. If `layout` is a pattern, its layout for this length is built once and
-    cached. `extras` are the fields of `twinflow.attention.Extras`.
+    of heads. v may have another head_dim, which the result has then, too. Its other sizes are those of q. If `layout`
+    is a pattern, its layout for this length is built once and cached. `extras` are the fields of
+    `twinflow.attention.Extras`.
 
     `backend`: "auto" uses Triton on CUDA and plain torch elsewhere. "flex" is torch's flex_attention, which does not
     support all options. Raises ValueError for arguments that do not fit together.
@@ -49,6 +50,8 @@ def sparse_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str, extras: dict[str, Any]) -> Tensor:
+    if v.dim() == q.dim() == 4 and v.shape[3] != q.shape[3]:
+        return _other_width(q, k, v, source, backend, extras)
     if backend == "auto":
         backend = "triton" if q.is_cuda else "torch"
     if backend != "flex":
@@ -56,6 +59,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str,
     from twinflow.attention.flex import flex  # imported here, because its imports are slow
 
     return flex(q, k, v, source.layout_for(k.shape[2], q.shape[1], 0), Extras(**extras))
+
+
+def _other_width(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str, extras: dict[str, Any]) -> Tensor:
+    """Attention with values that are narrower or wider than queries and keys. Zeros are appended to the narrower ones,
+    which changes neither scores nor results."""
+    if extras.get("scale") is None:
+        extras = {**extras, "scale": q.shape[3] ** -0.5}
+    width, value_width = max(q.shape[3], v.shape[3]), v.shape[3]
+    q, k, v = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[3])) for tensor in (q, k, v))
+    return _attend(q, k, v, source, backend, extras)[..., :value_width]
 
 
 class PatternAttention:
@@ -87,8 +100,10 @@ class PatternAttention:
         self.max_tokens = max_tokens
         self.backend = backend
         self.heads = heads
-        self._layouts: OrderedDict[tuple[int, int, bool], Layout] = OrderedDict()
-        self._sources = (_Direction(self, False), _Direction(self, True))
+        self._layouts: OrderedDict[tuple[int, int, bool, int | None], Layout] = OrderedDict()
+        self._sources: dict[tuple[bool, int | None], _Limits] = {}
+        for causal in (False, True):
+            self.source(causal)
 
     def __call__(
         self,
@@ -98,13 +113,15 @@ class PatternAttention:
         dropout: float = 0.0,
         *,
         is_causal: bool | None = None,
+        window: int | None = None,
         **extras: Any,
     ) -> Tensor:
         """Attention of q [batch, heads, queries, head_dim] to k and v [batch, kv_heads, keys, head_dim].
 
         The queries have the last positions of the keys, as in generation with a cache.
 
-        `is_causal`: whether the layer is causal. With None, the pattern decides. The seed of dropout is drawn from
+        `is_causal`: whether the layer is causal. With None, the pattern decides. With a `window`, a query sees only
+        keys at a distance < window, of those that the pattern keeps. The seed of dropout is drawn from
         torch's CPU generator, so that a layer that is recomputed in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)
@@ -121,18 +138,28 @@ class PatternAttention:
         if dropout:
             extras["seed"] = torch.randint(2**62, ())
         extras |= {"q_start": num_keys - num_queries, "dropout": dropout}
-        return _attend(q, k, v, self._sources[causal], self.backend, extras)
+        return _attend(q, k, v, self.source(causal, window), self.backend, extras)
 
-    def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
+    def source(self, is_causal: bool, window: int | None = None) -> LayoutSource:
+        """The source of layouts for causal layers or others, with a window. It is made once."""
+        key = is_causal, window
+        if key not in self._sources:
+            self._sources[key] = _Limits(self, is_causal, window)
+        return self._sources[key]
+
+    def layout(
+        self, num_tokens: int, num_heads: int, is_causal: bool | None = None, window: int | None = None
+    ) -> Layout:
         """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
         causal = self.pattern.is_causal if is_causal is None else is_causal
         check_causal(self.pattern, causal)
         causal = causal or self.pattern.is_causal
         num_blocks = -(-num_tokens // self.pattern.block)
-        key = num_blocks, num_heads, causal
+        key = num_blocks, num_heads, causal, window
         if key not in self._layouts:
             whole = self.pattern.layout(_laid_out(self.pattern, num_tokens, self.max_tokens))
-            self._layouts[key] = self._own_heads(whole.corner(num_blocks, causal), num_heads)
+            layout = self._own_heads(whole.corner(num_blocks, causal), num_heads)
+            self._layouts[key] = layout if window is None else layout.windowed(window)
             if len(self._layouts) > CACHED_CORNERS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
@@ -154,16 +181,17 @@ class PatternAttention:
         raise invalid_value("The number of heads of q", num_heads, allowed, remedy)
 
 
-class _Direction(LayoutSource):
-    """The layouts of a PatternAttention for causal layers, or for others."""
+class _Limits(LayoutSource):
+    """The layouts of a PatternAttention for causal layers or for others, with a window or without."""
 
-    def __init__(self, attention: PatternAttention, is_causal: bool) -> None:
+    def __init__(self, attention: PatternAttention, is_causal: bool, window: int | None) -> None:
         self._attention = attention
         self._is_causal = is_causal
+        self._window = window
 
     def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
         num_tokens = self._attention.rounded(num_tokens) if q_start else num_tokens
-        return self._attention.layout(num_tokens, num_heads, self._is_causal)
+        return self._attention.layout(num_tokens, num_heads, self._is_causal, self._window)
 
 
 def check_causal(pattern: SparsityConfig, is_causal: bool) -> None:

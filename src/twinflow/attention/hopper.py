@@ -119,7 +119,9 @@ class HopperKernel:
 def _allows(call: Call) -> bool:
     sizes = call.sizes
     is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
-    is_fit = sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain
+    is_fit = (
+        sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain and call.layout.window is None
+    )
     is_fit = is_fit and scale_of(call.extras, sizes.head_dim) >= MIN_SCALE
     is_ours = call.tunings.hopper and is_whole and is_fit
     return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()

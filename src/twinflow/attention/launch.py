@@ -63,6 +63,8 @@ class SizeArgs(NamedTuple):
     q_start: int
     num_slots: int
     scale: float
+    softcap: float
+    window: int
     mask_batch: int  # strides
     mask_head: int
     mask_query: int
@@ -84,11 +86,13 @@ class Shape(NamedTuple):
     SUB: int  # own tokens per bit of a code
     UNIT: int  # other tokens per code
     CAUSAL: bool
+    HAS_WINDOW: bool
     ONE_PATTERN: bool  # all heads have the same pattern
     HAS_CUTS: bool
     HAS_FULL: bool  # there are tiles without a mask
     HAS_PARTIAL: bool  # there are tiles with a mask
     HAS_BIAS: bool  # also True for a scale <= 0, with which the maximum must be that of scaled scores
+    HAS_CAP: bool
     HAS_MASKS: bool
     MASK_STEP: int  # stride between keys
     BIAS_STEP: int
@@ -146,8 +150,9 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are only scaled products in half precision, without bias, masks and dropout."""
-        return self.has_no_tensors and self.extras.dropout == 0.0 and self.dtype != torch.float32
+        """Whether scores are only scaled products in half precision, without bias, masks, softcap and dropout."""
+        is_changed = self.extras.dropout > 0.0 or self.extras.softcap > 0.0
+        return self.has_no_tensors and not is_changed and self.dtype != torch.float32
 
     @cached_property
     def in_program(self) -> int:
@@ -172,7 +177,10 @@ class Call:
         _, bias_strides, _ = _expanded(self.extras.bias, sizes)
         relative = self.extras.relative
         step = relative.shape[1] if relative is not None and relative.shape[0] > 1 else 0
-        return SizeArgs(*counts, start, num_slots, scale, *mask_strides, *bias_strides, step)
+        softcap = float(self.extras.softcap)
+        return SizeArgs(
+            *counts, start, num_slots, scale, softcap, self.layout.window or 0, *mask_strides, *bias_strides, step
+        )
 
     def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
         """The constants for tiles of a size and for a plan."""
@@ -188,11 +196,13 @@ class Call:
             SUB=min(block, size.own),
             UNIT=min(block, size.other),
             CAUSAL=self.layout.is_causal,
+            HAS_WINDOW=self.layout.window is not None,
             ONE_PATTERN=self.layout.num_patterns == 1,
             HAS_CUTS=plan is not None and plan.num_slots > 0,
             HAS_FULL=plan is not None and plan.has_full,
             HAS_PARTIAL=plan is None or plan.has_partial,
             HAS_BIAS=has_bias,
+            HAS_CAP=extras.softcap > 0.0,
             HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
             MASK_STEP=_expanded(extras.mask, sizes)[2],
             BIAS_STEP=_expanded(extras.bias, sizes)[2],
@@ -215,7 +225,7 @@ class Call:
         masks and extras, and the GPU supports TMA."""
         layout, dim = self.layout, self.sizes.head_dim
         start, stop = self.span.queries if by_keys else self.span.keys
-        is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block
+        is_whole = not layout.is_causal and layout.window is None and max(size.own, size.other) <= layout.block
         is_whole = is_whole and start % size.other == 0 and stop % size.other == 0
         are_rows = all(is_rows(x) for x in others) and dim == padded_dim(dim)
         has_loader = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)

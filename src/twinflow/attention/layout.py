@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -87,6 +87,7 @@ class Layout(LayoutSource):
     head_to_pattern: tuple[int, ...]
     row_starts: Tensor  # int64 [num_patterns, num_rows + 1], offsets into `cols`
     cols: Tensor  # int32 [kept], ascending within a row, no duplicates
+    window: int | None = None  # a query sees only keys at a distance < window, exact to the token; None: all keys
 
     def __post_init__(self) -> None:
         _check_shape(self.block, self.num_rows, self.num_cols)
@@ -116,7 +117,7 @@ class Layout(LayoutSource):
 
     @cached_property
     def _digest(self) -> bytes:
-        shape = (self.block, self.num_rows, self.num_cols, self.is_causal, self.head_to_pattern)
+        shape = (self.block, self.num_rows, self.num_cols, self.is_causal, self.head_to_pattern, self.window)
         digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for tensor in (self.row_starts, self.cols):
             digest.update(tensor.contiguous().numpy().data)
@@ -151,6 +152,18 @@ class Layout(LayoutSource):
             flats.append((rows * num_blocks + cols)[(rows < num_blocks) & (cols < num_blocks)])
         heads = self.head_to_pattern
         return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=is_causal, head_to_pattern=heads)
+
+    def windowed(self, window: int) -> Layout:
+        """The layout with a window: without blocks in which every key is too far from every query."""
+        if window < 1:
+            raise invalid_value("window", window, "a whole number >= 1")
+        flats = []
+        for pattern in range(self.num_patterns):
+            rows, cols = self.rows_of(pattern).long(), self.cols_of(pattern).long()
+            is_near = ((rows - cols).abs() - 1) * self.block + 1 < window
+            flats.append((rows * self.num_cols + cols)[is_near])
+        options = {"is_causal": self.is_causal, "head_to_pattern": self.head_to_pattern}
+        return replace(from_flat(flats, self.num_rows, self.num_cols, self.block, **options), window=window)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
         """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1] and ascending rows int32 [kept]."""
@@ -197,6 +210,7 @@ class Layout(LayoutSource):
             tuple(patterns.index(pattern) for pattern in wanted),
             _starts(counts),
             torch.cat([self.cols_of(pattern) for pattern in patterns]),
+            self.window,
         )
 
 

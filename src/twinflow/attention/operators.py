@@ -26,16 +26,16 @@ from twinflow.attention.layout import Layout, LayoutSource, source_of
 from twinflow.attention.tuning import Tunings
 from twinflow.errors import incompatible
 
-_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? seed"
-_NUMBERS = "str source, str backend, float? scale, float dropout, SymInt q_start"
-_LIBRARY = torch.library.Library("twinflow", "DEF")
+_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? sinks, Tensor? seed"
+_NUMBERS = "str source, str backend, float? scale, float dropout, float softcap, SymInt q_start"
+_LIBRARY: Any = torch.library.Library("twinflow", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
-    "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_NUM_INPUTS = 13  # arguments of the operator `attention`
-_GRADIENTS = (0, 1, 2, 5, 6)  # positions of q, k, v, bias and relative among them
+_NUM_INPUTS = 15  # arguments of the operator `attention`
+_GRADIENTS = (0, 1, 2, 5, 6, 7)  # positions of q, k, v, bias, relative and sinks among them
 
 
 def attend(
@@ -50,21 +50,22 @@ def attend(
     """Attention with a backend, "triton" or "torch". `tunings` is for benchmarks and tests of the Triton kernels."""
     if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
         seed = extras.seed if isinstance(extras.seed, Tensor) else _seed_tensor(extras)
-        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, seed)
-        numbers = (source.handle, backend, extras.scale, float(extras.dropout), extras.q_start)
+        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed)
+        numbers = (source.handle, backend, extras.scale, float(extras.dropout), float(extras.softcap), extras.q_start)
         out: Tensor = torch.ops.twinflow.attention(q, k, v, *tensors, *numbers)[0]
         return out
     if extras.dropout and q.is_cuda and torch.cuda.is_current_stream_capturing():
         reason = "every replay of the graph would drop the same scores"
         raise incompatible("Dropout of attention", "a CUDA graph", reason, "Set the dropout of attention to 0.")
     layout = _layout_of(source, q, k, extras)
-    out = _Attention.apply(q, k, v, extras.bias, extras.relative, layout, extras, backend, tunings)  # type: ignore[no-untyped-call]
+    learned = (extras.bias, extras.relative, extras.sinks)
+    out = _Attention.apply(q, k, v, *learned, layout, extras, backend, tunings)  # type: ignore[no-untyped-call]
     return out
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """Attention over the kept blocks, in fp32 or wider, with gradients of q, k, v, bias and relative. `options`: fields
-    of `Extras`."""
+    """Attention over the kept blocks, in fp32 or wider, with gradients of q, k, v, bias, relative and sinks. `options`:
+    fields of `Extras`."""
     return attend(q, k, v, layout, Extras(**options), "torch")
 
 
@@ -83,6 +84,9 @@ def _layout_of(source: LayoutSource, q: Tensor, k: Tensor, extras: Extras) -> La
     return source.layout_for(num_tokens, q.shape[1], extras.q_start)
 
 
+_SAVED = ("bias", "relative", "sinks", "key_padding", "mask")  # fields of Extras
+
+
 class _Attention(torch.autograd.Function):
     """Saves the inputs, the result and the log-sum-exp of each row. Backward recomputes the probabilities."""
 
@@ -94,26 +98,26 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         bias: Tensor | None,
         relative: Tensor | None,
+        sinks: Tensor | None,
         layout: Layout,
         extras: Extras,
         backend: str,
         tunings: Tunings | None,
     ) -> Tensor:
         out, lse = _forward(q, k, v, layout, extras, backend, tunings)
-        ctx.save_for_backward(q, k, v, out, lse, bias, relative, extras.key_padding, extras.mask)
-        is_plain = bias is None and relative is None and extras.key_padding is None and extras.mask is None
-        ctx.extras = extras if is_plain else replace(extras, bias=None, relative=None, key_padding=None, mask=None)
-        ctx.rest = (layout, backend, tunings)
+        tensors = (bias, relative, sinks, extras.key_padding, extras.mask)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        has_tensors = any(tensor is not None for tensor in tensors)
+        ctx.extras = replace(extras, **dict.fromkeys(_SAVED)) if has_tensors else extras
+        ctx.rest = (layout, backend, tunings, has_tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, relative, key_padding, mask = ctx.saved_tensors
-        extras = ctx.extras
-        if not (bias is None and relative is None and key_padding is None and mask is None):
-            extras = replace(extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
-        layout, backend, tunings = ctx.rest
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        layout, backend, tunings, has_tensors = ctx.rest
+        extras = replace(ctx.extras, **dict(zip(_SAVED, tensors, strict=True))) if has_tensors else ctx.extras
         grads = _backward(grad, (q, k, v), out, lse, layout, extras, backend, ctx.needs_input_grad, tunings)
         return (*grads, None, None, None, None)
 
@@ -138,34 +142,36 @@ def _backward(
     wants: Sequence[bool],
     tunings: Tunings | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, bias and relative. `wants` says which are needed."""
+    """The gradients of q, k, v, bias, relative and sinks. `wants` says which are needed."""
     if backend == "triton":
         return triton_attention.backward_pass(grad, inputs, out, lse, layout, extras, wants, tunings)
     return reference.backward_pass(grad, inputs, layout, extras, wants)
 
 
-def _extras(tensors: Sequence[Tensor | None], scale: float | None, dropout: float, q_start: int) -> Extras:
-    key_padding, mask, bias, relative, seed = tensors
-    return Extras(scale, key_padding, mask, bias, relative, dropout, 0 if seed is None else seed, q_start)
+def _extras(tensors: Sequence[Tensor | None], scale: float | None, *numbers: Any) -> Extras:
+    key_padding, mask, bias, relative, sinks, seed = tensors
+    dropout, softcap, q_start = numbers
+    seed = 0 if seed is None else seed
+    return Extras(scale, key_padding, mask, bias, relative, dropout, seed, q_start, softcap, sinks)
 
 
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, *tensors, source, backend, scale, dropout, q_start = args
-    extras = _extras(tensors, scale, dropout, q_start)
+    q, k, v, *tensors, source, backend, scale, dropout, softcap, q_start = args
+    extras = _extras(tensors, scale, dropout, softcap, q_start)
     out, lse = _forward(q, k, v, _layout_of(source_of(source), q, k, extras), extras, backend)
     return out.contiguous() if backend == "torch" else out, lse
 
 
 def _operator_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    q, backend = args[0], args[9]
+    q, backend = args[0], args[10]
     if backend == "torch":
         return q.new_empty(q.shape), q.new_empty(0, dtype=torch.float32)
     return torch.empty_like(with_dense_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
-    grad, q, k, v, out, lse, *tensors, source, backend, scale, dropout, q_start, wants = args
-    extras = _extras(tensors, scale, dropout, q_start)
+    grad, q, k, v, out, lse, *tensors, source, backend, scale, dropout, softcap, q_start, wants = args
+    extras = _extras(tensors, scale, dropout, softcap, q_start)
     layout = _layout_of(source_of(source), q, k, extras)
     grads = _backward(grad, (q, k, v), out, lse, layout, extras, backend, wants)
     grads = tuple(x if wanted else None for x, wanted in zip(grads, wants, strict=True))
@@ -175,12 +181,12 @@ def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    _, q, k, v, _, _, _, _, bias, relative, _, _, backend, *_, wants = args
+    _, q, k, v, _, _, _, _, bias, relative, sinks, _, _, backend, *_, wants = args
     found: list[Tensor] = []
-    for tensor, is_wanted in zip((q, k, v, bias, relative), wants, strict=True):
+    for tensor, is_wanted in zip((q, k, v, bias, relative, sinks), wants, strict=True):
         if not is_wanted:
             found.append(q.new_empty(0))
-        elif backend == "torch" or tensor is bias or tensor is relative:
+        elif backend == "torch" or len(found) > 2:
             found.append(tensor.new_empty(tensor.shape))
         else:
             found.append(torch.empty_like(with_dense_rows(tensor)))
@@ -188,8 +194,8 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
-    ctx.numbers = inputs[8:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:9])
+    ctx.numbers = inputs[9:]
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:

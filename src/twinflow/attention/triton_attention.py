@@ -2,10 +2,11 @@
 positions.
 
 Forward launches one kernel, or two if long rows are cut. Backward launches up to four kernels, and more for gradients
-of bias and relative positions. Everything about a call that does not depend on the values of its tensors is prepared
-once: checks, plans, tables on the device, grids and the arguments of the kernels. `call_for` finds it by one key. The
-host waits only when it copies tables to the device: those of a new plan, and those for the gradients of bias and
-relative positions.
+of bias and relative positions. Sinks change no kernel: they only scale the results of forward.
+
+Everything about a call that does not depend on the values of its tensors is prepared once: checks, plans, tables on the
+device, grids and the arguments of the kernels. `call_for` finds it by one key. The host waits only when it copies
+tables to the device: those of a new plan, and those for the gradients of bias and relative positions.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from twinflow.errors import invalid_value
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 CACHED_CALLS = 64
+LOG2E = 1.4426950408889634
 
 # By kernel: the tensors whose rows it reads as other tiles, and the field of Tunings.
 OTHERS = {"forward": ("k", "v"), "query_gradients": ("k", "v"), "key_gradients": ("q", "grad")}
@@ -64,7 +66,10 @@ def forward_pass(
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     call = call_for(q, k, v, layout, extras, tunings)
     with on_device(q.device):
-        return forward(q, k, v, call, extras)
+        out, lse = forward(q, k, v, call, extras)
+        if extras.sinks is not None:
+            _add_sinks(out, lse, extras.sinks)
+        return out, lse
 
 
 def backward_pass(
@@ -77,7 +82,7 @@ def backward_pass(
     wants: Sequence[bool],
     tunings: Tunings | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, bias and relative. `wants` says which of them are needed; the others may be None."""
+    """The gradients of q, k, v, bias, relative and sinks. `wants` says which are needed; the others may be None."""
     q, k, v = (with_dense_rows(tensor) for tensor in inputs)
     grad = with_dense_rows(grad)
     call = call_for(q, k, v, layout, extras, tunings)
@@ -89,7 +94,23 @@ def backward_pass(
         tensors = (q, k, v, lse, grad, delta)
         dbias = bias_gradient(tensors, call, extras) if wants[3] else None
         drelative = relative_gradient(tensors, call, extras) if wants[4] else None
-    return dq, dk, dv, dbias, drelative
+        dsinks = None
+        if wants[5]:
+            assert extras.sinks is not None
+            # The probability of a sink times the gradient of its score. The value of a sink is zero.
+            share = torch.exp2(extras.sinks.detach().float()[:, None] * LOG2E - lse)
+            dsinks = -(share * delta).sum((0, 2)).to(extras.sinks.dtype)
+    return dq, dk, dv, dbias, drelative, dsinks
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add the sinks to the sums of weights of all rows. Backward then needs no change, because it computes
+    probabilities from `lse`. Rows without a key stay zero with an infinite `lse`.
+    """
+    logits = sinks.detach().float()[:, None] * LOG2E
+    total = torch.logaddexp2(lse, logits)
+    out.copy_(out * torch.exp2(lse - total).nan_to_num(0.0)[..., None])
+    lse.copy_(total)
 
 
 def call_for(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, tunings: Tunings | None = None) -> Call:
@@ -100,6 +121,7 @@ def call_for(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, tu
         extras.scale,
         extras.dropout,
         extras.q_start,
+        extras.softcap,
         _form(q),
         _form(k),
         _form(v),
@@ -138,9 +160,9 @@ def _new_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, t
         )
     names = ("key_padding", "mask", "bias", "relative")
     # A cached call must not keep the memory of tensors.
-    forms = {name: _without_memory(getattr(extras, name)) for name in names}
+    forms: dict[str, Any] = {name: _without_memory(getattr(extras, name)) for name in names}
     tunings = tunings or tunings_for(sizes.head_dim, q.dtype)
-    return Call(layout, replace(extras, seed=0, **forms), sizes, q.dtype, q.device, tunings)
+    return Call(layout, replace(extras, seed=0, sinks=None, **forms), sizes, q.dtype, q.device, tunings)
 
 
 def _without_memory(tensor: Tensor | None) -> Tensor | None:
