@@ -47,13 +47,19 @@ def transformers_models(model: nn.Module) -> list[Any]:
     return found
 
 
-def num_heads_of(model: Any) -> int:
-    """Number of query heads of a model of transformers."""
-    count = getattr(model.config, "num_attention_heads", None)
-    if not isinstance(count, int):
-        remedy = "Call twinflow.attention.sparsify for the submodule that has the text layers."
-        raise invalid_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
-    return count
+def heads_of_layers(model: Any) -> list[int]:
+    """Number of query heads of each layer of a model of transformers."""
+    counts = []
+    for name in ("num_attention_heads", "num_hidden_layers"):
+        count = getattr(model.config, name, None)
+        if not isinstance(count, int):
+            remedy = (
+                "Patterns need layers with equal numbers of heads. If the model consists of several models, such as "
+                "one for text, call twinflow.attention.sparsify for that submodule."
+            )
+            raise invalid_value(f"{type(model).__name__}.config.{name}", count, "a whole number", remedy)
+        counts.append(count)
+    return [counts[0]] * counts[1]
 
 
 def sparse_transformers(
@@ -120,8 +126,12 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> bool:
             f"a version with {' and '.join(_NEEDS)}",
             'Run `pip install "transformers>=5"`.',
         )
-    if not model._can_set_attn_implementation():
+    # In some models, such as GIT, only some of the layers use the interface. They declare no other implementation.
+    declared = ("_supports_sdpa", "_supports_flex_attn", "_supports_attention_backend")
+    if not model._can_set_attn_implementation() or not any(getattr(model, part, False) for part in declared):
         raise _not_applicable(name, "its layers do not use transformers' attention interface", _REBUILD)
+    if not any("Attention" in type(part).__name__ for part in model.modules()):
+        raise _not_applicable(name, "it has no attention layers", _REBUILD)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         reason = "patterns are for self-attention, and not for attention from a decoder to an encoder"
         raise _not_applicable(name, reason, "Use an encoder-only or a decoder-only model.")
@@ -177,7 +187,7 @@ class TransformersAttention:
             attention_mask = attention_mask[:, 0, 0, 0]
         extras: dict[str, Any] = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
         if "mask" in extras:
-            # A mask of scores includes causality, with exceptions in some models: in GIT, image tokens see each other.
+            # A mask of scores includes causality, with exceptions in some models, whose image tokens see each other.
             causal = attend.pattern.is_causal
         if softcap is not None:
             extras["softcap"] = float(softcap)

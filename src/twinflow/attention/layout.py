@@ -162,7 +162,7 @@ class Layout(LayoutSource):
             rows, cols = self.rows_of(pattern).long(), self.cols_of(pattern).long()
             is_near = ((rows - cols).abs() - 1) * self.block + 1 < window
             flats.append((rows * self.num_cols + cols)[is_near])
-        options = {"is_causal": self.is_causal, "head_to_pattern": self.head_to_pattern}
+        options: dict[str, Any] = {"is_causal": self.is_causal, "head_to_pattern": self.head_to_pattern}
         return replace(from_flat(flats, self.num_rows, self.num_cols, self.block, **options), window=window)
 
     def transposed(self) -> tuple[Tensor, Tensor]:

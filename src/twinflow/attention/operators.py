@@ -108,7 +108,8 @@ class _Attention(torch.autograd.Function):
         tensors = (bias, relative, sinks, extras.key_padding, extras.mask)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         has_tensors = any(tensor is not None for tensor in tensors)
-        ctx.extras = replace(extras, **dict.fromkeys(_SAVED)) if has_tensors else extras
+        nothing: dict[str, Any] = dict.fromkeys(_SAVED)
+        ctx.extras = replace(extras, **nothing) if has_tensors else extras
         ctx.rest = (layout, backend, tunings, has_tensors)
         return out
 
@@ -151,8 +152,9 @@ def _backward(
 def _extras(tensors: Sequence[Tensor | None], scale: float | None, *numbers: Any) -> Extras:
     key_padding, mask, bias, relative, sinks, seed = tensors
     dropout, softcap, q_start = numbers
-    seed = 0 if seed is None else seed
-    return Extras(scale, key_padding, mask, bias, relative, dropout, seed, q_start, softcap, sinks)
+    return Extras(
+        scale, key_padding, mask, bias, relative, dropout, 0 if seed is None else seed, q_start, softcap, sinks
+    )
 
 
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
