@@ -155,7 +155,7 @@ def test_a_handle_names_one_object() -> None:
     """A copy has its own, so that it does not depend on the life of the first."""
     pattern = BigBirdSparsityConfig(HEADS, 16)
     attention = PatternAttention(pattern, 64)
-    for one in (pattern, pattern.layout(64), attention._sources[0]):
+    for one in (pattern, pattern.layout(64), attention.source(False)):
         for other in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert source_of(other.handle) is other
             assert other.handle != one.handle
