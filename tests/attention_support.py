@@ -22,9 +22,9 @@ from torch import Tensor
 from twinflow.attention import patterns
 from twinflow.attention.extras import Extras
 from twinflow.attention.layout import Layout, from_dense
+from twinflow.attention.operators import attend
 from twinflow.attention.reference import dense_attention
 from twinflow.attention.tiles import Span, Work, tile_plan
-from twinflow.attention.triton_attention import triton_attention
 from twinflow.attention.tuning import Tuning, Tunings, tunings_for
 
 STRUCTURES = ("dense", "fixed", "variable", "bigbird", "longformer", "sliding", "random")
@@ -96,7 +96,12 @@ MORE = [
     Case("random", 32, "fp32", False, "query bias"),
     Case("random", 32, "bf16", False, "shared relative", batch=2, cached=60),
     Case("random", 16, "fp16", True, "dropout"),
+    Case("dense", 16, "fp32", False, "window", cached=9, heads=(2, 1)),
+    Case("dense", 32, "fp16", True, "window"),
     Case("random", 16, "fp32", False, "negative scale"),
+    Case("sliding", 32, "fp16", True, "softcap", heads=(2, 1)),
+    Case("longformer", 16, "fp16", False, "sinks", heads=(2, 1), is_cut=True),
+    Case("random", 16, "fp32", False, "sinks", batch=2),
     Case("longformer", 32, "fp32", True, "none", heads=(4, 2)),
     Case("random", 32, "fp32", False, "none", head_dim=7),
     Case("dense", 16, "fp32", True, "none", cached=70),
@@ -165,6 +170,9 @@ def make_layout(case: Case, length: int) -> Layout:
         "dense": lambda: torch.ones(1, num_blocks, num_blocks, dtype=torch.bool),
         "random": lambda: torch.rand(heads, num_blocks, num_blocks, generator=generator) < 0.5,
     }
+    if case.extra == "window":  # the last key of a window is in the middle of a block
+        both = from_dense(grids["dense"](), block, is_causal=case.is_causal, num_heads=heads)
+        return both.windowed(block + 5)
     if case.structure in grids:
         grid = grids[case.structure]()
         if case.extra == "nothing kept":
@@ -208,6 +216,7 @@ def make_inputs(case: Case, length: int, head_dim: int, device: str) -> Inputs:
     width = num_queries + length - 1
     makers: dict[str, Any] = {
         "none": dict,
+        "window": dict,
         "nothing kept": dict,
         "padding": lambda: {"key_padding": random_bool(batch, length)},
         "bias": lambda: {"bias": random(1, heads, num_queries, length)},
@@ -220,6 +229,8 @@ def make_inputs(case: Case, length: int, head_dim: int, device: str) -> Inputs:
         "shared relative": lambda: {"relative": random(1, width)},
         "dropout": lambda: {"dropout": 0.3, "seed": 2**40 + 12345},
         "negative scale": lambda: {"scale": -0.7},
+        "softcap": lambda: {"softcap": 1.5},
+        "sinks": lambda: {"sinks": random(heads)},
         "everything": lambda: {
             "key_padding": random_bool(batch, length),
             "mask": random_bool(num_queries, length),
@@ -228,6 +239,8 @@ def make_inputs(case: Case, length: int, head_dim: int, device: str) -> Inputs:
             "dropout": 0.2,
             "seed": 7,
             "scale": 0.5,
+            "softcap": 1.2,
+            "sinks": random(heads),
         },
     }
     options = makers[case.extra]()
@@ -271,7 +284,7 @@ def run_case(case: Case, device: str) -> None:
         assert tile_plan(layout, span, size, False, work).num_slots > 0
     torch.use_deterministic_algorithms(True)
     try:
-        out = triton_attention(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), tunings)
+        out = attend(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), "triton", tunings)
         ours = results(out, inputs)
     finally:
         torch.use_deterministic_algorithms(False)

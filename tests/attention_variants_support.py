@@ -18,8 +18,8 @@ from attention_support import Case
 
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
+from twinflow.attention.operators import attend
 from twinflow.attention.reference import dense_attention
-from twinflow.attention.triton_attention import triton_attention
 from twinflow.attention.tuning import Tuning, Tunings
 
 HEAD_DIM = 16
@@ -61,7 +61,7 @@ def run(variant: Variant, device: str) -> None:
         _, plan, shape = call.prepare(variant.tuning, others, by_keys)
         assert shape.TMA
         assert (plan.num_slots > 0) == case.is_cut
-    ours = support.results(triton_attention(q, k, v, layout, extras, tunings), inputs)
+    ours = support.results(attend(q, k, v, layout, extras, "triton", tunings), inputs)
     exact = inputs.in_double()
     truth = support.results(dense_attention(exact.q, exact.k, exact.v, layout, **exact.options), exact)
     for name, expected in truth.items():

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from twinflow.attention import BigBirdSparsityConfig, Extras, dense_attention, sparse_attention
-from twinflow.attention.triton_attention import triton_attention
+from twinflow.attention.operators import attend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,7 +68,7 @@ def test_no_two_runs_differ() -> None:
     tunings = support.make_tunings(case, 64, is_small=False)
     runs = []
     for _ in range(3):
-        out = triton_attention(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), tunings)
+        out = attend(inputs.q, inputs.k, inputs.v, layout, Extras(**inputs.options), "triton", tunings)
         runs.append(support.results(out, inputs))
     for run in runs[1:]:
         assert all(torch.equal(run[name], runs[0][name]) for name in run)
@@ -80,7 +80,7 @@ def test_in_a_thread_that_has_done_nothing_else() -> None:
     q, k, v = (torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def run() -> torch.Tensor:
-        return triton_attention(q, k, v, layout, Extras())
+        return attend(q, k, v, layout, Extras(), "triton")
 
     here = run().clone()
     with ThreadPoolExecutor(1) as thread:

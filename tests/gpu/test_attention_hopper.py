@@ -17,8 +17,10 @@ from twinflow.attention import (
     LocalSlidingWindowSparsityConfig,
     hopper,
 )
+from twinflow.attention.launch import Launch
 from twinflow.attention.layout import Layout, from_dense
-from twinflow.attention.triton_attention import triton_attention
+from twinflow.attention.operators import attend
+from twinflow.attention.triton_attention import _CALLS
 from twinflow.attention.tuning import Tunings, tunings_for
 
 pytestmark = [
@@ -103,13 +105,14 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels made for Hopper that have run."""
     names: list[str] = []
-    launch = hopper.launch
+    launch = Launch.__call__
 
-    def count(kernel: Any, *args: Any) -> None:
-        names.append(kernel.fn.__name__)
-        launch(kernel, *args)
+    def count(self: Launch, *args: Any) -> None:
+        if self.kernel.fn.__module__.endswith("kernels_hopper"):
+            names.append(self.kernel.fn.__name__)
+        launch(self, *args)
 
-    monkeypatch.setattr(hopper, "launch", count)
+    monkeypatch.setattr(Launch, "__call__", count)
     return names
 
 
@@ -123,7 +126,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tunings]:
             yield tunings
             with monkeypatch.context() as patch:
                 patch.setattr(hopper, "_num_processors", lambda device: 3)
+                _CALLS.clear()  # they have grids for all multiprocessors
                 yield tunings
+            _CALLS.clear()
 
     return each()
 
@@ -141,9 +146,9 @@ def check(
     expected = gradients(dense(*exact, layout, 0.1), grad, *exact)
     extras = Extras(scale=0.1)
     for tunings in settings:
-        others = gradients(triton_attention(*inputs, layout, extras, replace(tunings, hopper=False)), grad, *inputs)
+        others = gradients(attend(*inputs, layout, extras, "triton", replace(tunings, hopper=False)), grad, *inputs)
         assert not launched
-        runs = [gradients(triton_attention(*inputs, layout, extras, tunings), grad, *inputs) for _ in range(2)]
+        runs = [gradients(attend(*inputs, layout, extras, "triton", tunings), grad, *inputs) for _ in range(2)]
         assert sorted(launched) == sorted(["forward", "key_gradients", "query_gradients"] * 2)
         launched.clear()
         for found, again, other, wanted in zip(*runs, others, expected, strict=True):
@@ -191,9 +196,9 @@ def test_heads_side_by_side(case: tuple[Any, ...], launched: list[str]) -> None:
     views = [part.unflatten(2, (-1, 128)).transpose(1, 2).requires_grad_() for part in split]
     whole = [view.detach().contiguous().requires_grad_() for view in views]
     grad = grad.transpose(1, 2)
-    found = gradients(triton_attention(*views, layout, Extras()), grad, *views)
+    found = gradients(attend(*views, layout, Extras(), "triton"), grad, *views)
     assert len(launched) == 3
-    expected = gradients(triton_attention(*whole, layout, Extras()), grad.contiguous(), *whole)
+    expected = gradients(attend(*whole, layout, Extras(), "triton"), grad.contiguous(), *whole)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert found[0].stride() == grad.stride()

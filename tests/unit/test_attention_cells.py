@@ -122,9 +122,9 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         extras = Extras(**options)  # type: ignore[arg-type]
         tunings = tunings_for(dim, dtype)
         call = Call(layout, extras, check_call(q, q, q, layout, extras), dtype, q.device, tunings)
-        found = hopper.plan_for(call, (q,), by_keys=False)
-        assert hopper.plan_for(replace(call, tunings=replace(tunings, hopper=False)), (q,), by_keys=False) is None
-        assert hopper.plan_for(call, (q.transpose(2, 3),), by_keys=False) is None
+        found = hopper.plan_for("forward", {"q": q}, call)
+        assert hopper.plan_for("forward", {"q": q}, replace(call, tunings=replace(tunings, hopper=False))) is None
+        assert hopper.plan_for("forward", {"q": q.transpose(2, 3)}, call) is None
         return found is not None
 
     assert has_plan()
@@ -153,7 +153,7 @@ def test_heads_that_differ_have_no_plan() -> None:
     q = torch.zeros(1, 2, 4096, 128, dtype=torch.bfloat16)
     tunings = tunings_for(128, q.dtype)
     call = Call(layout, Extras(), check_call(q, q, q, layout, Extras()), q.dtype, q.device, tunings)
-    assert hopper.plan_for(call, (q,), by_keys=False) is None
+    assert hopper.plan_for("forward", {"q": q}, call) is None
 
 
 def test_rows_of_heads_in_a_matrix() -> None:

@@ -134,6 +134,55 @@ def test_generating_with_a_cache_is_generating_without(name: str, pattern: att.S
         torch.testing.assert_close(cached, plain, rtol=1e-4, atol=1e-5)
 
 
+GROUPED: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3}
+WINDOWED: dict[str, dict[str, Any]] = {  # each with a window that is shorter than the sequence
+    "Mistral": {"sliding_window": 21},
+    "Gemma2": {"sliding_window": 21, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.7},
+    "GptOss": {"sliding_window": 21, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def windowed(name: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB, attn_implementation="eager", pad_token_id=0, **GROUPED, **WINDOWED[name]
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_softcaps_and_sinks_are_those_of_the_model(name: str) -> None:
+    """In training, without a mask of size queries x keys, and in generation, whose cache drops keys."""
+    model, inputs = windowed(name), batch()
+    truth = loss_and_grads(model, inputs)
+    ids = inputs["input_ids"]
+    wanted = model.eval().generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    att.sparsify(model.train(), att.DenseSparsityConfig(HEADS))
+    ours = loss_and_grads(model, inputs)
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-5, atol=1e-5)
+    for param, grad in truth[2].items():
+        torch.testing.assert_close(ours[2][param], grad, rtol=1e-4, atol=1e-4, msg=param)
+    assert torch.equal(model.eval().generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None), wanted)
+
+
+def test_a_mask_with_a_window_has_no_square() -> None:
+    from twinflow.attention.huggingface import padding_mask
+
+    config = transformers.MistralConfig(sliding_window=21)
+    padding = torch.ones(2, 45, dtype=torch.bool)
+    given: dict[str, Any] = {"attention_mask": padding, "config": config, "allow_is_causal_skip": True}
+    mask = padding_mask(2, 45, 45, local_size=21, **given)
+    assert mask is not None
+    assert mask.shape == (2, 1, 1, 21, 45)
+    assert mask.untyped_storage().nbytes() == padding.numel()
+    chunked = transformers.MistralConfig(sliding_window=21, attention_chunk_size=21)
+    function = transformers.masking_utils.chunked_causal_mask_function(21, torch.zeros(2, dtype=torch.long))
+    given |= {"config": chunked, "mask_function": function}
+    mask = padding_mask(2, 45, 45, local_size=21, **given)
+    assert mask is not None
+    assert mask.shape == (2, 1, 45, 45)
+
+
 def test_a_prompt_in_pieces() -> None:
     model = att.sparsify(build("llama"), BIGBIRD).eval()
     ids = batch(50)["input_ids"]
@@ -145,7 +194,7 @@ def test_a_prompt_in_pieces() -> None:
 
 def test_a_static_cache_is_refused() -> None:
     model = att.sparsify(build("llama"), WINDOW).eval()
-    with pytest.raises(ValueError, match="With sparse attention, the first key must be at position 0"):
+    with pytest.raises(ValueError, match="With sparse attention, the last key must be at the position"):
         model.generate(batch(8)["input_ids"], max_new_tokens=4, cache_implementation="static")
 
 
@@ -180,6 +229,29 @@ def test_masks_of_transformers(mask: Tensor, keys: list[str]) -> None:
     from twinflow.attention.huggingface import mask_extras
 
     assert list(mask_extras(mask, True, 5, 5)) == keys
+
+
+def test_a_bias_of_zeros_keeps_its_gradient() -> None:
+    """As at the start of training in BEiT."""
+    from twinflow.attention.huggingface import mask_extras
+
+    bias = torch.zeros(1, HEADS, 5, 5, requires_grad=True)
+    extras = mask_extras(bias, False, 5, 5)
+    assert extras["bias"].requires_grad
+    assert bool(extras["mask"].all())
+    assert "bias" not in mask_extras(bias.detach(), False, 5, 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_compiled_model_is_one_graph(name: str) -> None:
+    """With padding, and without a mask."""
+    kind = att.FixedSparsityConfig(HEADS, attention=UNI if name in DECODERS else "bidirectional")
+    model = att.sparsify(build(name), kind)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = batch(40)
+    for given in (inputs, {key: value for key, value in inputs.items() if key != "attention_mask"}):
+        torch.testing.assert_close(compiled(**given).loss, model(**given).loss)
+    torch._dynamo.reset()
 
 
 def test_layers_may_differ() -> None:
@@ -217,11 +289,6 @@ def test_probabilities_are_refused_by_name(name: str) -> None:
         model(**batch(), output_attentions=True)
 
 
-def mistral() -> Any:
-    config = transformers.MistralConfig(vocab_size=VOCAB, **SHAPE, num_key_value_heads=2, sliding_window=16)
-    return transformers.MistralForCausalLM(config)
-
-
 def t5() -> Any:
     config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=HEADS)
     return transformers.T5ForConditionalGeneration(config)
@@ -245,7 +312,6 @@ def funnel() -> Any:
         (lambda: build("gpt2"), att.FixedSparsityConfig(HEADS), 'attention="unidirectional"'),
         (lambda: build("bert"), att.FixedSparsityConfig(8), r"pattern.num_heads is 8, but must be 4"),
         (lambda: build("bert"), [WINDOW], "must be 2, one for each layer"),
-        (mistral, WINDOW, "sliding_window 16"),
         (t5, WINDOW, "T5ForConditionalGeneration"),
         (crossing, WINDOW, "patterns are for self-attention, and not for attention from a decoder"),
         (funnel, att.FixedSparsityConfig(HEADS), "FunnelModel"),

@@ -30,7 +30,7 @@ from twinflow.attention.extras import dropout_hash, dropout_keep, seed_word, thr
 
 HEADS, BATCH, DIM = 4, 2, 8
 STRUCTURES = ["dense", "fixed", "variable", "bigbird", "bslongformer", "local", "scattered"]
-EXTRAS = ["none", "padding", "bias", "relative", "mask", "dropout", "all"]
+EXTRAS = ["none", "padding", "bias", "relative", "mask", "dropout", "cap and sinks", "all"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,6 +77,7 @@ def options_of(extra: str, nq: int, nk: int) -> dict[str, Any]:
         "relative": {"relative": randn(HEADS, nq + nk - 1, seed=9).requires_grad_()},
         "mask": {"mask": torch.rand(nq, nk, generator=coin) < 0.7},
         "dropout": {"dropout": 0.3, "seed": 5},
+        "cap and sinks": {"softcap": 1.3, "sinks": randn(HEADS, seed=10).requires_grad_()},
     }
     if extra != "all":
         return made[extra]
@@ -89,7 +90,7 @@ def options_of(extra: str, nq: int, nk: int) -> dict[str, Any]:
 def check_equal(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
     """Outputs and all gradients of both, to the accuracy of float64."""
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-    inputs += [options[name] for name in ("bias", "relative") if name in options]
+    inputs += [options[name] for name in ("bias", "relative", "sinks") if name in options]
     truth = dense_attention(q, k, v, layout, **options)
     found = block_attention(q, k, v, layout, **options)
     torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
@@ -116,18 +117,22 @@ def looped(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> T
                 for j in range(nk):
                     kept = bool(grid[h, place // layout.block, j // layout.block])
                     kept &= not layout.is_causal or j <= place
+                    kept &= layout.window is None or abs(j - place) < layout.window
                     kept &= extras.key_padding is None or bool(extras.key_padding[b, j])
                     kept &= extras.mask is None or bool(extras.mask.expand(batch, num_heads, nq, nk)[b, h, i, j])
                     if not kept:
                         continue
                     score = float(q[b, h, i] @ k[b, h * num_kv // num_heads, j])
                     score *= dim**-0.5 if extras.scale is None else extras.scale
+                    if extras.softcap:
+                        score = extras.softcap * math.tanh(score / extras.softcap)
                     if extras.bias is not None:
                         score += float(extras.bias.expand(batch, num_heads, nq, nk)[b, h, i, j])
                     if extras.relative is not None:
                         score += float(extras.relative.expand(num_heads, -1)[h, j - i + nq - 1])
                     scores[j] = score
                 total = sum(math.exp(score) for score in scores.values())
+                total += 0.0 if extras.sinks is None else math.exp(float(extras.sinks[h]))
                 for j, score in scores.items():
                     factor = 1.0
                     if extras.dropout:
@@ -158,8 +163,9 @@ def test_dense_against_a_loop(extra: str, is_causal: bool) -> None:
     layout = layout_of("scattered", 48, is_causal)
     options = options_of(extra, nq, nk) | {"q_start": q_start}
     options = {key: value.detach() if isinstance(value, Tensor) else value for key, value in options.items()}
-    truth = looped(q, k, v, layout, **options)
-    torch.testing.assert_close(dense_attention(q, k, v, layout, **options), truth, rtol=1e-11, atol=1e-13)
+    for its in (layout, layout.windowed(12)) if extra == "none" else (layout,):
+        truth = looped(q, k, v, its, **options)
+        torch.testing.assert_close(dense_attention(q, k, v, its, **options), truth, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -169,6 +175,17 @@ def test_blocks_against_dense(extra: str, structure: str, is_causal: bool) -> No
     n = 75
     q, k, v = (randn(BATCH, HEADS, n, DIM, seed=seed) for seed in range(3))
     check_equal(q, k, v, layout_of(structure, n, is_causal), **options_of(extra, n, n))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_blocks_with_a_window_against_dense(is_causal: bool) -> None:
+    """Its edge is inside a block, at an edge of blocks, or beyond all tokens."""
+    q, k, v = (randn(BATCH, HEADS, 75, DIM, seed=seed) for seed in range(3))
+    whole = layout_of("dense", 75, is_causal)
+    found = [check_equal(q, k, v, whole.windowed(window)) for window in (1, 17, 23, 32, 100)]
+    assert torch.equal(found[-1], block_attention(q, k, v, whole))
+    assert whole.windowed(17).num_kept < whole.num_kept
+    assert whole.windowed(17) != whole.windowed(23)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
@@ -383,6 +400,8 @@ def test_dropout_drops_what_it_says_everywhere() -> None:
         ({"q_start": -1}, "q_start is -1"),
         ({"q": randn(BATCH, 8, 40, DIM)}, "heads of the layout is 4"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"sinks": torch.zeros(3)}, r"sinks.shape is \(3,\)"),
         ({"seed": -1}, "seed is -1"),
         ({"scale": math.inf}, "scale is inf"),
         ({"key_padding": torch.ones(BATCH, 40)}, "key_padding.dtype"),

@@ -21,7 +21,7 @@ from twinflow.attention.bias_gradients import _diagonal_sums
 from twinflow.attention.extras import check_call
 from twinflow.attention.launch import Call
 from twinflow.attention.layout import Layout, from_dense
-from twinflow.attention.triton_attention import triton_attention
+from twinflow.attention.operators import attend
 from twinflow.attention.tuning import TUNING, WITH_DESCRIPTORS, Tuning, Tunings, tunings_for
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -241,9 +241,9 @@ def test_mistakes_are_named(options: dict[str, Any], message: str, monkeypatch: 
 def test_what_the_kernels_cannot_do_is_named() -> None:
     tensors, layout = small()
     with pytest.raises(ValueError, match=r"q\.dtype is torch\.float64"):
-        triton_attention(*[tensor.double() for tensor in tensors], layout, Extras())
+        attend(*[tensor.double() for tensor in tensors], layout, Extras(), "triton")
     with pytest.raises(ValueError, match="head_dim is 320, but must be at most 256"):
-        triton_attention(*[torch.zeros(1, 2, 40, 320) for _ in range(3)], layout, Extras())
+        attend(*[torch.zeros(1, 2, 40, 320) for _ in range(3)], layout, Extras(), "triton")
 
 
 @pytest.mark.parametrize(

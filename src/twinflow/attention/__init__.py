@@ -12,6 +12,7 @@ from twinflow.attention.length import (
     unpad_sequence_output,
 )
 from twinflow.attention.module import BertSparseSelfAttention, SparseSelfAttention
+from twinflow.attention.operators import block_attention
 from twinflow.attention.patch import sparsify, unsparsify
 from twinflow.attention.patterns import (
     BigBirdSparsityConfig,
@@ -23,7 +24,7 @@ from twinflow.attention.patterns import (
     VariableSparsityConfig,
     pattern_from_config,
 )
-from twinflow.attention.reference import block_attention, dense_attention
+from twinflow.attention.reference import dense_attention
 
 __all__ = [
     "BSLongformerSparsityConfig",

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.attention.extras import as_4d
-from twinflow.attention.launch import Call, launch, strides_of
+from twinflow.attention.extras import Extras, as_4d
+from twinflow.attention.launch import Call, Launch, drop_args, strides_of
 from twinflow.attention.tiles import TileSize, cells
 
 CELL = {torch.float32: 32}  # maximum number of tokens along a side of a cell; 64 for other dtypes
@@ -46,9 +46,9 @@ class _Lists:
     rank: Tensor
 
 
-def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
+def bias_gradient(tensors: Tensors, call: Call, extras: Extras) -> Tensor:
     """The gradient of a bias, in its shape and dtype."""
-    bias = call.extras.bias
+    bias = extras.bias
     assert bias is not None
     shape = as_4d(bias).shape
     sizes = call.sizes
@@ -64,23 +64,23 @@ def bias_gradient(tensors: Tensors, call: Call) -> Tensor:
         if shape[2] > 1 or sizes.num_queries == 1:
             lists = _lists(rows, cols, torch.arange(len(rows)))
             places = torch.tensor([b * shape[1] + h for b, h in sets]) * shape[2] * shape[3]
-            _launch(tensors, call, lists, sets, places, sums)
+            _launch(tensors, call, extras, lists, sets, places, sums)
         else:
             lists = _lists(rows, cols, cols)
-            squares = _squares(tensors, call, lists, sets).sum(2)  # [sets, lists, cell]
+            squares = _squares(tensors, call, extras, lists, sets).sum(2)  # [sets, lists, cell]
             flat = _added(squares, lists, -(-sizes.num_keys // _cell(call)), 1)[:, : sizes.num_keys]
             for number, (b, h) in enumerate(sets):
                 sums[b, h, 0] += flat[number]
     return sums.view(bias.shape).to(bias.dtype)
 
 
-def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
+def relative_gradient(tensors: Tensors, call: Call, extras: Extras) -> Tensor:
     """The gradient of relative positions, in their shape and dtype."""
-    relative = call.extras.relative
+    relative = extras.relative
     assert relative is not None
     sizes, cell = call.sizes, _cell(call)
     sums = torch.zeros(relative.shape, dtype=torch.float32, device=relative.device)
-    start = call.extras.q_start
+    start = extras.q_start
     for pattern in range(call.layout.num_patterns):
         sets = _sets(call, pattern, False, relative.shape[0] > 1)
         rows, cols = cells(call.layout, pattern, call.span, cell)
@@ -90,7 +90,7 @@ def relative_gradient(tensors: Tensors, call: Call) -> Tensor:
         # a diagonal of cells have 2 * cell - 1 different offsets.
         lowest = -((start + sizes.num_queries - 1) // cell)
         lists = _lists(rows, cols, cols - rows - lowest)
-        diagonals = _diagonal_sums(_squares(tensors, call, lists, sets))  # [sets, lists, 2 * cell - 1]
+        diagonals = _diagonal_sums(_squares(tensors, call, extras, lists, sets))  # [sets, lists, 2 * cell - 1]
         diagonals = torch.nn.functional.pad(diagonals, (0, 1))
         num_entries = int(lists.entry.max()) + 1
         flat = _added(diagonals, lists, num_entries, 2)
@@ -124,17 +124,24 @@ def _lists(rows: Tensor, cols: Tensor, entry: Tensor) -> _Lists:
     return _Lists(rows[order], cols[order], starts, torch.repeat_interleave(values, pieces), rank)
 
 
-def _squares(tensors: Tensors, call: Call, lists: _Lists, sets: Sets) -> Tensor:
+def _squares(tensors: Tensors, call: Call, extras: Extras, lists: _Lists, sets: Sets) -> Tensor:
     """Sums of score gradients for each set and list: [sets, lists, cell, cell]."""
     cell, num_lists = _cell(call), len(lists.entry)
     squares = torch.empty((len(sets), num_lists, cell, cell), dtype=torch.float32, device=call.device)
     offsets = torch.arange(len(sets)) * (num_lists * cell * cell)
-    _launch(tensors, call, lists, sets, offsets, squares, is_dense=False)
+    _launch(tensors, call, extras, lists, sets, offsets, squares, is_dense=False)
     return squares
 
 
 def _launch(
-    tensors: Tensors, call: Call, lists: _Lists, sets: Sets, offsets: Tensor, sums: Tensor, is_dense: bool = True
+    tensors: Tensors,
+    call: Call,
+    extras: Extras,
+    lists: _Lists,
+    sets: Sets,
+    offsets: Tensor,
+    sums: Tensor,
+    is_dense: bool = True,
 ) -> None:
     from twinflow.attention import kernels
 
@@ -146,13 +153,9 @@ def _launch(
     num_lists = len(lists.entry)
     strides = strides_of(q=q, k=k, v=v, grad=grad)
     shape = call.shape(TileSize(cell, cell), None)
-    numbers = (call.extra_args(), call.drop(), call.size_args(num_lists), members.shape[1])
-    launch(
-        kernels.score_sums,
-        num_lists * len(sets),
-        (q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape),
-        {"num_warps": 4, "num_stages": 1},
-    )
+    numbers = (call.extra_args(extras), drop_args(extras), call.size_args(num_lists), members.shape[1])
+    launch = Launch(kernels.score_sums, num_lists * len(sets), {"num_warps": 4, "num_stages": 1})
+    launch(q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape)
 
 
 def _cell(call: Call) -> int:

@@ -42,8 +42,10 @@ class Extras:
     bias: Tensor | None = None  # float, broadcasts to [B, H, nq, nk], added to scaled scores; may get a gradient
     relative: Tensor | None = None  # float [H or 1, nq + nk - 1], entry j - i + nq - 1; may get a gradient
     dropout: float = 0.0
-    seed: int = 0
+    seed: int | Tensor = 0  # of dropout; a tensor has one int64 element
     q_start: int = 0  # position of the first query
+    softcap: float = 0.0  # c: scaled scores become c * tanh(score / c), before a bias is added; 0: no cap
+    sinks: Tensor | None = None  # float [H], a score of each head without a key and a value; may get a gradient
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,10 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) 
         raise invalid_value("scale", extras.scale, "a finite number, or None for head_dim ** -0.5")
     if not (isinstance(extras.dropout, SupportsFloat) and 0.0 <= extras.dropout < 1.0):
         raise invalid_value("dropout", extras.dropout, "a number >= 0 and < 1")
-    if not 0 <= extras.seed < 2**64:
-        raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")
+    if not isinstance(extras.seed, Tensor):
+        seed_of(extras)
+    if not (isinstance(extras.softcap, SupportsFloat) and 0.0 <= extras.softcap < math.inf):
+        raise invalid_value("softcap", extras.softcap, "a finite number > 0, or 0 for no cap")
     return sizes
 
 
@@ -145,7 +149,13 @@ def _check_layout(layout: Layout, sizes: Sizes, extras: Extras) -> None:
 
 
 def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
-    for name, is_bool in (("key_padding", True), ("mask", True), ("bias", False), ("relative", False)):
+    for name, is_bool in (
+        ("key_padding", True),
+        ("mask", True),
+        ("bias", False),
+        ("relative", False),
+        ("sinks", False),
+    ):
         tensor = getattr(extras, name)
         if tensor is None:
             continue
@@ -157,7 +167,9 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
             )
         if tensor.device != device:
             raise invalid_value(f"{name}.device", tensor.device, [device], f"Use {name}.to(q.device).")
-    padding, relative = extras.key_padding, extras.relative
+    padding, relative, sinks = extras.key_padding, extras.relative, extras.sinks
+    if sinks is not None and tuple(sinks.shape) != (sizes.num_heads,):
+        raise invalid_value("sinks.shape", tuple(sinks.shape), f"{(sizes.num_heads,)}, which is (heads,)")
     if padding is not None and padding.shape != (sizes.batch, sizes.num_keys):
         allowed = f"{(sizes.batch, sizes.num_keys)}, which is (batch, keys)"
         raise invalid_value("key_padding.shape", tuple(padding.shape), allowed)
@@ -174,6 +186,15 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     ours = (1,) * (len(full) - len(shape)) + shape
     return len(shape) <= len(full) and all(one in (1, all_) for one, all_ in zip(ours, full, strict=True))
+
+
+def seed_of(extras: Extras) -> int:
+    """The seed as a number. Raises ValueError if it is too large or negative."""
+    if isinstance(extras.seed, Tensor):
+        return int(extras.seed) % 2**64
+    if not 0 <= extras.seed < 2**64:
+        raise invalid_value("seed", extras.seed, "a whole number from 0 to 2**64 - 1")
+    return extras.seed
 
 
 def seed_word(seed: int) -> int:
@@ -205,4 +226,4 @@ def dropout_hash(seed: int, heads: Tensor, queries: Tensor, keys: Tensor) -> Ten
 
 def dropout_keep(extras: Extras, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """A mask of the scores that dropout keeps. `queries` and `keys` are positions."""
-    return dropout_hash(extras.seed, heads, queries, keys) >= threshold(extras.dropout)
+    return dropout_hash(seed_of(extras), heads, queries, keys) >= threshold(extras.dropout)

@@ -57,10 +57,15 @@ def _refuse(layout: Layout, extras: Extras, sizes: Sizes) -> None:
     if sizes.num_queries % BLOCK or sizes.num_keys % BLOCK:
         lengths = (sizes.num_queries, sizes.num_keys)
         raise invalid_value("(number of queries, number of keys)", lengths, f"two multiples of {BLOCK} {WITH}", REMEDY)
+    if layout.window is not None:
+        raise invalid_value("window", layout.window, f"None {WITH}", REMEDY)
     if extras.q_start:
         raise invalid_value("q_start", extras.q_start, f"0 {WITH}", REMEDY)
     if extras.dropout:
         raise invalid_value("dropout", extras.dropout, f"0.0 {WITH}, which has no dropout", REMEDY)
+    if extras.softcap or extras.sinks is not None:
+        name = "softcap" if extras.softcap else "sinks"
+        raise invalid_value(name, getattr(extras, name), f"not set {WITH}", REMEDY)
     for name in ("bias", "relative"):
         tensor = getattr(extras, name)
         if tensor is not None and tensor.requires_grad:

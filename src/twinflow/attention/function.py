@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinflow.attention.extras import Extras
-from twinflow.attention.layout import Layout
+from twinflow.attention.layout import Layout, LayoutSource
+from twinflow.attention.operators import attend
 from twinflow.attention.patterns import MODES, DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
-from twinflow.attention.reference import block_attention
-from twinflow.attention.triton_attention import triton_attention
 from twinflow.errors import incompatible, invalid_value
 
 BACKENDS = ("auto", "triton", "flex", "torch")
-CACHED_LAYOUTS = 32  # maximum number of layouts, for patterns that are passed to sparse_attention
+NAMES = tuple(field.name for field in fields(Extras))
 CACHED_CORNERS = 8  # maximum number of layouts of each PatternAttention
 
 
@@ -34,40 +32,43 @@ def sparse_attention(
     """Computes the attention of q to k and v, over the blocks of scores that `layout` keeps.
 
     q is [batch, heads, queries, head_dim]. k and v are [batch, kv_heads, keys, head_dim], where kv_heads is a divisor
-    of heads. The result has the shape of q. If `layout` is a pattern, its layout for this length is built once and
-    cached. `extras` are the fields of `twinflow.attention.Extras`.
+    of heads. v may have another head_dim, which the result has then, too. Its other sizes are those of q. If `layout`
+    is a pattern, its layout for this length is built once and cached. `extras` are the fields of
+    `twinflow.attention.Extras`.
 
     `backend`: "auto" uses Triton on CUDA and plain torch elsewhere. "flex" is torch's flex_attention, which does not
     support all options. Raises ValueError for arguments that do not fit together.
     """
     if backend not in BACKENDS:
         raise invalid_value("backend", backend, BACKENDS)
-    known = [field.name for field in fields(Extras)]
     for name in extras:
-        if name not in known:
-            raise invalid_value("The name of an argument of sparse_attention", name, known)
-    if isinstance(layout, SparsityConfig):
-        if q.dim() != 4 or k.dim() != 4:
-            shapes = (tuple(q.shape), tuple(k.shape))
-            raise invalid_value("(q.shape, k.shape)", shapes, "two shapes [batch, heads, tokens, head_dim]")
-        length = max(k.shape[2], extras.get("q_start", 0) + q.shape[2])
-        layout = _layout(layout, -(-length // layout.block) * layout.block)
-    if not isinstance(layout, Layout):
+        if name not in NAMES:
+            raise invalid_value("The name of an argument of sparse_attention", name, NAMES)
+    if not isinstance(layout, (Layout, SparsityConfig)):
         raise ValueError(f"layout is of type {type(layout).__name__}, but must be a Layout or a SparsityConfig.")
+    return _attend(q, k, v, layout, backend, extras)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str, extras: dict[str, Any]) -> Tensor:
+    if v.dim() == q.dim() == 4 and v.shape[3] != q.shape[3]:
+        return _other_width(q, k, v, source, backend, extras)
     if backend == "auto":
         backend = "triton" if q.is_cuda else "torch"
-    if backend == "torch":
-        return block_attention(q, k, v, layout, **extras)
-    if backend == "triton":
-        return triton_attention(q, k, v, layout, Extras(**extras))
+    if backend != "flex":
+        return attend(q, k, v, source, Extras(**extras), backend)
     from twinflow.attention.flex import flex  # imported here, because its imports are slow
 
-    return flex(q, k, v, layout, Extras(**extras))
+    return flex(q, k, v, source.layout_for(k.shape[2], q.shape[1], 0), Extras(**extras))
 
 
-@lru_cache(maxsize=CACHED_LAYOUTS)
-def _layout(pattern: SparsityConfig, length: int) -> Layout:
-    return pattern.layout(length)
+def _other_width(q: Tensor, k: Tensor, v: Tensor, source: LayoutSource, backend: str, extras: dict[str, Any]) -> Tensor:
+    """Attention with values that are narrower or wider than queries and keys. Zeros are appended to the narrower ones,
+    which changes neither scores nor results."""
+    if extras.get("scale") is None:
+        extras = {**extras, "scale": q.shape[3] ** -0.5}
+    width, value_width = max(q.shape[3], v.shape[3]), v.shape[3]
+    q, k, v = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[3])) for tensor in (q, k, v))
+    return _attend(q, k, v, source, backend, extras)[..., :value_width]
 
 
 class PatternAttention:
@@ -99,7 +100,10 @@ class PatternAttention:
         self.max_tokens = max_tokens
         self.backend = backend
         self.heads = heads
-        self._layouts: OrderedDict[tuple[int, int, bool], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[int, int, bool, int | None], Layout] = OrderedDict()
+        self._sources: dict[tuple[bool, int | None], _Limits] = {}
+        for causal in (False, True):
+            self.source(causal)
 
     def __call__(
         self,
@@ -109,13 +113,15 @@ class PatternAttention:
         dropout: float = 0.0,
         *,
         is_causal: bool | None = None,
+        window: int | None = None,
         **extras: Any,
     ) -> Tensor:
         """Attention of q [batch, heads, queries, head_dim] to k and v [batch, kv_heads, keys, head_dim].
 
         The queries have the last positions of the keys, as in generation with a cache.
 
-        `is_causal`: whether the layer is causal. With None, the pattern decides. The seed of dropout is drawn from
+        `is_causal`: whether the layer is causal. With None, the pattern decides. With a `window`, a query sees only
+        keys at a distance < window, of those that the pattern keeps. The seed of dropout is drawn from
         torch's CPU generator, so that a layer that is recomputed in backward drops the same scores.
         """
         q, k, v = _autocast(q, k, v)
@@ -127,29 +133,39 @@ class PatternAttention:
                 f"at least {num_queries}, the number of queries",
                 "Pass the keys and values of all positions up to the last query.",
             )
-        start = num_keys - num_queries
         causal = self.pattern.is_causal if is_causal is None else is_causal
-        layout = self.layout(self._rounded(num_keys) if start else num_keys, q.shape[1], causal)
+        check_causal(self.pattern, causal)
         if dropout:
-            extras["seed"] = int(torch.randint(2**62, ()))
-        return sparse_attention(q, k, v, layout, backend=self.backend, q_start=start, dropout=dropout, **extras)
+            extras["seed"] = torch.randint(2**62, ())
+        extras |= {"q_start": num_keys - num_queries, "dropout": dropout}
+        return _attend(q, k, v, self.source(causal, window), self.backend, extras)
 
-    def layout(self, num_tokens: int, num_heads: int, is_causal: bool | None = None) -> Layout:
+    def source(self, is_causal: bool, window: int | None = None) -> LayoutSource:
+        """The source of layouts for causal layers or others, with a window. It is made once."""
+        key = is_causal, window
+        if key not in self._sources:
+            self._sources[key] = _Limits(self, is_causal, window)
+        return self._sources[key]
+
+    def layout(
+        self, num_tokens: int, num_heads: int, is_causal: bool | None = None, window: int | None = None
+    ) -> Layout:
         """The layout for `num_tokens` tokens and for the `num_heads` heads of q."""
         causal = self.pattern.is_causal if is_causal is None else is_causal
         check_causal(self.pattern, causal)
         causal = causal or self.pattern.is_causal
         num_blocks = -(-num_tokens // self.pattern.block)
-        key = num_blocks, num_heads, causal
+        key = num_blocks, num_heads, causal, window
         if key not in self._layouts:
             whole = self.pattern.layout(_laid_out(self.pattern, num_tokens, self.max_tokens))
-            self._layouts[key] = self._own_heads(whole.corner(num_blocks, causal), num_heads)
+            layout = self._own_heads(whole.corner(num_blocks, causal), num_heads)
+            self._layouts[key] = layout if window is None else layout.windowed(window)
             if len(self._layouts) > CACHED_CORNERS:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
         return self._layouts[key]
 
-    def _rounded(self, num_keys: int) -> int:
+    def rounded(self, num_keys: int) -> int:
         """The number of keys rounded up, so that generation with a growing cache needs only a few layouts."""
         return max(num_keys, min(1 << (num_keys - 1).bit_length(), self.max_tokens))
 
@@ -163,6 +179,19 @@ class PatternAttention:
         allowed = f"{layout.num_heads}, the number of heads {'in `heads`' if self.heads else 'of the pattern'}"
         remedy = "If the layer has only some heads of the pattern, pass their range as heads=(first, last + 1)."
         raise invalid_value("The number of heads of q", num_heads, allowed, remedy)
+
+
+class _Limits(LayoutSource):
+    """The layouts of a PatternAttention for causal layers or for others, with a window or without."""
+
+    def __init__(self, attention: PatternAttention, is_causal: bool, window: int | None) -> None:
+        self._attention = attention
+        self._is_causal = is_causal
+        self._window = window
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        num_tokens = self._attention.rounded(num_tokens) if q_start else num_tokens
+        return self._attention.layout(num_tokens, num_heads, self._is_causal, self._window)
 
 
 def check_causal(pattern: SparsityConfig, is_causal: bool) -> None:

@@ -5,7 +5,7 @@ kernels.py, with the same results. A program computes its own tile of queries or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import Call, Rows, bind_context, is_interpreting, launch, rows_of
+from twinflow.attention.launch import (
+    Call,
+    Drop,
+    ExtraArgs,
+    Launch,
+    Rows,
+    Scratch,
+    bind_context,
+    is_interpreting,
+    rows_of,
+)
 from twinflow.attention.tiles import CELL, OWN, TilePlan, device_cells
 
 HEAD_DIM = 128
@@ -27,7 +37,12 @@ OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
 
-Tensors = tuple[Tensor, ...]
+# By kernel: the tensors of its own tiles, of other tiles, and of results.
+TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "forward": (("q",), ("k", "v"), ("out",)),
+    "query_gradients": (("q", "grad"), ("k", "v"), ("dq",)),
+    "key_gradients": (("k", "v"), ("q", "grad"), ("dk", "dv")),
+}
 
 
 class Shape(NamedTuple):
@@ -40,49 +55,73 @@ class Shape(NamedTuple):
     CAUSAL: bool
 
 
-def plan_for(call: Call, tensors: Sequence[Tensor], by_keys: bool, is_forward: bool = False) -> TilePlan | None:
+def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan | None:
     """The plan of a kernel, or None if the kernel does not support the call."""
-    if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors):
+    if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors.values() if tensor.dim() == 4):
         return None
-    is_whole = is_forward and call.layout.block >= OWN and not call.layout.is_causal
+    is_whole = name == "forward" and call.layout.block >= OWN and not call.layout.is_causal
     other = WHOLE_TILE if is_whole else CELL
+    by_keys = name == "key_gradients"
     return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
 
 
-def run(
-    name: str, own: Tensors, others: Tensors, results: Tensors, more: Sequence[Any], call: Call, plan: TilePlan
-) -> None:
-    """Launch a kernel: "forward", "query_gradients" or "key_gradients". It computes `results`, or pieces of rows that
-    are cut (see tiles.py), from `own` and `others`. `more`: tensors that are not divided into tiles."""
-    from twinflow.attention import kernels_hopper
+class HopperKernel:
+    """A kernel for Hopper with the arguments that do not change. It computes results, or pieces of rows that are cut
+    (see tiles.py), from own tiles and other tiles.
+    """
 
-    sizes, size, by_keys = call.sizes, plan.size, name == "key_gradients"
-    bind_context(call.device)
-    rows = [_rows(tensor) for tensor in (*own, *others, *results)]
-    counts = [HALF] * len(own) + [size.other] * len(others) + [HALF] * len(results)
-    descriptors = [_described(*pair) for pair in zip(rows, counts, strict=True)]
-    places = [number for one in rows for number in (one.fold, one.step)]
-    if name == "query_gradients":
-        out = _rows(more[0])
-        places += [out.fold, out.step, out.matrix.stride(0)]
-    elif by_keys:
-        more = (_vector(more[0], size.other), _vector(more[1], size.other), *more[2:])
-    num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
-    total = plan.max_items * sizes.batch * num_heads
-    lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
-    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
-    tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
-    stages = STAGES[size.other] if name == "forward" else BACKWARD_STAGES
-    shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
-    scale = float(scale_of(call.extras, sizes.head_dim))
-    args = (*descriptors, *more, tables, tuple(places), *numbers, scale, shape)
-    launch(getattr(kernels_hopper, name), min(total, _num_processors(call.device)), args, OPTIONS)
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan) -> None:
+        from twinflow.attention import kernels_hopper
+
+        sizes, size, by_keys = call.sizes, plan.size, name == "key_gradients"
+        own, others, results = TENSORS[name]
+        names = (*own, *others, *results)
+        rows = {name: _rows(tensors[name]) for name in names}
+        counts = [HALF] * len(own) + [size.other] * len(others) + [HALF] * len(results)
+        places = [number for one in rows.values() for number in (one.fold, one.step)]
+        if name == "query_gradients":
+            out = _rows(tensors["out"])
+            places += [out.fold, out.step, out.matrix.stride(0)]
+        num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
+        total = plan.max_items * sizes.batch * num_heads
+        lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
+        numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
+        tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
+        stages = STAGES[size.other] if name == "forward" else BACKWARD_STAGES
+        shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
+        scale = float(scale_of(call.extras, sizes.head_dim))
+        self._name = name
+        self._device = call.device
+        self._described = {name: _described(rows[name], count) for name, count in zip(names, counts, strict=True)}
+        self._count = size.other
+        self._static = (tables, tuple(places), *numbers, scale, shape)
+        num_programs = min(total, _num_processors(call.device))
+        self._launch = Launch(getattr(kernels_hopper, name), num_programs, OPTIONS)
+
+    def __call__(self, tensors: Mapping[str, Tensor], pieces: Scratch, extras: ExtraArgs, drop: Drop) -> None:
+        """Launch the kernel. Calls with `extras` or `drop` have no plan for this kernel."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        bind_context(self._device)
+        descriptors = [TensorDescriptor(tensors[name], *how) for name, how in self._described.items()]
+        lse = tensors["lse"]
+        more: tuple[Any, ...]
+        if self._name == "forward":
+            more = (lse, pieces.sums, pieces.tops, pieces.weights)
+        elif self._name == "query_gradients":
+            more = (tensors["out"], lse, tensors["delta"], pieces.sums)
+        else:
+            vectors = (_vector(lse, self._count), _vector(tensors["delta"], self._count))
+            more = (*vectors, pieces.sums, pieces.second_sums)
+        self._launch(*descriptors, *more, *self._static)
 
 
 def _allows(call: Call) -> bool:
     sizes = call.sizes
     is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
-    is_fit = sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain
+    is_fit = (
+        sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain and call.layout.window is None
+    )
     is_fit = is_fit and scale_of(call.extras, sizes.head_dim) >= MIN_SCALE
     is_ours = call.tunings.hopper and is_whole and is_fit
     return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()
@@ -111,11 +150,11 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _described(rows: Rows, count: int) -> Any:
-    """A TMA descriptor that copies `count` rows of a head at once."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(rows.matrix, [count, HEAD_DIM], _swizzled(count, rows.matrix.dtype))
+def _described(rows: Rows, count: int) -> tuple[list[int], list[int], list[int], Any]:
+    """Arguments of a TMA descriptor that copies `count` rows of a head at once: shape and strides of the matrix of all
+    rows, shape of a copy, and layout in shared memory."""
+    matrix = rows.matrix
+    return list(matrix.shape), list(matrix.stride()), [count, HEAD_DIM], _swizzled(count, matrix.dtype)
 
 
 @lru_cache

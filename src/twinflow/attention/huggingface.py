@@ -28,10 +28,7 @@ _REFUSED = {  # argument -> (reason, remedy)
         "the probabilities are never stored",
         "To read the probabilities, use unsparsify() and eager attention.",
     ),
-    "softcap": ("the kernels do not cap scores", "Use a model without a softcap."),
-    "s_aux": ("the kernels have no attention sinks", "Use a model without attention sinks."),
     "position_bias": ("the kernels do not add a position bias of the model", "Use a model without a position bias."),
-    "sliding_window": ("the pattern defines the window", "Set sliding_window to None in the model's config."),
 }
 
 
@@ -50,28 +47,37 @@ def transformers_models(model: nn.Module) -> list[Any]:
     return found
 
 
-def num_heads_of(model: Any) -> int:
-    """Number of query heads of a model of transformers."""
-    count = getattr(model.config, "num_attention_heads", None)
-    if not isinstance(count, int):
-        remedy = "Call twinflow.attention.sparsify for the submodule that has the text layers."
-        raise invalid_value(f"{type(model).__name__}.config.num_attention_heads", count, "a whole number", remedy)
-    return count
+def heads_of_layers(model: Any) -> list[int]:
+    """Number of query heads of each layer of a model of transformers."""
+    counts = []
+    for name in ("num_attention_heads", "num_hidden_layers"):
+        count = getattr(model.config, name, None)
+        if not isinstance(count, int):
+            remedy = (
+                "Patterns need layers with equal numbers of heads. If the model consists of several models, such as "
+                "one for text, call twinflow.attention.sparsify for that submodule."
+            )
+            raise invalid_value(f"{type(model).__name__}.config.{name}", count, "a whole number", remedy)
+        counts.append(count)
+    return [counts[0]] * counts[1]
 
 
 def sparse_transformers(
     model: Any, patterns: Sequence[SparsityConfig], backend: str, heads: tuple[int, int] | None
 ) -> None:
     """Replace the attention of a model, with one pattern per layer."""
-    _check_model(model, patterns)
+    is_causal = _check_model(model, patterns)
     max_tokens = getattr(model.config, "max_position_embeddings", None) or 1
     made = {its: PatternAttention(its, int(max_tokens), backend=backend, heads=heads) for its in patterns}
+    window = getattr(model.config, "sliding_window", None)
+    if isinstance(window, int) and window > 0:
+        for attend in made.values():  # now, because torch.compile could not trace it
+            attend.source(is_causal, window if is_causal else window + 1)
     attention = TransformersAttention(tuple(made[its] for its in patterns))
     said = repr((patterns, backend, heads, max_tokens))
     name = f"twinflow_{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
     transformers = sys.modules["transformers"]
-    uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
-    transformers.AttentionInterface.register(name, uncompiled)
+    transformers.AttentionInterface.register(name, attention)
     transformers.AttentionMaskInterface.register(name, padding_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -106,8 +112,10 @@ def _not_applicable(model: str, reason: str, remedy: str) -> ValueError:
     return ValueError(f"Sparse attention cannot be applied to {model}, because {reason}. {remedy}")
 
 
-def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
-    """Raise ValueError unless the attention of all layers of the model can be replaced by these patterns."""
+def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> bool:
+    """Whether the model is causal. Raises ValueError unless the attention of all layers of the model can be replaced by
+    these patterns.
+    """
     name, config = type(model).__name__, model.config
     transformers = sys.modules["transformers"]
     if not all(hasattr(transformers, part) for part in _NEEDS) or not hasattr(model, "set_attn_implementation"):
@@ -118,23 +126,21 @@ def _check_model(model: Any, patterns: Sequence[SparsityConfig]) -> None:
             f"a version with {' and '.join(_NEEDS)}",
             'Run `pip install "transformers>=5"`.',
         )
-    if not model._can_set_attn_implementation():
+    # In some models, such as GIT, only some of the layers use the interface. They declare no other implementation.
+    declared = ("_supports_sdpa", "_supports_flex_attn", "_supports_attention_backend")
+    if not model._can_set_attn_implementation() or not any(getattr(model, part, False) for part in declared):
         raise _not_applicable(name, "its layers do not use transformers' attention interface", _REBUILD)
+    if not any("Attention" in type(part).__name__ for part in model.modules()):
+        raise _not_applicable(name, "it has no attention layers", _REBUILD)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         reason = "patterns are for self-attention, and not for attention from a decoder to an encoder"
         raise _not_applicable(name, reason, "Use an encoder-only or a decoder-only model.")
     if getattr(config, "output_attentions", False):
         raise _refusal("output_attentions", True)
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    window = getattr(config, "sliding_window", None)
-    is_windowed = window is not None and getattr(config, "use_sliding_window", True)
-    if kinds or (is_windowed and not getattr(config, "layer_types", None)):
-        what = f"{name} with {', '.join(sorted(kinds)) or f'sliding_window {window}'}"
-        remedy = "Set sliding_window to None in the model's config, and use LocalSlidingWindowSparsityConfig."
-        raise _not_applicable(what, "all layers must have full attention", remedy)
     is_causal = any(getattr(part, "is_causal", False) is True for part in model.modules())
     for pattern in patterns:
         check_causal(pattern, is_causal)
+    return is_causal
 
 
 class TransformersAttention:
@@ -154,19 +160,40 @@ class TransformersAttention:
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of query [batch, heads, queries, head_dim] to key and value [batch, kv_heads, keys, head_dim].
 
-        Returns the result as [batch, queries, heads, head_dim], and None in place of the probabilities.
+        `softcap` and `s_aux`, which are the sinks of heads, are part of some models. The sliding window of a layer
+        comes with its mask, see `padding_mask`. Returns the result as [batch, queries, heads, head_dim], and None in
+        place of the probabilities.
         """
         for name in _REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise _refusal(name, kwargs[name])
-        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        extras = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
         attend = self._attend_of(module)
-        out = attend(query, key, value, is_causal=causal, dropout=dropout, scale=scaling, **extras)
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        if attention_mask is not None and attention_mask.dim() == 3:
+            # The cache of a sliding window has dropped the first keys. Zeros take their places, so that all other keys
+            # are at their positions in the pattern. The mask removes them.
+            num_dropped = attention_mask.shape[2] - key.shape[2]
+            key, value = (torch.nn.functional.pad(tensor, (0, 0, num_dropped, 0)) for tensor in (key, value))
+            attention_mask = attention_mask[:, None]
+        window = None
+        if attention_mask is not None and attention_mask.dim() == 5:
+            window = attention_mask.shape[3]
+            attention_mask = attention_mask[:, 0, 0, 0]
+        extras: dict[str, Any] = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
+        if "mask" in extras:
+            # A mask of scores includes causality, with exceptions in some models, whose image tokens see each other.
+            causal = attend.pattern.is_causal
+        if softcap is not None:
+            extras["softcap"] = float(softcap)
+        if s_aux is not None:
+            extras["sinks"] = s_aux
+        out = attend(query, key, value, dropout, is_causal=causal, window=window, scale=scaling, **extras)
         return out.transpose(1, 2).contiguous(), None
 
     def _attend_of(self, module: nn.Module) -> PatternAttention:
@@ -190,28 +217,54 @@ def padding_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function that transformers calls once per forward. Returns the padding as bool [batch, keys], with True
-    for tokens that are used, or None if there is no padding.
+    """The mask function that transformers calls once per forward, and once more for layers with a sliding window.
+    Returns the padding as bool [batch, keys], with True for tokens that are used, or None if there is no padding.
 
-    If the mask has more than causality and padding (for instance packed sequences), a square mask of transformers is
-    returned.
+    With a sliding window the padding is [batch, 1, 1, window, keys], where dimension 3 has a stride of zero. Its size
+    tells the attention of a layer which window its mask has, because not all models pass the window to the attention.
+    If the mask has more than causality, padding and window (for instance packed sequences), a square mask of
+    transformers is returned, [batch, 1, queries, keys]. If the cache of a sliding window has dropped the first keys,
+    the mask also has columns for these, and is [batch, queries, all keys].
     """
     masking = sys.modules["transformers.masking_utils"]
-    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
             f"The cache has {kv_length} keys from position {kv_offset}, and the {q_length} queries start at position "
-            f"{q_offset}. With sparse attention, the first key must be at position 0 and the last key at the position "
-            "of the last query. Remove cache_implementation, because the default dynamic cache has this form."
+            f"{q_offset}. With sparse attention, the last key must be at the position of the last query. "
+            "Remove cache_implementation, because the default dynamic cache has this form."
         )
-    if mask_function not in (masking.causal_mask_function, masking.bidirectional_mask_function):
+    plain = (masking.causal_mask_function, masking.bidirectional_mask_function)
+    distance = None if kv_offset else _window(kwargs)
+    if distance is not None and distance < kv_length:
+        if attention_mask is None:
+            attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+        padding = attention_mask[:, :kv_length].to(torch.bool)
+        return padding[:, None, None, None].expand(-1, 1, 1, distance, -1)
+    if distance is None and (kv_offset or mask_function not in plain):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         square: Tensor = masking.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
         )
-        return square
-    if attention_mask is None or bool(attention_mask.all()):
+        return torch.nn.functional.pad(square[:, 0], (kv_offset, 0)) if kv_offset else square
+    if attention_mask is None or (_can_read(attention_mask) and bool(attention_mask.all())):
         return None
     return attention_mask[:, :kv_length].to(torch.bool)
+
+
+def _window(kwargs: dict[str, Any]) -> int | None:
+    """The distance that the keys of a mask must be below, or None for a mask that is not just a sliding window.
+
+    `local_size` is the window of the config or the size of chunks. transformers allows to skip only masks without a
+    further condition. A window of transformers includes its last key if the mask is not causal.
+    """
+    size, config = kwargs.get("local_size"), kwargs.get("config")
+    if size is None or size != getattr(config, "sliding_window", None):
+        return None
+    if size == getattr(config, "attention_chunk_size", None):
+        return None
+    if kwargs.get("allow_is_causal_skip"):
+        return int(size)
+    return int(size) + 1 if kwargs.get("allow_is_bidirectional_skip") else None
 
 
 def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys: int) -> dict[str, Tensor]:
@@ -227,11 +280,12 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
     mask = mask[..., :num_keys]
     if mask.is_floating_point():
         removed = mask <= torch.finfo(mask.dtype).min / 2
-        if bool((mask.masked_fill(removed, 0.0) != 0).any()):
+        # A bias that is learned may be all zero at the start. It is kept, so that it gets its gradient.
+        if mask.requires_grad or not _can_read(mask) or bool((mask.masked_fill(removed, 0.0) != 0).any()):
             return {"bias": mask.masked_fill(removed, 0.0), "mask": ~removed}
         mask = ~removed
     kept = mask != 0
-    if kept.shape[1] == 1:
+    if kept.shape[1] == 1 and _can_read(mask):
         last = kept[:, 0, -1]  # the last query sees all keys except padding
         if kept.shape[2] == 1:
             return {"key_padding": last}
@@ -241,3 +295,8 @@ def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys
         if torch.equal(kept[:, 0], seen):
             return {"key_padding": last}
     return {"mask": kept}
+
+
+def _can_read(mask: Tensor) -> bool:
+    """Whether the host may read values of a mask. It cannot while a graph is compiled, or captured on the GPU."""
+    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))

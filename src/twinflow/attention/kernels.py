@@ -193,8 +193,19 @@ def layout_mask(code, own, query, key, sizes, S: tl.constexpr):
     bits = code if S.UNIT == S.OTHER else code[None, :]
     keep = ((bits >> (own // S.SUB)) & 1) != 0
     keep = keep & (query >= 0) & (query < sizes.num_queries) & (key < sizes.num_keys)
+    return keep & directed(query + sizes.q_start, key, sizes, S)
+
+
+@triton.jit
+def directed(query, key, sizes, S: tl.constexpr):
+    """A mask of the scores that causality and the window keep. `query` and `key` are positions that broadcast."""
+    keep = key >= 0
     if S.CAUSAL:
-        keep = keep & (key <= query + sizes.q_start)
+        keep = keep & (key <= query)
+    if S.HAS_WINDOW:
+        keep = keep & (key > query - sizes.window)
+        if not S.CAUSAL:
+            keep = keep & (key < query + sizes.window)
     return keep
 
 
@@ -224,6 +235,14 @@ def extra_bias(scores, query, key, batch, head, extras, sizes, S: tl.constexpr):
         at = head * sizes.relative_head + (key - query + sizes.num_queries - 1)
         scores += tl.load(extras.relative + at, mask=is_there, other=0.0).to(tl.float32) * LOG2E
     return scores
+
+
+@triton.jit
+def capped(scores, sizes):
+    """Scores after softcapping, c * tanh(score / c), in base 2. tanh is computed from exp2, which never overflows to a
+    wrong result here: for large arguments the quotient is 0 or 2."""
+    limit = sizes.softcap * LOG2E
+    return limit - (2.0 * limit) / (tl.exp2(scores * (2.0 * LOG2E / limit)) + 1.0)
 
 
 @triton.jit
@@ -299,8 +318,10 @@ def _walk(state, q_tile, query, keys, values, codes, start, stop, next_code, whe
         cols = code_positions(code, S)[None, :]
         k_tile = load_tile(keys[0], code, 0, sizes.num_keys, keys[1], MASKED, S)
         scores = product(q_tile, tl.trans(k_tile), None, S)  # [own, other]
-        if MASKED or S.HAS_BIAS or S.HAS_MASKS:
+        if MASKED or S.HAS_BIAS or S.HAS_CAP or S.HAS_MASKS:
             scores = scores * factor
+            if S.HAS_CAP:
+                scores = capped(scores, sizes)
             if S.HAS_BIAS:
                 scores = extra_bias(scores, rows, cols, where[0], where[1], extras, sizes, S)
             keep = cols >= 0
@@ -366,10 +387,15 @@ def reduce_outputs(out, lse, strides, plan, scratch, sizes, ROWS: tl.constexpr, 
 
 @triton.jit
 def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: tl.constexpr, S: tl.constexpr):
-    """Probabilities from products of queries and keys. `lse` broadcasts. For queries outside of the call, it is
-    infinite or `keep` is false.
+    """Probabilities from products of queries and keys, and the derivative of a softcap. `lse` broadcasts. For queries
+    outside of the call, it is infinite or `keep` is false.
     """
     scores = scores * (sizes.scale * LOG2E)
+    slope = 1.0
+    if S.HAS_CAP:
+        scores = capped(scores, sizes)
+        share = scores * (1.0 / (sizes.softcap * LOG2E))
+        slope = 1.0 - share * share
     if S.HAS_BIAS:
         scores = extra_bias(scores, query, key, where[0], where[1], extras, sizes, S)
     p = tl.exp2(scores - lse)
@@ -377,7 +403,7 @@ def probabilities(scores, keep, query, key, lse, where, extras, sizes, MASKED: t
         keep = extra_mask(keep, query, key, where[0], where[1], extras, sizes, S)
     if MASKED or S.HAS_MASKS:
         p = tl.where(keep, p, 0.0)
-    return p
+    return p, slope
 
 
 @triton.jit(do_not_specialize=["drop", "sizes"])
@@ -446,10 +472,12 @@ def _walk_keys(acc, tiles, lines, query, keys, values, codes, start, stop, next_
         keep = cols >= 0
         if MASKED:
             keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], rows, cols, sizes, S)
-        p = probabilities(scores, keep, rows, cols, lse[:, None], where, extras, sizes, MASKED, S)
+        p, slope = probabilities(scores, keep, rows, cols, lse[:, None], where, extras, sizes, MASKED, S)
         if S.DROPOUT:
             dp = dp * dropout_factor(rows, cols, where[0], where[1], drop, sizes)
         ds = p * (dp - delta[:, None])
+        if S.HAS_CAP:
+            ds = ds * slope
         acc = product(ds.to(k_tile.dtype), k_tile, acc, S)
     return acc
 
@@ -526,7 +554,7 @@ def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, star
         if MASKED:
             keep = layout_mask(code, tl.arange(0, S.OWN)[:, None], cols, rows, sizes, S)
         row_lse = tl.load(lines[0] + at)[None, :]  # loaded as late as possible, here and below, to save registers
-        p = probabilities(scores, keep, cols, rows, row_lse, where, extras, sizes, MASKED, S)
+        p, slope = probabilities(scores, keep, cols, rows, row_lse, where, extras, sizes, MASKED, S)
         row_delta = tl.load(lines[1] + at)[None, :]
         kept = p
         if S.DROPOUT:
@@ -535,6 +563,8 @@ def _walk_queries(dk_acc, dv_acc, tiles, key, queries, grads, lines, codes, star
             dp = dp * factor
         dv_acc = product(kept.to(grad_tile.dtype), grad_tile, dv_acc, S)
         ds = p * (dp - row_delta)
+        if S.HAS_CAP:
+            ds = ds * slope
         dk_acc = product(ds.to(q_tile.dtype), q_tile, dk_acc, S)
     return dk_acc, dv_acc
 
@@ -606,8 +636,7 @@ def _score_gradient(batch_head, query, key, q, k, v, lse, grad, delta, strides, 
     has_query = (query >= 0) & (query < sizes.num_queries)
     has_key = key < sizes.num_keys
     keep = has_query[:, None] & has_key[None, :]
-    if S.CAUSAL:
-        keep = keep & (key[None, :] <= query[:, None] + sizes.q_start)
+    keep = keep & directed(query[:, None] + sizes.q_start, key[None, :], sizes, S)
     q_cell = load_rows(head_base(q, strides.q, batch, head), query, has_query, strides.q[2], S)
     grad_cell = load_rows(head_base(grad, strides.grad, batch, head), query, has_query, strides.grad[2], S)
     k_cell = load_rows(head_base(k, strides.k, batch, head // S.GROUP), key, has_key, strides.k[2], S)
@@ -618,7 +647,7 @@ def _score_gradient(batch_head, query, key, q, k, v, lse, grad, delta, strides, 
     scores = product(q_cell, tl.trans(k_cell), None, S)
     dp = product(grad_cell, tl.trans(v_cell), None, S)
     where = (batch, head)
-    p = probabilities(scores, keep, query[:, None], key[None, :], row_lse[:, None], where, extras, sizes, True, S)
+    p, _ = probabilities(scores, keep, query[:, None], key[None, :], row_lse[:, None], where, extras, sizes, True, S)
     if S.DROPOUT:
         dp = dp * dropout_factor(query[:, None], key[None, :], batch, head, drop, sizes)
     return p * (dp - row_delta[:, None])

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from twinflow.attention.extras import Extras, Sizes, as_4d, scale_of, seed_word, threshold
+from twinflow.attention.extras import Extras, Sizes, as_4d, scale_of, seed_of, seed_word, threshold
 from twinflow.attention.layout import Layout
 from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
 from twinflow.attention.tuning import Tuning, Tunings, padded_dim
@@ -48,6 +48,10 @@ class Drop(NamedTuple):
     kept_factor: float
 
 
+NO_EXTRAS = ExtraArgs(None, None, None, None)
+NO_DROP = Drop(0, 0, 1.0)
+
+
 class SizeArgs(NamedTuple):
     """Sizes and strides of a call."""
 
@@ -59,6 +63,8 @@ class SizeArgs(NamedTuple):
     q_start: int
     num_slots: int
     scale: float
+    softcap: float
+    window: int
     mask_batch: int  # strides
     mask_head: int
     mask_query: int
@@ -80,11 +86,13 @@ class Shape(NamedTuple):
     SUB: int  # own tokens per bit of a code
     UNIT: int  # other tokens per code
     CAUSAL: bool
+    HAS_WINDOW: bool
     ONE_PATTERN: bool  # all heads have the same pattern
     HAS_CUTS: bool
     HAS_FULL: bool  # there are tiles without a mask
     HAS_PARTIAL: bool  # there are tiles with a mask
     HAS_BIAS: bool  # also True for a scale <= 0, with which the maximum must be that of scaled scores
+    HAS_CAP: bool
     HAS_MASKS: bool
     MASK_STEP: int  # stride between keys
     BIAS_STEP: int
@@ -116,9 +124,11 @@ class Scratch(NamedTuple):
     weights: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One call of attention, without the tensors q, k and v."""
+    """Everything about a call of attention except the values of its tensors. Of the tensors in `extras`, only shapes,
+    strides and dtypes are used. `kernels` has the kernels that were prepared for this call, see triton_attention.py.
+    """
 
     layout: Layout
     extras: Extras
@@ -126,20 +136,25 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     tunings: Tunings
+    kernels: dict[Any, Any] = field(init=False, default_factory=dict)
 
     @property
     def span(self) -> Span:
         start = self.extras.q_start
         return Span((start, start + self.sizes.num_queries), (0, self.sizes.num_keys))
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether scores are only scaled products in half precision, without bias, masks and dropout."""
+    @cached_property
+    def has_no_tensors(self) -> bool:
         extras = self.extras
-        has_extras = any(x is not None for x in (extras.bias, extras.relative, extras.key_padding, extras.mask))
-        return not has_extras and extras.dropout == 0.0 and self.dtype != torch.float32
+        return all(tensor is None for tensor in (extras.bias, extras.relative, extras.key_padding, extras.mask))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether scores are only scaled products in half precision, without bias, masks, softcap and dropout."""
+        is_changed = self.extras.dropout > 0.0 or self.extras.softcap > 0.0
+        return self.has_no_tensors and not is_changed and self.dtype != torch.float32
+
+    @cached_property
     def in_program(self) -> int:
         """Query heads that one program can sum: all of a group if in each group they have equal patterns, else one."""
         group, patterns = self.sizes.group, self.layout.head_to_pattern
@@ -162,7 +177,10 @@ class Call:
         _, bias_strides, _ = _expanded(self.extras.bias, sizes)
         relative = self.extras.relative
         step = relative.shape[1] if relative is not None and relative.shape[0] > 1 else 0
-        return SizeArgs(*counts, start, num_slots, scale, *mask_strides, *bias_strides, step)
+        softcap = float(self.extras.softcap)
+        return SizeArgs(
+            *counts, start, num_slots, scale, softcap, self.layout.window or 0, *mask_strides, *bias_strides, step
+        )
 
     def shape(self, size: TileSize, plan: TilePlan | None, in_program: int = 1) -> Shape:
         """The constants for tiles of a size and for a plan."""
@@ -178,11 +196,13 @@ class Call:
             SUB=min(block, size.own),
             UNIT=min(block, size.other),
             CAUSAL=self.layout.is_causal,
+            HAS_WINDOW=self.layout.window is not None,
             ONE_PATTERN=self.layout.num_patterns == 1,
             HAS_CUTS=plan is not None and plan.num_slots > 0,
             HAS_FULL=plan is not None and plan.has_full,
             HAS_PARTIAL=plan is None or plan.has_partial,
             HAS_BIAS=has_bias,
+            HAS_CAP=extras.softcap > 0.0,
             HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
             MASK_STEP=_expanded(extras.mask, sizes)[2],
             BIAS_STEP=_expanded(extras.bias, sizes)[2],
@@ -205,22 +225,25 @@ class Call:
         masks and extras, and the GPU supports TMA."""
         layout, dim = self.layout, self.sizes.head_dim
         start, stop = self.span.queries if by_keys else self.span.keys
-        is_whole = not layout.is_causal and max(size.own, size.other) <= layout.block
+        is_whole = not layout.is_causal and layout.window is None and max(size.own, size.other) <= layout.block
         is_whole = is_whole and start % size.other == 0 and stop % size.other == 0
         are_rows = all(is_rows(x) for x in others) and dim == padded_dim(dim)
         has_loader = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
         return is_whole and are_rows and self.is_plain and has_loader
 
-    def extra_args(self) -> ExtraArgs:
-        extras = self.extras
+    def extra_args(self, extras: Extras) -> ExtraArgs:
+        """The tensors of `extras`, whose shapes are those of `self.extras`."""
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
         relative = extras.relative.detach().contiguous() if extras.relative is not None else None
         return ExtraArgs(padding, mask.view(torch.uint8) if mask is not None else None, bias, relative)
 
-    def drop(self) -> Drop:
-        p = self.extras.dropout
-        return Drop(_as_int32(seed_word(self.extras.seed)), _as_int32(threshold(p)), 1.0 / (1.0 - p))
+
+def drop_args(extras: Extras) -> Drop:
+    p = extras.dropout
+    if not p:
+        return NO_DROP
+    return Drop(_as_int32(seed_word(seed_of(extras))), _as_int32(threshold(p)), 1.0 / (1.0 - p))
 
 
 def is_interpreting() -> bool:
@@ -236,10 +259,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def strides_of(**tensors: Tensor) -> TensorStrides:
     """Strides of the named tensors. The elements of a token must be contiguous."""
-    return TensorStrides(**{name: _strides(tensor) for name, tensor in tensors.items()})
+    return TensorStrides(**{name: strides_of_rows(tensor) for name, tensor in tensors.items()})
 
 
-def _strides(tensor: Tensor) -> Strides:
+def strides_of_rows(tensor: Tensor) -> Strides:
     assert tensor.stride(3) == 1 or tensor.shape[3] == 1, tensor.stride()
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
@@ -251,10 +274,29 @@ def with_dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 and 0 < tensor.stride(2) < 2**24 else tensor.contiguous()
 
 
-def launch(kernel: Any, num_programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Launch a kernel on the current stream."""
-    assert 0 < num_programs < 2**31, num_programs
-    kernel[(num_programs,)](*args, **options)
+class Launch:
+    """A launch of a kernel that is repeated with other tensors.
+
+    In the first call Triton finds the compiled kernel. Later calls start this compiled kernel directly, because Triton
+    would inspect all arguments again, which takes longer than all other work of a call. A Launch must therefore be used
+    only for tensors of the same shapes, strides, dtypes and alignment, on the same device.
+    """
+
+    def __init__(self, kernel: Any, num_programs: int, options: dict[str, Any]) -> None:
+        assert 0 < num_programs < 2**31, num_programs
+        self.kernel = kernel
+        self.num_programs = num_programs
+        self.options = options
+        self._start: Callable[..., None] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel on the current stream."""
+        if self._start is not None:
+            self._start(*args)
+            return
+        compiled = self.kernel[(self.num_programs,)](*args, **self.options)
+        if compiled is not None:  # it is None in Triton's interpreter
+            self._start = compiled[(self.num_programs, 1, 1)]
 
 
 @dataclass(frozen=True)
@@ -324,43 +366,18 @@ def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_wei
     )
 
 
-def reduce_outputs(
-    out: Tensor, lse: Tensor, strides: TensorStrides, call: Call, plan: TilePlan, pieces: Scratch
-) -> None:
-    """Combine the pieces in their order and write the cut rows of `out` and `lse`."""
-    if plan.num_slots:
-        from twinflow.attention import kernels
+class Reduction:
+    """The launch that combines the pieces of cut rows in their order."""
 
-        _reduce(kernels.reduce_outputs, (out, lse, strides), call.sizes.num_heads, (), call, plan, pieces)
+    def __init__(self, kernel: Any, num_heads: int, call: Call, plan: TilePlan) -> None:
+        num_programs = plan.max_cuts * call.sizes.batch * num_heads * (plan.size.own // REDUCE_ROWS)
+        self._launch = Launch(kernel, num_programs, REDUCE_OPTIONS)
+        self._tables = plan.tables
+        self._sizes = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
+        self._shape = call.shape(plan.size, plan)
 
-
-def reduce_gradients(
-    first: Tensor, second: Tensor | None, start: int, call: Call, plan: TilePlan, pieces: Scratch
-) -> None:
-    """Sum the pieces in their order and write the cut rows of one or two gradients. The first row has the position
-    `start`.
-    """
-    if plan.num_slots:
-        from twinflow.attention import kernels
-
-        strides = (_strides(first), None if second is None else _strides(second))
-        places = (first.shape[2], start)
-        _reduce(kernels.reduce_gradients, (first, second, strides), first.shape[1], places, call, plan, pieces)
-
-
-def _reduce(
-    kernel: Any,
-    results: tuple[Any, ...],
-    num_heads: int,
-    places: tuple[int, ...],
-    call: Call,
-    plan: TilePlan,
-    pieces: Scratch,
-) -> None:
-    num_programs = plan.max_cuts * call.sizes.batch * num_heads * (plan.size.own // REDUCE_ROWS)
-    size_args = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
-    args = (*results, plan.tables, pieces, size_args, *places, REDUCE_ROWS, call.shape(plan.size, plan))
-    launch(kernel, num_programs, args, REDUCE_OPTIONS)
+    def __call__(self, results: tuple[Any, ...], pieces: Scratch, places: tuple[int, ...] = ()) -> None:
+        self._launch(*results, self._tables, pieces, self._sizes, *places, REDUCE_ROWS, self._shape)
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:

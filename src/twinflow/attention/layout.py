@@ -8,15 +8,22 @@ memory is proportional to the number of kept blocks: a million tokens in blocks 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
+from twinflow.errors import invalid_value, wrong_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 BLOCKS = (16, 32, 64, 128)
 DENSE_LIMIT = 2**28
@@ -25,8 +32,48 @@ CHUNK_PAIRS = 2**22
 PairTest = Callable[[Tensor, Tensor], Tensor]
 
 
+_SOURCES: WeakValueDictionary[str, LayoutSource] = WeakValueDictionary()  # by handle
+_PROCESS = uuid.uuid4().hex  # so that the handles of an exported graph name nothing in another process
+_NUMBERS = itertools.count()
+
+
+class LayoutSource:
+    """An object that gives the layout of a call: a layout, a pattern, or the attention of a layer.
+
+    `handle` names the object in operators and in graphs of torch.compile, which cannot have Python objects as
+    arguments. It is different for every object, also for copies, and valid as long as the object exists.
+    """
+
+    handle: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "handle", f"{_PROCESS}-{next(_NUMBERS)}")
+        _SOURCES[self.handle] = self
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        """The layout for the positions of all keys and queries, of which the first query has the position `q_start`."""
+        raise NotImplementedError
+
+
+def source_of(handle: str) -> LayoutSource:
+    """The object with a handle. Raises ValueError if it does not exist any more."""
+    found = _SOURCES.get(handle)
+    if found is None:
+        raise wrong_state(
+            "A compiled or exported graph cannot run",
+            "the pattern or layout with which it was made does not exist in this process",
+            "Keep the model, the pattern or the layout as long as the graph is used.",
+        )
+    return found
+
+
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(LayoutSource):
     """The kept blocks of scores. Rows are blocks of `block` queries, and columns are blocks of `block` keys.
 
     The tensors must not be changed. Positions count from zero on both axes: row r has the queries from position r *
@@ -40,9 +87,13 @@ class Layout:
     head_to_pattern: tuple[int, ...]
     row_starts: Tensor  # int64 [num_patterns, num_rows + 1], offsets into `cols`
     cols: Tensor  # int32 [kept], ascending within a row, no duplicates
+    window: int | None = None  # a query sees only keys at a distance < window, exact to the token; None: all keys
 
     def __post_init__(self) -> None:
         _check_shape(self.block, self.num_rows, self.num_cols)
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        return self
 
     @property
     def num_heads(self) -> int:
@@ -66,7 +117,7 @@ class Layout:
 
     @cached_property
     def _digest(self) -> bytes:
-        shape = (self.block, self.num_rows, self.num_cols, self.is_causal, self.head_to_pattern)
+        shape = (self.block, self.num_rows, self.num_cols, self.is_causal, self.head_to_pattern, self.window)
         digest = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for tensor in (self.row_starts, self.cols):
             digest.update(tensor.contiguous().numpy().data)
@@ -101,6 +152,18 @@ class Layout:
             flats.append((rows * num_blocks + cols)[(rows < num_blocks) & (cols < num_blocks)])
         heads = self.head_to_pattern
         return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=is_causal, head_to_pattern=heads)
+
+    def windowed(self, window: int) -> Layout:
+        """The layout with a window: without blocks in which every key is too far from every query."""
+        if window < 1:
+            raise invalid_value("window", window, "a whole number >= 1")
+        flats = []
+        for pattern in range(self.num_patterns):
+            rows, cols = self.rows_of(pattern).long(), self.cols_of(pattern).long()
+            is_near = ((rows - cols).abs() - 1) * self.block + 1 < window
+            flats.append((rows * self.num_cols + cols)[is_near])
+        options: dict[str, Any] = {"is_causal": self.is_causal, "head_to_pattern": self.head_to_pattern}
+        return replace(from_flat(flats, self.num_rows, self.num_cols, self.block, **options), window=window)
 
     def transposed(self) -> tuple[Tensor, Tensor]:
         """The kept blocks by columns: col_starts int64 [num_patterns, num_cols + 1] and ascending rows int32 [kept]."""
@@ -147,6 +210,7 @@ class Layout:
             tuple(patterns.index(pattern) for pattern in wanted),
             _starts(counts),
             torch.cat([self.cols_of(pattern) for pattern in patterns]),
+            self.window,
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from twinflow.attention.function import PatternAttention, check_causal
-from twinflow.attention.huggingface import dense_transformers, num_heads_of, sparse_transformers, transformers_models
+from twinflow.attention.huggingface import dense_transformers, heads_of_layers, sparse_transformers, transformers_models
 from twinflow.attention.module import SparseSelfAttention
 from twinflow.attention.patterns import DenseSparsityConfig, SparsityConfig, pattern_from_config
 from twinflow.errors import invalid_value
@@ -40,8 +40,7 @@ def sparsify(model: Model, pattern: Pattern, *, backend: str = "auto", heads: tu
     made = [_for_hook(layer, its, backend, heads) for layer, its in zip(hooks, for_hooks, strict=True)]
     for_own = _by_layer(pattern, [layer.sparsity_config.num_heads for layer in own])
     for part in found:
-        counts = [num_heads_of(part)] * part.config.num_hidden_layers
-        sparse_transformers(part, _by_layer(pattern, counts), backend, heads)
+        sparse_transformers(part, _by_layer(pattern, heads_of_layers(part)), backend, heads)
     for layer, attend in zip(hooks, made, strict=True):
         layer.set_attention(attend)
     for layer, its in zip(own, for_own, strict=True):
@@ -66,7 +65,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> None:
     own = _own(model)
     counts = {layer.sparsity_config.num_heads for layer in own}
     if not is_dense:
-        counts |= {num_heads_of(part) for part in transformers_models(model)}
+        counts |= {count for part in transformers_models(model) for count in heads_of_layers(part)}
         counts |= {int(layer.num_heads) for layer in _hooks(model)}
     if len(counts) > 1:
         numbers = " or ".join(map(str, sorted(counts)))

@@ -11,20 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from twinflow.attention.layout import DENSE_LIMIT, Layout, check_block, from_flat
+from twinflow.attention.layout import DENSE_LIMIT, Layout, LayoutSource, check_block, from_flat
 from twinflow.errors import incompatible, invalid_value
 
 ATTENTIONS = ("unidirectional", "bidirectional")
 KEPT_LIMIT = 2**30
+CACHED_LAYOUTS = 32
 
 
 @dataclass(frozen=True)
-class SparsityConfig:
+class SparsityConfig(LayoutSource):
     """Base class of all patterns: number of heads, block size, whether heads differ, and the seed of random blocks.
 
     A pattern keeps or drops blocks of `block` queries x `block` keys. Raises ValueError for invalid arguments.
@@ -90,6 +92,10 @@ class SparsityConfig:
         flats = [self._flat(num_blocks, variant, generator) for variant in range(num_variants)]
         heads = [head % num_variants for head in range(self.num_heads)]
         return from_flat(flats, num_blocks, num_blocks, self.block, is_causal=self.is_causal, head_to_pattern=heads)
+
+    def layout_for(self, num_tokens: int, num_heads: int, q_start: int) -> Layout:
+        """The layout for a call. The most recent ones are cached."""
+        return _cached_layout(self, -(-num_tokens // self.block) * self.block)
 
     def make_layout(self, seq_len: int) -> Tensor:
         """The layout as an int64 grid [heads, blocks, blocks], with 1 for kept blocks. Raises ValueError if `seq_len`
@@ -364,3 +370,8 @@ def _check_kept(num_kept: int) -> None:
     if num_kept > KEPT_LIMIT:
         remedy = "Use a larger block or a sparser pattern."
         raise invalid_value("The number of kept blocks of a pattern", num_kept, f"at most {KEPT_LIMIT}", remedy)
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _cached_layout(pattern: SparsityConfig, num_tokens: int) -> Layout:
+    return pattern.layout(num_tokens)

@@ -1,7 +1,7 @@
 """Attention over a layout (the kept blocks of scores) in plain torch: the reference for tests, and the implementation
 without a GPU.
 
-`dense_attention` computes the whole score matrix. `block_attention` computes only the scores of kept blocks. Block rows
+`dense_attention` computes the whole score matrix. `forward_pass` computes only the scores of kept blocks. Block rows
 with similar numbers of blocks form a group, and the keys of a group are gathered. Each row of scores is complete, so
 that an ordinary softmax is applied. Backward recomputes the scores, so that only the inputs are saved. Groups are
 divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a single head.
@@ -9,14 +9,13 @@ divided into pieces of about `PIECE_NUMEL` elements, or of a single row of a sin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from twinflow.attention.extras import Extras, Sizes, as_4d, check_call, dropout_keep, scale_of, sizes_of
 from twinflow.attention.layout import Layout
@@ -37,65 +36,48 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
     keep = grid[:, queries // layout.block, keys // layout.block].expand(sizes.scores)
     if layout.is_causal:
         keep = keep & (keys <= queries)
+    if layout.window is not None:
+        keep = keep & ((keys - queries).abs() < layout.window)
     if extras.key_padding is not None:
         keep = keep & extras.key_padding[:, None, None, :]
     if extras.mask is not None:
         keep = keep & as_4d(extras.mask)
     k, v = (tensor.to(dtype).repeat_interleave(sizes.group, dim=1) for tensor in (k, v))
     scores = q.to(dtype) @ k.transpose(-1, -2) * scale_of(extras, sizes.head_dim)
+    if extras.softcap:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
     if extras.bias is not None:
         scores = scores + as_4d(extras.bias).to(dtype)
     if extras.relative is not None:
         scores = scores + extras.relative.to(dtype)[:, keys - (queries - extras.q_start) + sizes.num_queries - 1]
     keep = keep & (scores != -torch.inf)
     scores = scores.masked_fill(~keep, torch.finfo(dtype).min)
-    probs = scores.softmax(dim=-1).masked_fill(~keep, 0.0)
+    if extras.sinks is not None:
+        sinks = extras.sinks.to(dtype)[:, None, None].expand(*sizes.scores[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probs = scores.softmax(dim=-1)[..., : sizes.num_keys].masked_fill(~keep, 0.0)
     if extras.dropout:
         probs = probs * dropout_keep(extras, heads, queries, keys) / (1.0 - extras.dropout)
     return (probs @ v).to(q.dtype)
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
-    """Attention over the kept blocks, in fp32 or wider, with gradients of q, k, v, bias and relative. `options`: fields
-    of `Extras`."""
-    extras = Extras(**options)
-    check_call(q, k, v, layout, extras)
-    out: Tensor = _BlockAttention.apply(q, k, v, extras.bias, extras.relative, layout, extras)  # type: ignore[no-untyped-call]
-    return out
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Saves the inputs. Backward recomputes the probabilities."""
+def forward_pass(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) -> Tensor:
+    """Attention over the kept blocks. The arguments are checked."""
+    check_call(q, k, v, layout, extras)
+    with torch.autocast(q.device.type, enabled=False):
+        return _forward(q, k, v, layout, extras)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        relative: Tensor | None,
-        layout: Layout,
-        extras: Extras,
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v, bias, relative, extras.key_padding, extras.mask)
-        ctx.layout = layout
-        ctx.extras = replace(extras, bias=None, relative=None, key_padding=None, mask=None)
-        with torch.autocast(q.device.type, enabled=False):
-            return _forward(q, k, v, layout, extras)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, relative, key_padding, mask = ctx.saved_tensors
-        extras = replace(ctx.extras, bias=bias, relative=relative, key_padding=key_padding, mask=mask)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = _backward((q, k, v), grad, ctx.layout, extras, wants=ctx.needs_input_grad[3:5])
-        return (*grads, None, None)
+def backward_pass(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], layout: Layout, extras: Extras, wants: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, bias, relative and sinks. `wants` says which of the last three are needed."""
+    with torch.autocast(grad.device.type, enabled=False):
+        return _backward(inputs, grad, layout, extras, wants[3:])
 
 
 @dataclass(frozen=True)
@@ -164,7 +146,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) ->
     out = torch.zeros_like(blocks.q)
     for piece in _pieces(layout, sizes, blocks):
         queries, keys, values = _gather(piece, sizes, blocks)
-        probs, kept = _probs(piece, queries, keys, layout, extras, sizes)
+        probs, kept, _ = _probs(piece, queries, keys, layout, extras, sizes)
         if kept is not None:
             probs = probs.mul_(kept)
         out[piece.batch[:, None], piece.heads[:, None], piece.rows - blocks.first_row] = probs @ values
@@ -172,9 +154,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras) ->
 
 
 def _backward(
-    inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, layout: Layout, extras: Extras, wants: tuple[bool, bool]
+    inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, layout: Layout, extras: Extras, wants: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias and relative. `wants`: whether the last two are needed."""
+    """Gradients of q, k, v, bias, relative and sinks. `wants`: whether the last three are needed."""
     q, k, v = inputs
     sizes = sizes_of(q, k)
     blocks = _to_blocks(q, k, v, layout, extras)
@@ -182,10 +164,11 @@ def _backward(
     grad_q, grad_k, grad_v = (torch.zeros_like(tensor) for tensor in (blocks.q, blocks.k, blocks.v))
     grad_bias = _zeros_like(extras.bias, blocks.q.dtype) if wants[0] else None
     grad_relative = _zeros_like(extras.relative, blocks.q.dtype) if wants[1] else None
+    grad_sinks = _zeros_like(extras.sinks, blocks.q.dtype) if wants[2] else None
     scale = scale_of(extras, sizes.head_dim)
     for piece in _pieces(layout, sizes, blocks):
         queries, keys, values = _gather(piece, sizes, blocks)
-        probs, kept = _probs(piece, queries, keys, layout, extras, sizes)
+        probs, kept, slope = _probs(piece, queries, keys, layout, extras, sizes)
         where = piece.batch[:, None], piece.heads[:, None], piece.rows - blocks.first_row
         grad_out = grad_blocks[where]
         grad_probs = grad_out @ values.transpose(-1, -2)
@@ -194,6 +177,9 @@ def _backward(
             grad_probs, dropped = grad_probs.mul_(kept), probs * kept
         _add_blocks(grad_v, piece, sizes, dropped.transpose(-1, -2) @ grad_out)
         delta = (probs * grad_probs).sum(dim=-1, keepdim=True)
+        if grad_sinks is not None:  # the rest of the weights is that of the sink, whose value is zero
+            by_lane = (delta * (probs.sum(dim=-1, keepdim=True) - 1.0)).sum((1, 2, 3))
+            grad_sinks.index_add_(0, piece.heads, by_lane)
         grad_scores = grad_probs.sub_(delta).mul_(probs)
         if grad_bias is not None:
             whole = as_4d(grad_bias)
@@ -201,7 +187,7 @@ def _backward(
         if grad_relative is not None:
             index = piece.relative_index(grad_relative, extras, sizes.num_queries)
             _add_scores(grad_relative, index, grad_scores)
-        grad_scores = grad_scores.mul_(scale)
+        grad_scores = grad_scores.mul_(scale if slope is None else slope.mul_(scale))
         grad_q[where] = grad_scores @ keys
         _add_blocks(grad_k, piece, sizes, grad_scores.transpose(-1, -2) @ queries)
     return (
@@ -210,6 +196,7 @@ def _backward(
         _from_blocks(grad_v, 0, sizes.num_keys).to(v.dtype),
         None if grad_bias is None or extras.bias is None else grad_bias.to(extras.bias.dtype),
         None if grad_relative is None or extras.relative is None else grad_relative.to(extras.relative.dtype),
+        None if grad_sinks is None or extras.sinks is None else grad_sinks.to(extras.sinks.dtype),
     )
 
 
@@ -308,10 +295,17 @@ def _add_scores(total: Tensor, index: tuple[Tensor, ...], grad_scores: Tensor) -
 
 def _probs(
     piece: _Piece, queries: Tensor, keys: Tensor, layout: Layout, extras: Extras, sizes: Sizes
-) -> tuple[Tensor, Tensor | None]:
-    """Probabilities before dropout, with zero for scores that are not kept, and the factors of dropout or None."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Probabilities before dropout, with zero for scores that are not kept; the factors of dropout or None; and the
+    derivative of the softcap or None.
+    """
     scores = queries @ keys.transpose(-1, -2)
     scores *= scale_of(extras, sizes.head_dim)
+    slope = None
+    if extras.softcap:
+        scores = scores.div_(extras.softcap).tanh_()
+        slope = 1.0 - scores.square()
+        scores = scores.mul_(extras.softcap)
     if extras.bias is not None:
         bias = as_4d(extras.bias)
         scores += bias[piece.index(bias, extras)]
@@ -320,6 +314,8 @@ def _probs(
     keep = piece.keys < sizes.num_keys
     if layout.is_causal:
         keep = keep & (piece.keys <= piece.queries)
+    if layout.window is not None:
+        keep = keep & ((piece.keys - piece.queries).abs() < layout.window)
     if extras.key_padding is not None:
         keep = keep & extras.key_padding[_lanes(piece.batch), piece.keys.clamp(max=sizes.num_keys - 1)]
     if extras.mask is not None:
@@ -327,10 +323,15 @@ def _probs(
         keep = keep & mask[piece.index(mask, extras)]
     scores.masked_fill_(~keep, -torch.inf)
     highest = scores.amax(dim=-1, keepdim=True)
+    sinks = None if extras.sinks is None else _lanes(extras.sinks.to(scores.dtype)[piece.heads])
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks)
     scores.sub_(highest.masked_fill_(highest == -torch.inf, 0.0)).exp_()
     total = scores.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += torch.exp(sinks - highest)
     probs = scores.div_(total.masked_fill_(total == 0.0, 1.0))
     if not extras.dropout:
-        return probs, None
+        return probs, None, slope
     kept = dropout_keep(extras, _lanes(piece.batch * sizes.num_heads + piece.heads), piece.queries, piece.keys)
-    return probs, kept.to(probs.dtype).div_(1.0 - extras.dropout)
+    return probs, kept.to(probs.dtype).div_(1.0 - extras.dropout), slope

@@ -201,6 +201,8 @@ def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, s
     if layout.is_causal:
         queries, keys = ((units + 1) * unit - 1, subs * sub) if by_keys else ((subs + 1) * sub - 1, units * unit)
         inside &= keys <= queries
+    if layout.window is not None:
+        inside &= _distances(_bounds(subs, sub), _bounds(units, unit))[0] < layout.window
     subs, units = subs[inside], units[inside]
 
     num_units, num_subs = -(-other[1] // unit), size.own // sub
@@ -216,8 +218,21 @@ def _pattern_tiles(layout: Layout, starts: Tensor, others: Tensor, span: Span, s
             is_full &= (tile + 1).mul(size.own).clamp(max=own[1]) - 1 <= unit_number * unit
         else:
             is_full &= (unit_number + 1) * unit - 1 <= (tile * size.own).clamp(min=own[0])
+    if layout.window is not None:
+        is_full &= _distances(_bounds(tile, size.own), _bounds(unit_number, unit))[1] < layout.window
     first, stop = own[0] // size.own, -(-own[1] // size.own)
     return _packed(tile - first, unit_number, bits, is_full, stop - first, first, size.other // unit)
+
+
+def _bounds(numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Positions of the first and of the last token of pieces of `width` tokens."""
+    return numbers * width, (numbers + 1) * width - 1
+
+
+def _distances(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Smallest and largest distance between a token of `a` and a token of `b`."""
+    smallest = torch.maximum(a[0] - b[1], b[0] - a[1]).clamp(min=0)
+    return smallest, torch.maximum(a[1] - b[0], b[1] - a[0])
 
 
 def _expanded(
