@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch
 
 import twinflow
 from twinflow.checkpoint import Entry
+from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.models.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, num_heads=2)
@@ -59,17 +59,16 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor takes a while to be read for writing."""
-    module = importlib.import_module("twinflow.checkpoint.save")
-    write = module.write_tensors
+    write = TensorWriter.write
 
     def slowly(entry: Entry) -> torch.Tensor:
         time.sleep(0.01)
         return entry.read()
 
-    def slow(path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
-        return write(path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
+    def slow(self: TensorWriter, path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
+        return write(self, path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
 
-    monkeypatch.setattr(module, "write_tensors", slow)
+    monkeypatch.setattr(TensorWriter, "write", slow)
 
 
 @pytest.mark.usefixtures("slow_disk")

@@ -1,6 +1,6 @@
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-State is streamed to the files, so that only one parameter's state is copied in memory at a time. restore.py loads it.
+State is streamed to the files: only two tensors are copied in memory at a time. restore.py loads it.
 
 With `background_bytes` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
 starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then wait
