@@ -50,8 +50,8 @@ def check_tag(tag: object) -> str:
 
 
 class DurableFile:
-    """A new file. Its bytes are on the disk after `sync`, or when its `with` block ends without an error. Errors contain
-    its path.
+    """A new file. Its bytes are on the disk after `sync`, or after a `with` block without an error. Errors contain its
+    path.
     """
 
     def __init__(self, path: Path) -> None:
