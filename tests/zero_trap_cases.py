@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from zero_cases import full
 import twinflow
 from twinflow.build_optimizer import make_optimizer
 from twinflow.checkpoint import Entry
+from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.config import load_config, resolve_batch
 from twinflow.launch.environment import joined
 from twinflow.launch.store import group_store
@@ -207,17 +207,16 @@ def own_sharding(rank: int, world: int) -> Any:
 
 def slow_disk(seconds: float) -> None:
     """Every tensor takes a while to be read for writing."""
-    module: Any = importlib.import_module("twinflow.checkpoint.save")
-    write = module.write_tensors
+    write = TensorWriter.write
 
     def slowly(entry: Entry) -> torch.Tensor:
         time.sleep(seconds)
         return entry.read()
 
-    def slow(path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
-        return write(path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
+    def slow(self: TensorWriter, path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
+        return write(self, path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
 
-    module.write_tensors = slow
+    TensorWriter.write = slow  # type: ignore[method-assign]
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -251,14 +250,13 @@ def failing(rank: int, world: int, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     engine: Any = twinflow.initialize(model=Tied(), config=config_of(2, "AdamW", checkpoint={"background": True}))[0]
     steps(engine, 0, 1)
-    module: Any = importlib.import_module("twinflow.checkpoint.save")
-    write, said = module.write_tensors, ""
+    write, said = TensorWriter.write, ""
 
     def full_disk(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        module.write_tensors = full_disk
+        TensorWriter.write = full_disk  # type: ignore[method-assign]
     engine.save_checkpoint(folder)
     steps(engine, 1, 2)
     try:
@@ -267,7 +265,7 @@ def failing(rank: int, world: int, folder: str) -> dict[str, Any]:
         said = str(error)
     left = sorted(path.name for path in Path(folder).iterdir()) if rank == 0 else []
     dist.barrier()
-    module.write_tensors = write
+    TensorWriter.write = write  # type: ignore[method-assign]
     engine.save_checkpoint(folder)
     steps(engine, 2, 3)
     engine.destroy()

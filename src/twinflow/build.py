@@ -57,7 +57,7 @@ from twinflow.speedups import compile_blocks, use_float8
 from twinflow.zero.building import make_whole, move
 from twinflow.zero.gathered import add_homes
 from twinflow.zero.partitioned import partition, regroup
-from twinflow.zero.start import meet, own_host_bytes, start_watch
+from twinflow.zero.start import meet, start_watch
 
 Model = nn.Module | Callable[[], nn.Module]
 # The engine of each model that initialize() has built and whose engine may still train.
@@ -193,9 +193,6 @@ def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) ->
 def _engine_settings(
     config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None, optimizer: Any
 ) -> EngineSettings:
-    background = config.checkpoint.background_bytes if config.checkpoint.background else None
-    if config.checkpoint.background and background is None:
-        background = own_host_bytes() // 4
     return EngineSettings(
         ranks=ranks,
         grid=grid,
@@ -205,7 +202,8 @@ def _engine_settings(
         autocast=getattr(torch, str(config.torch_autocast.dtype)) if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         keep_last=config.checkpoint.keep_last,
-        background_bytes=background,
+        is_background=config.checkpoint.background,
+        background_bytes=config.checkpoint.background_bytes,
         drop_last=config.dataloader_drop_last,
         config=dict(source) if isinstance(source, Mapping) else {"file": str(source)},
         parsed=config,

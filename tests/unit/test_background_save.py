@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import threading
@@ -18,15 +17,17 @@ import torch
 
 import twinflow
 from twinflow.checkpoint import Entry
+from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.models.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, num_heads=2)
 LARGEST = 4 * 128 * 32
 
 
-def engine_of(limit: int | None, **offload: Any) -> Any:
+def engine_of(limit: int | str | None, **offload: Any) -> Any:
+    """`limit`: "free" for the default limit of a background checkpoint, None for no background checkpoint."""
     torch.manual_seed(0)
-    checkpoint = {"background": limit is not None, "background_bytes": limit}
+    checkpoint = {"background": limit is not None, "background_bytes": None if limit == "free" else limit}
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -59,17 +60,16 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor takes a while to be read for writing."""
-    module = importlib.import_module("twinflow.checkpoint.save")
-    write = module.write_tensors
+    write = TensorWriter.write
 
     def slowly(entry: Entry) -> torch.Tensor:
         time.sleep(0.01)
         return entry.read()
 
-    def slow(path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
-        return write(path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
+    def slow(self: TensorWriter, path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
+        return write(self, path, [replace(entry, read=partial(slowly, entry)) for entry in entries], *rest)
 
-    monkeypatch.setattr(module, "write_tensors", slow)
+    monkeypatch.setattr(TensorWriter, "write", slow)
 
 
 @pytest.mark.usefixtures("slow_disk")
@@ -117,6 +117,23 @@ def test_it_holds_the_state_at_the_call(tmp_path: Path, limit: int, offload: dic
     assert same(state_of(engine), ended)
     engine.destroy()
     assert not [thread for thread in threading.enumerate() if thread.name in ("twinflow-copier", "twinflow-save")]
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("limit", ["free", LARGEST])
+def test_copies_use_the_memory_that_is_free_at_the_call(
+    tmp_path: Path, limit: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(limit)
+    train(engine, 0, 1)
+    # Half of so little memory is left to others. A limit in the config is used instead.
+    monkeypatch.setattr("twinflow.engine.state.own_host_bytes", lambda: 2 * 3 * LARGEST)
+    engine.save_checkpoint(tmp_path)
+    background = engine.background
+    train(engine, 1, 3)
+    engine.destroy()
+    least, most = (LARGEST, 3 * LARGEST) if limit == "free" else (0, LARGEST)
+    assert least < background.peak_bytes <= most
 
 
 @pytest.mark.usefixtures("slow_disk")

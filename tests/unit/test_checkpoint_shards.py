@@ -339,11 +339,11 @@ def test_shares_of_a_verification_are_all_of_it_and_even(tmp_path: Path) -> None
             found.verify(share=share)
 
 
-def test_one_part_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_two_parts_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Any]] = []
 
     def read(value: int) -> Tensor:
-        assert not any(ref() is not None for ref in alive), "the part before is still there"
+        assert sum(ref() is not None for ref in alive) <= 1, "a part is still there that was written before"
         array = np.full((1 << 16,), value, dtype=np.float32)
         alive.append(weakref.ref(array))
         return torch.from_numpy(array)
@@ -556,7 +556,7 @@ def failing(rank: int, at: int, error: BaseException, steps: Sequence[str] = STE
 
     def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == f"rank {rank}":
+            if threading.current_thread().name.startswith(f"rank {rank}"):  # or a thread that it has made
                 calls.append(name)
                 if len(calls) == at:
                     if name == "write":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -16,7 +17,13 @@ from twinflow.files import naming, read_bytes
 
 LATEST: Final = "latest"
 RESTORE: Final = "Restore this file from a copy, or give the tag of another checkpoint."
+WRITE_BACK_BYTES: Final = 8 << 20  # large enough for the disk's full rate
 MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
+
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # only Linux has it
+if _SYNC_FILE_RANGE is not None:
+    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def damaged(text: str) -> ValueError:
@@ -43,29 +50,56 @@ def check_tag(tag: object) -> str:
 
 
 class DurableFile:
-    """A new file whose bytes are on the disk when its `with` block ends without an error. Errors contain its path."""
+    """A new file. Its bytes are on the disk after `sync`, or after a `with` block without an error. Errors contain its
+    path.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
+        self._num_written = 0
+        self._num_started = 0  # bytes for which write-back to the disk was started
 
     def __enter__(self) -> DurableFile:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self.open()
         return self
+
+    def open(self) -> None:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         with naming(self.path):
             while len(rest):
                 rest = rest[os.write(self._fd, rest) :]
+        self._num_written += len(data)
+        if self._num_written - self._num_started >= WRITE_BACK_BYTES:
+            # Otherwise the disk would be idle until the system has many changed pages, or until `sync`.
+            start_write_back(self._fd, self._num_started, self._num_written - self._num_started)
+            self._num_started = self._num_written
+
+    def sync(self) -> None:
+        with naming(self.path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                with naming(self.path):
-                    os.fsync(self._fd)
+                self.sync()
         finally:
-            os.close(self._fd)
+            self.close()
+
+
+def start_write_back(fd: int, start: int, num_bytes: int) -> None:
+    """Asks the system to write these bytes of a file to the disk, without waiting for it."""
+    if _SYNC_FILE_RANGE is not None:
+        # The result is not used: this call only saves time. `fsync` reports errors of the disk.
+        _SYNC_FILE_RANGE(fd, start, num_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def write_durable(path: Path, data: bytes) -> None:

@@ -22,7 +22,7 @@ from twinflow.checkpoint.manifest import MANIFEST
 from twinflow.checkpoint.plain import parse_json, tensor_names
 from twinflow.checkpoint.save import Part, plan_parts
 from twinflow.checkpoint.sides import abandoned, kept_alive, side_path, swap_in
-from twinflow.checkpoint.tensors import write_tensors
+from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.errors import invalid_value, unusable_path
 from twinflow.files import read_bytes
 from twinflow.rules.formats import rounds_to
@@ -47,7 +47,7 @@ def export_weights(
 
     Tensors of more than `shard_bytes` together are split into shards `<stem>-00001-of-0000N.safetensors` next to
     `path`, with the index `<path>.index.json`. All files are written under temporary names and renamed when all of them
-    are on the disk. One tensor is in memory at a time. After a crash between the renames of shards there is no index.
+    are on the disk. Two tensors are in memory at a time. After a crash between the renames of shards there is no index.
     An index never refers to a mix of old and new shards. `on_bytes` is called with the size of each chunk written.
     """
     path = Path(path)
@@ -62,9 +62,9 @@ def export_weights(
     for other, _ in abandoned(path.parent, lambda side: side.kind == "partial" and side.tag.startswith(path.stem)):
         remove(other)
     try:
-        with kept_alive(*partials):
+        with kept_alive(*partials), TensorWriter(on_bytes) as writer:
             for partial, part in zip(partials, parts, strict=True):
-                write_tensors(partial, part.entries, part.raw_header, part.header, on_bytes)
+                writer.write(partial, part.entries, part.raw_header, part.header)
         if len(parts) > 1:
             write_durable(index_partial, _encode_index(parts))
             path.unlink(missing_ok=True)  # Loaders prefer a single file to an index.

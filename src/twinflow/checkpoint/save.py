@@ -46,12 +46,12 @@ from twinflow.checkpoint.tensors import (
     DTYPE_NAMES,
     Header,
     Span,
+    TensorWriter,
     check_cover,
     check_entries,
     encode_header,
     part_names,
     split_entries,
-    write_tensors,
 )
 from twinflow.checkpoint.together import Alone, Together, agree
 from twinflow.errors import invalid_value, unusable_path
@@ -89,10 +89,11 @@ def save(
 ) -> Path:
     """Writes the checkpoint `root/<tag>`, replaces an existing one of that tag, and returns its folder.
 
-    `files` are written as safetensors, each in parts of at most `part_bytes` or of one larger tensor. One tensor is in
-    memory at a time. `meta` is JSON in which nan and inf are allowed and tuples become lists. With `save_latest`, the
-    new checkpoint is opened by default from now on. `keep_last` deletes the oldest checkpoints beyond that number, but
-    never the latest one. `on_progress` is called with the number of bytes written and the total.
+    `files` are written as safetensors, each in parts of at most `part_bytes` or of one larger tensor. One tensor is
+    read while the one before is written, so two are in memory. `meta` is JSON in which nan and inf are allowed and
+    tuples become lists. With `save_latest`, the new checkpoint is opened by default from now on. `keep_last` deletes
+    the oldest checkpoints beyond that number, but never the latest one. A thread calls `on_progress` with the number of
+    bytes written and the total.
 
     With `together`, all ranks call this function, each with its own tensors and parts of tensors in `files`. Every
     element must be in the files of exactly one rank. `meta`, `save_latest` and `keep_last` of rank 0 are used.
@@ -229,8 +230,9 @@ def _write_parts(folder: Path, parts: Sequence[Part], on_progress: Progress | No
     """Writes the files of this rank to the disk and returns their records."""
     on_bytes = counting(on_progress, sum(entry.num_bytes for part in parts for entry in part.entries))
     records: dict[str, list[JSON]] = {}
-    for part in parts:
-        crc32s = write_tensors(folder / part.name, part.entries, part.raw_header, part.header, on_bytes)
+    with TensorWriter(on_bytes) as writer:
+        all_crc32s = [writer.write(folder / part.name, part.entries, part.raw_header, part.header) for part in parts]
+    for part, crc32s in zip(parts, all_crc32s, strict=True):
         of_tensors = {entry.key: entry.part for entry in part.entries if entry.part}
         record = PartRecord(part.name, part.header.size, part.header.crc32, crc32s, of_tensors)
         records.setdefault(part.file, []).append(asdict(record))

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -202,6 +204,56 @@ def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
 
 
+class SerialThread:
+    """A thread that calls functions in the order of `put`. Its name begins with that of the thread which makes it.
+
+    It is not a ThreadPoolExecutor, because a script may end while a checkpoint is written in the background, and at the
+    end of a script the executors of Python take no more work.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._idle = threading.Condition()
+        self._num_left = 0
+        self._error: BaseException | None = None
+        owner = threading.current_thread().name
+        self._thread = threading.Thread(target=self._run, name=f"{owner} {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], object]) -> None:
+        with self._idle:
+            self._num_left += 1
+        self._queue.put(call)
+
+    def wait(self) -> None:
+        """Waits until all calls have returned. Raises the first error. The calls after an error are left out."""
+        with self._idle:
+            while self._num_left:
+                self._idle.wait()
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Ends the thread after the current call. The other calls are left out."""
+        with self._idle:
+            self._error = self._error or RuntimeError("The thread is closed.")
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    call()
+            except BaseException as error:
+                with self._idle:
+                    self._error = self._error or error
+            del call  # so that the tensor which it writes is freed now, and not after the next call
+            with self._idle:
+                self._num_left -= 1
+                self._idle.notify_all()
+
+
 class Checksum:
     """The crc32 of chunks of bytes. A thread computes it while the caller reads or writes.
 
@@ -209,54 +261,102 @@ class Checksum:
     """
 
     def __init__(self, crc32: int = 0) -> None:
-        self._pool = ThreadPoolExecutor(1, "checksum")
-        self._pending: Future[int] | None = None
+        self._thread = SerialThread("checksum")
         self._crc32 = crc32
 
     def __enter__(self) -> Checksum:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._thread.close()
 
     def add(self, chunk: bytes | memoryview) -> None:
-        self._settle()
+        self._thread.wait()
         if len(chunk) < THREAD_BYTES:
-            self._crc32 = zlib.crc32(chunk, self._crc32)
+            self._add(chunk)
         else:
-            self._pending = self._pool.submit(zlib.crc32, chunk, self._crc32)
+            self._thread.put(partial(self._add, chunk))
 
     def take(self) -> int:
         """Returns the crc32 of all chunks since the last `take`."""
-        self._settle()
+        self._thread.wait()
         value, self._crc32 = self._crc32, 0
         return value
 
-    def _settle(self) -> None:
-        if self._pending is not None:
-            self._crc32, self._pending = self._pending.result(), None
+    def _add(self, chunk: bytes | memoryview) -> None:
+        self._crc32 = zlib.crc32(chunk, self._crc32)
 
 
-def write_tensors(
-    path: Path, entries: Iterable[Entry], raw: bytes, header: Header, on_bytes: Callable[[int], None] | None = None
-) -> dict[str, int]:
-    """Writes the new file `path`, syncs it to the disk and returns the crc32 of each tensor by key. One tensor is in
-    memory at a time.
+class TensorWriter:
+    """Writes files in threads, so that the caller can read the next tensor while the one before is written.
 
-    `raw` and `header` are the results of `encode_header(entries)`. `on_bytes` is called with the size of each chunk.
+    The caller reads tensors. The thread "write" writes them, with the checksums of the thread "checksum". The thread
+    "sync" syncs a complete file to the disk while the next file is written. At most two tensors are in memory: the one
+    that is read and the one that is written. At most one file waits for its sync. When the `with` block ends without an
+    error, all files are on the disk.
     """
-    by_key = {entry.key: entry for entry in entries}
-    crc32s = dict.fromkeys(by_key, 0)
-    with DurableFile(path) as file, Checksum() as checksum:
-        file.write(raw)
+
+    def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """`on_bytes` is called with the size of each chunk, by the thread that writes."""
+        self._on_bytes = on_bytes
+        self._files: list[DurableFile] = []
+        self._checksum = Checksum()
+        self._writes = SerialThread("write")
+        self._syncs = SerialThread("sync")
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._writes.wait()
+                self._syncs.wait()
+        finally:
+            self._writes.close()
+            self._syncs.close()
+            self._checksum.__exit__()
+            for file in self._files:
+                file.close()
+
+    def write(self, path: Path, entries: Iterable[Entry], raw: bytes, header: Header) -> dict[str, int]:
+        """Reads `entries` and writes them to the new file `path`.
+
+        `raw` and `header` are the results of `encode_header(entries)`. The result is the crc32 of each tensor by key.
+        It is complete when the `with` block has ended.
+        """
+        by_key = {entry.key: entry for entry in entries}
+        crc32s = dict.fromkeys(by_key, 0)
+        file = DurableFile(path)
+        self._files.append(file)
+        self._writes.put(file.open)
+        self._writes.put(partial(file.write, raw))
         # An empty tensor may have the same start as the next one. It must come first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
-            crc32s[info.name] = _write_one(file, checksum, by_key[info.name], on_bytes)
-    return crc32s
+            tensor = _read(by_key[info.name])
+            self._writes.wait()
+            self._writes.put(partial(self._write_one, file, tensor, info.name, crc32s))
+        self._writes.put(partial(self._finish, file))
+        return crc32s
+
+    # The thread "write".
+
+    def _write_one(self, file: DurableFile, tensor: Tensor, key: str, crc32s: dict[str, int]) -> None:
+        for chunk in _chunks(tensor):
+            self._checksum.add(chunk)
+            file.write(chunk)
+            if self._on_bytes:
+                self._on_bytes(len(chunk))
+        crc32s[key] = self._checksum.take()
+
+    def _finish(self, file: DurableFile) -> None:
+        self._syncs.wait()
+        self._syncs.put(file.sync)
+        self._syncs.put(file.close)
 
 
-def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Callable[[int], None] | None) -> int:
-    """Writes one tensor and returns its crc32. No reference to its values is left after the call."""
+def _read(entry: Entry) -> Tensor:
+    """The values of an entry, contiguous in host memory."""
     tensor = entry.read()
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
         given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
@@ -264,12 +364,7 @@ def _write_one(file: DurableFile, checksum: Checksum, entry: Entry, on_bytes: Ca
             f"read() of the entry {entry.name!r} returned a tensor {given}, but the entry has {wanted}. "
             "Give the entry the dtype and shape of the tensor."
         )
-    for chunk in _chunks(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()):
-        checksum.add(chunk)
-        file.write(chunk)
-        if on_bytes:
-            on_bytes(len(chunk))
-    return checksum.take()
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

@@ -413,8 +413,8 @@ class Checkpoint(Section):
     background: bool = ours(False, "write checkpoints in the background during the next steps")
     background_bytes: Whole | None = ours(
         None,
-        "host memory of a rank for copies of state that is updated before it is written; null: a quarter of the free "
-        "memory",
+        "host memory of a rank for copies of state that is updated before it is written; null: the free memory at "
+        "the call of save_checkpoint(), less a reserve of 6% and at least 4 GB",
     )
 
 

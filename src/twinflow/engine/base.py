@@ -50,7 +50,8 @@ class EngineSettings:
     autocast: torch.dtype | None = None  # dtype of torch.autocast in forwards
     input_dtype: torch.dtype | None = None  # dtype to which floating-point inputs are cast
     keep_last: int | None = None  # number of checkpoints that are kept; None: all
-    background_bytes: int | None = None  # host memory for checkpoints in the background; None: save() blocks
+    is_background: bool = False  # checkpoints are written in the background
+    background_bytes: int | None = None  # host memory for these checkpoints; None: what is free at the call of save()
     drop_last: bool = False  # drop the last batch of an epoch if it is not full
     config: Mapping[str, object] = field(default_factory=dict)  # as the user gave it
     parsed: Config = field(default_factory=Config)  # the checked config

@@ -1,8 +1,8 @@
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-State is streamed to the files, so that only one parameter's state is copied in memory at a time. restore.py loads it.
+State is streamed to the files: only two tensors are copied in memory at a time. restore.py loads it.
 
-With `background_bytes` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
+With `is_background` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
 starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then wait
 until its state has been read or copied. `Frozen.end` releases all buckets when the thread has written the files or has
 failed.
@@ -35,7 +35,9 @@ from twinflow.offload.frozen import Frozen
 from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.quantised import inner_tensors, quantised_in
 from twinflow.parallel.shard import TensorShard, shard_of
+from twinflow.planner.formats import reserved_bytes
 from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
+from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import first_of
 
 LOGGER = logging.getLogger("twinflow")
@@ -67,7 +69,7 @@ def save(
     tag = _common_tag(tag, ranks, engine.settings.parsed.checkpoint.tag_validation)
     ranks = ranks.meet(names_of(engine))
     own, said = agree(ranks, lambda: _collect(engine, client_state, exclude_frozen, ranks))
-    meta, files, optimizer, limit = unite(own.meta, said), own.files, engine.optimizer, engine.settings.background_bytes
+    meta, files, optimizer = unite(own.meta, said), own.files, engine.optimizer
     if ranks.world > 1:
         meta["ranks"] = [one["random"] for one in said]
     if optimizer is not None and optimizer.is_compressed:
@@ -96,10 +98,10 @@ def save(
             together=together,
         )
 
-    if limit is None or optimizer is None:
+    if not engine.settings.is_background or optimizer is None:
         write(files, ranks)
         return None
-    frozen, files = _freeze(engine, limit, files)
+    frozen, files = _freeze(engine, files)
     if optimizer.team is not None and ranks.world > 1:
         ranks = replace(ranks, group=optimizer.team.saves)  # a group of its own, because training uses the others
     return BackgroundSave(lambda: write(files, ranks), frozen)
@@ -163,7 +165,7 @@ class BackgroundSave:
             raise error
 
 
-def _freeze(engine: EngineBase, limit: int, files: Mapping[str, Sequence[Entry]]) -> tuple[Frozen, Files]:
+def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[Frozen, Files]:
     """Waits for running updates and copies. Returns the frozen state, and the entries with `read` functions that return
     the present values even if training continues.
     """
@@ -177,6 +179,10 @@ def _freeze(engine: EngineBase, limit: int, files: Mapping[str, Sequence[Entry]]
         )
     runtime.wait()
     runtime.wait_for_copies()
+    limit = engine.settings.background_bytes
+    if limit is None:  # measured now, because speculative stores and the user's loop have taken their memory
+        free = own_host_bytes()
+        limit = free - reserved_bytes(free)
     frozen = Frozen(runtime.frozen, runtime.device, limit)
     by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in runtime.params}
     buckets: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in runtime.params}

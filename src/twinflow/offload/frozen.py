@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twinflow import native
 from twinflow.device import Device
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
@@ -173,7 +174,11 @@ class Frozen:
         # With `plain`, reading a weight does not wait for its update. That update waits for this reading.
         with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
-            return value.clone() if value.device.type == "cpu" else value.cpu()
+            if value.device.type != "cpu":
+                return value.cpu()
+            # On huge pages, because an update waits for this copy, and most of the time of a copy to new small pages is
+            # spent in page faults.
+            return native.advise_huge(torch.empty(value.shape, dtype=value.dtype)).copy_(value)
 
     def _make_safe(self, reading: _Reading) -> None:
         with self._changed:

@@ -23,7 +23,9 @@ _RESERVE_BYTES: Final = 4 << 30  # they leave at least this, or half of the free
 
 
 def reserved_bytes(free_bytes: int) -> int:
-    """Host memory that speculative stores leave free, of `free_bytes` that are free without them."""
+    """Host memory that speculative stores, or copies of a background checkpoint, leave free, of `free_bytes` that are
+    free without them.
+    """
     return max(min(_RESERVE_BYTES, free_bytes // 2), int(_RESERVE_SHARE * free_bytes))
 
 
