@@ -221,7 +221,7 @@ def test_load_state_dict_of_whole_weights_is_as_in_one_process(kind: str, world:
             assert_near(found["last"], truth["last"])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", matrix_but(["host"], PLACES))
 def test_load_state_dict_refuses_what_ranks_do_differently(place: str) -> None:
     first, second = run_ranks(2, cases.loading_mistakes, place)
     for different, assign, shape, _ in (first, second):
