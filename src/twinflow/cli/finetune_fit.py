@@ -69,11 +69,11 @@ def choose(
     )
     fit = choose_fit(wish, setting)
     if fit.offload_params and settings.offload_params is None and settings.method == "qlora":
-        from twinflow.integrations.finetune import has_kernels
+        from twinflow.integrations.finetune import has_bitsandbytes
 
         # The weights of bitsandbytes stay on the GPU. Its kernels are faster than weights of torchao on the host.
         on_gpu_fit = choose_fit(replace(wish, offload_params=False), setting)
-        fit = on_gpu_fit if on_gpu_fit.fits and has_kernels() else fit
+        fit = on_gpu_fit if on_gpu_fit.fits and has_bitsandbytes() else fit
     if not fit.fits:
         raise MemoryError(_short(fit, place.text))
     on_gpu = memory.gpu_bytes > 0

@@ -286,8 +286,9 @@ def avoid_fragments() -> None:
     them. The setting is made by a call, because the name of the variable depends on torch's version.
     """
     if torch.cuda.is_available() and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        before_2_9 = torch.cuda.memory._set_allocator_settings
-        change = getattr(torch._C, "_accelerator_setAllocatorSettings", before_2_9)
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if change is None:  # before torch 2.9
+            change = torch.cuda.memory._set_allocator_settings
         change("expandable_segments:True")
 
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow.build_optimizer import follow
 from twinflow.errors import invalid_value, wrong_state
+from twinflow.optim.closure import loss_of
 from twinflow.optim.host import HostOptimizer
 from twinflow.optim.lamb import Lamb
 from twinflow.optim.twin import TwinOptimizer
@@ -173,10 +174,7 @@ class FusedLion(Fused):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, (first, second) = group["lr"], group["betas"]
             for param in group["params"]:

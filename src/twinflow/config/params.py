@@ -91,9 +91,7 @@ class CompressedParams(Common):
     betas: Betas = honoured((0.9, 0.999), "decay of the two moments")
     eps: Amount = honoured(1e-8, "added to the divisor")
     weight_decay: Amount = honoured(0.0, "weight decay")
-    bias_correction: bool = honoured(
-        True, "divide the moments by 1 - beta**step, because they start at zero; DeepSpeed never does"
-    )
+    bias_correction: bool = honoured(True, "divide the moments by 1 - beta**step, because they start at zero")
     code: Literal["1bit", "int4", "int8"] = honoured("1bit", "code in which momenta and weights are sent")
     maximize: bool = refused(False, "leave it false: optimizers with compressed communication only minimize")
     eps_inside_sqrt: bool = refused(False, "leave it false: eps is added after the square root")

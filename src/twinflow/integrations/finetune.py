@@ -59,8 +59,8 @@ class TuneSettings:
     out: Path
 
 
-def has_kernels() -> bool:
-    """Whether a base in 4 bits is one of bitsandbytes. Its kernels are fast, and need the base on the GPU."""
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes can be used. Its kernels for weights in 4 bits are fast, and need the weights on the GPU."""
     return torch.cuda.is_available() and find_spec("bitsandbytes") is not None
 
 
@@ -69,8 +69,8 @@ def load_model(model: str, dtype: torch.dtype, method: str, offload_params: bool
     beside a GPU and the weights are on the GPU, else of torchao.
     """
     more: dict[str, Any] = {}
-    by_kernels = method == "qlora" and has_kernels() and not offload_params
-    if by_kernels:
+    by_bitsandbytes = method == "qlora" and has_bitsandbytes() and not offload_params
+    if by_bitsandbytes:
         more["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -81,7 +81,7 @@ def load_model(model: str, dtype: torch.dtype, method: str, offload_params: bool
         loaded: nn.Module = from_pretrained(transformers.AutoModelForCausalLM, model, dtype=dtype, **more)
     except OSError as error:
         raise no_model(model, error) from None
-    return _quantized(loaded) if method == "qlora" and not by_kernels else loaded
+    return _quantized(loaded) if method == "qlora" and not by_bitsandbytes else loaded
 
 
 def load_whole(model: str, dtype: torch.dtype) -> nn.Module:

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow import native
 from twinflow.errors import invalid_value
+from twinflow.optim.closure import loss_of
 from twinflow.rules import RULES, Rule
 from twinflow.rules.formats import bits, is_near, rounding_key, rounds_to
 from twinflow.rules.rule import OptionValue, Values
@@ -97,10 +98,7 @@ class HostOptimizer(Optimizer):
 
         The kernel multiplies gradients by `factor`, for unscaling and clipping without a separate pass over them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             self.rule.check(group)
         ready = list(self._ready())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow.errors import invalid_value
+from twinflow.optim.closure import loss_of
 from twinflow.rules.rule import Options, check_betas, number, numbers
 
 Loss = TypeVar("Loss")
@@ -66,10 +67,7 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Updates every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

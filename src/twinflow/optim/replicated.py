@@ -25,6 +25,7 @@ from twinflow.optim import loss_scale as scales
 from twinflow.optim import twin_build as build
 from twinflow.optim import twin_checks as checks
 from twinflow.optim import twin_state
+from twinflow.optim.closure import loss_of
 from twinflow.optim.onebit.base import CompressedOptimizer
 from twinflow.optim.switch import Read, Replica, SavedErrors, own_errors, tree_of
 from twinflow.optim.twin import Loss, TwinOptimizer
@@ -100,10 +101,7 @@ class ReplicatedOptimizer(TwinOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Makes one update on all ranks, or on none if a gradient of one or more ranks is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.runtime.check()
         tensors = [param.tensor for param in self.runtime.params]
         if self.team is None and all(tensor.grad is None for tensor in tensors):

@@ -42,6 +42,7 @@ from twinflow.optim import twin_build as build
 from twinflow.optim import twin_checks as checks
 from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
+from twinflow.optim.closure import loss_of
 from twinflow.optim.loss_scale import LossScale, static
 from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.switch import Read, SavedErrors, Switch
@@ -416,10 +417,7 @@ class TwinOptimizer(Outcomes):
 
         The result of `closure`, which computes the loss, is returned. Without a module, `step` waits for the update.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.rule is None and any(updater.is_in_mode(bucket, False) for bucket, updater in self._modal()):
             raise wrong_state(
                 "step() cannot run", f"{self.rule_name} is in the mode for evaluation", "Call optimizer.train() first."

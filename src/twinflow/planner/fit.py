@@ -10,8 +10,9 @@ combinations that fit, the fastest is chosen, except that
   GPU memory.
 
 If nothing fits, clipping is turned off (where the wish leaves it open), because gradients that wait for the norm need
-memory. If that is not enough, a step gets fewer sequences, because sums over micro-batches need memory too. Both change
-the training, so `Fit.changes` names them.
+memory. If that is not enough, a step gets fewer sequences, because sums over micro-batches need memory too. Then
+clipping stays on, unless a step without it can have more than twice as many sequences. Both change the training, so
+`Fit.changes` names them.
 """
 
 from __future__ import annotations

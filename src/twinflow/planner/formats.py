@@ -74,9 +74,9 @@ class Activations:
     # Activations of a block if backward recomputes only cheap operations. 0: not known, so that no plan chooses it.
     selective_bytes: float = 0.0
 
-    def backward_bytes(self, is_again: bool) -> float:
-        """Bytes of one block in its backward, with what it keeps. `is_again`: the whole block is recomputed."""
-        return self.stream_bytes + _RECOMPUTED * self.block_bytes if is_again else 2 * self.block_bytes
+    def backward_bytes(self, is_checkpointed: bool) -> float:
+        """Bytes of one block for each token in its backward, with what it keeps."""
+        return self.stream_bytes + _RECOMPUTED * self.block_bytes if is_checkpointed else 2 * self.block_bytes
 
     def peak_bytes(self, num_blocks: int, num_tokens: int, num_recomputed: int, is_selective: bool = False) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
@@ -88,9 +88,9 @@ class Activations:
         each = (self.selective_bytes or self.block_bytes) if is_selective else self.block_bytes
         kept = most = self.end_bytes
         for block in range(num_blocks):
-            is_again = is_recomputed(block, num_recomputed, num_blocks)
-            most = max(most, kept + self.backward_bytes(is_again))
-            kept += self.stream_bytes if is_again else each
+            is_checkpointed = is_recomputed(block, num_recomputed, num_blocks)
+            most = max(most, kept + self.backward_bytes(is_checkpointed))
+            kept += self.stream_bytes if is_checkpointed else each
         loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
         return int(max(num_tokens * kept + loss, num_tokens * most))
 

@@ -24,6 +24,7 @@ from twinflow.codes.reference import exponents_of
 from twinflow.dist.compressed import Coding, Errors, compressed_all_reduce, own_part
 from twinflow.dist.group import Group, alone, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
+from twinflow.optim.closure import loss_of
 from twinflow.optim.onebit.bucket import FlatBucket, make_buckets
 from twinflow.rules import ADAMW
 from twinflow.rules.rule import Hyper, check_betas, number, numbers
@@ -139,10 +140,7 @@ class CompressedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Makes one update on all ranks, or on none if a gradient of one or more ranks is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for given in self.param_groups:
             ADAMW.check(given)
         hits = [bucket.gather() for bucket in self._buckets]
