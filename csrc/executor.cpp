@@ -242,23 +242,39 @@ tf_event* Executor::event_of(int64_t index, bool published) {
   return event ? new tf_event{event} : nullptr;
 }
 
-void Executor::freeze(int64_t index, bool is_frozen) {
+void Executor::freeze(int64_t index, int32_t parts) {
   Lock lock(mutex_);
-  bucket(index).is_frozen = is_frozen;
-  if (!is_frozen) bucket(index).is_wanted = false;
+  Bucket& found = bucket(index);
+  found.has_saved_params = (parts & TF_SAVED_PARAMS) && !is_off(TF_PARAMS_READ);
+  if ((parts & TF_SAVED_STATE) && !is_off(TF_STATE_READ)) {
+    if (found.saved_store < 0) found.saved_store = found.store;
+  } else {
+    bool is_spare = found.saved_store >= 0 && !found.is_saved();
+    if (is_spare) speculative_stores_[found.spec.layout].push_back(found.saved_store);
+    found.saved_store = -1;
+  }
+  found.is_wanted = false;  // what still waits will ask again
   changed_.notify_all();
 }
 
-int64_t Executor::next_wanted(double timeout_s) {
+// Asks the background checkpoint to read or copy what it has not read of a bucket. Always false, for callers that wait.
+bool Executor::want(Bucket& one) {
+  if (!one.is_wanted) changed_.notify_all();  // a thread may wait in `wanted`
+  one.is_wanted = true;
+  return false;
+}
+
+int64_t Executor::wanted(double timeout_s, int64_t* buckets, int64_t max_buckets) {
   Lock lock(mutex_);
-  int64_t found = -1;
+  int64_t count = 0;
   auto look = [&] {
-    for (size_t i = 0; i < buckets_.size() && found < 0; ++i)
-      if (buckets_[i]->is_frozen && buckets_[i]->is_wanted) found = static_cast<int64_t>(i);
-    return found >= 0;
+    count = 0;
+    for (size_t i = 0; i < buckets_.size() && count < max_buckets; ++i)
+      if (buckets_[i]->is_wanted) buckets[count++] = static_cast<int64_t>(i);
+    return count > 0;
   };
   wait_for(lock, timeout_s, look);
-  return found;
+  return count;
 }
 
 // Jobs.

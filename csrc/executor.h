@@ -38,6 +38,9 @@
 // - Slots: page-locked buffers for gradients, and for weights if the state does not contain them.
 // - Speculative stores: an update before the clipping decision writes to a speculative store. To keep the update, the
 //   executor swaps the stores.
+// - Background checkpoints: an update of a bucket whose store the checkpoint still reads (`saved_store`) writes to a
+//   speculative store too, also after the decision. When the stores are swapped, the old one belongs to the checkpoint
+//   until `freeze` ends. If no speculative store is free, the update waits until the state is read or copied.
 #pragma once
 #include <assert.h>
 
@@ -88,14 +91,17 @@ struct Bucket {
   EventRef weights_copied_event;
   EventRef published_event;          // the weights of other ranks are in the parameters
   std::vector<uint8_t> sent_slices;  // slices whose weights were sent since the last call of take_sent
-  bool is_frozen = false, is_wanted = false;
-  float* total = nullptr;      // fp32 sum of the gradients of several backwards
-  std::vector<uint8_t> added;  // the slices in the total
-  bool is_full = false;        // the total is complete and waits for its update
-  std::deque<Task*> parts;     // tasks that are not yet added to the total, in order
-  std::deque<Task*> open;      // tasks whose update is not yet final (kept or dropped), in order
+  int64_t saved_store = -1;          // the store that a background checkpoint still reads
+  bool has_saved_params = false;     // a background checkpoint still reads the parameters
+  bool is_wanted = false;            // an update or a copy of weights waits for the checkpoint
+  float* total = nullptr;            // fp32 sum of the gradients of several backwards
+  std::vector<uint8_t> added;        // the slices in the total
+  bool is_full = false;              // the total is complete and waits for its update
+  std::deque<Task*> parts;           // tasks that are not yet added to the total, in order
+  std::deque<Task*> open;            // tasks whose update is not yet final (kept or dropped), in order
 
   int64_t shown() const { return spec.is_shared ? published : sent; }
+  bool is_saved() const { return saved_store >= 0 && saved_store == store; }
   EventRef& shown_event() { return spec.is_shared ? published_event : weights_copied_event; }
   bool has_added() const {
     return std::any_of(added.begin(), added.end(), [](uint8_t one) { return one; });
@@ -141,7 +147,7 @@ struct Task {
   bool has_weights = false;
   Slot* slot = nullptr;
   const void* grads = nullptr;
-  int64_t speculative_store = -1;  // the store to which an update before the decision writes
+  int64_t speculative_store = -1;  // the store to which the update writes, if not to the state itself
   Slot* weight_slot = nullptr;
   std::vector<void*> weights;  // weights of an external update
 
@@ -195,8 +201,8 @@ class Executor {
   void note_sent(int64_t index, int64_t number, const tf_event* event);
   void note_published(int64_t index, int64_t number, const tf_event* event);
   tf_event* event_of(int64_t index, bool published);
-  void freeze(int64_t index, bool is_frozen);
-  int64_t next_wanted(double timeout_s);
+  void freeze(int64_t index, int32_t parts);
+  int64_t wanted(double timeout_s, int64_t* buckets, int64_t max_buckets);
 
   int64_t new_job(const tf_job& spec);
   void free_job(int64_t id);
@@ -310,6 +316,8 @@ class Executor {
   bool may_update(Task& task);
   bool may_change(Bucket& bucket);
   bool reserve(Task& task);
+  bool take_store(Task& task);
+  bool want(Bucket& bucket);
   bool speculates() const;
 
   // Transitions of a task.
@@ -323,6 +331,7 @@ class Executor {
   void updated(Task& task, bool was_ahead);
   void apply(Job& job, const tf_decision& decision);
   void settle(Task& task);
+  void swap_stores(Task& task);
   void keep(Task& task);
   void give_up(Task& task);
   void finish(Task& task);

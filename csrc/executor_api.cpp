@@ -71,8 +71,10 @@ void tf_bucket_note_published(tf_executor* e, int64_t bucket, int64_t number, co
 }
 tf_event* tf_bucket_weights_copied_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, false); }
 tf_event* tf_bucket_published_event(tf_executor* e, int64_t bucket) { return e->executor.event_of(bucket, true); }
-void tf_bucket_freeze(tf_executor* e, int64_t bucket, int32_t is_frozen) { e->executor.freeze(bucket, is_frozen != 0); }
-int64_t tf_next_wanted(tf_executor* e, double timeout_s) { return e->executor.next_wanted(timeout_s); }
+void tf_bucket_freeze(tf_executor* e, int64_t bucket, int32_t parts) { e->executor.freeze(bucket, parts); }
+int64_t tf_wanted(tf_executor* e, double timeout_s, int64_t* buckets, int64_t max_buckets) {
+  return e->executor.wanted(timeout_s, buckets, max_buckets);
+}
 
 int64_t tf_job_new(tf_executor* e, const tf_job* spec) { return e->executor.new_job(*spec); }
 void tf_job_free(tf_executor* e, int64_t job) { e->executor.free_job(job); }

@@ -122,9 +122,8 @@ bool Executor::send_weights() {
     Bucket& one = *task->bucket;
     bool writes = task->has_weights && one.slices[0].target;
     if (writes && sends_.size() >= kSendsAtOnce) break;
-    if ((writes || (one.spec.is_shared && task->job->spec.is_delayed)) && one.is_frozen) {
-      did = did || !one.is_wanted;  // a thread may wait in `next_wanted`
-      one.is_wanted = true;         // a background checkpoint still reads the parameters before a delayed update
+    if ((writes || one.spec.is_shared) && one.has_saved_params) {
+      want(one);
       continue;
     }
     if (writes) copy_back(*task);

@@ -42,8 +42,12 @@ void Executor::enter(Task& task, Phase phase) {
 
 // Takes a speculative store, so that the task can be updated before the decision.
 bool Executor::reserve(Task& task) {
-  bool may = task.job->spec.runs_ahead && !task.is_held && !is_external_ && !task.job->has_decision && is_next(task);
-  if (!may || !task.is_whole() || !speculates()) return false;  // a swap would lose slices that are not updated
+  bool may = task.job->spec.runs_ahead && !task.is_held && !task.job->has_decision && is_next(task);
+  return may && speculates() && take_store(task);
+}
+
+bool Executor::take_store(Task& task) {
+  if (is_external_ || !task.is_whole()) return false;  // a swap would lose slices that are not updated
   auto& stores = speculative_stores_[task.bucket->spec.layout];
   if (stores.empty()) {
     missing_.insert(task.bucket_index);
@@ -62,6 +66,7 @@ bool Executor::speculates() const {
 
 void Executor::updated(Task& task, bool was_ahead) {
   if (!was_ahead) {
+    if (task.speculative_store >= 0) swap_stores(task);
     keep(task);
     return;
   }
@@ -109,14 +114,22 @@ void Executor::settle(Task& task) {
   if (decision.skip) {
     give_up(task);
   } else if (decision.factor == 1.0 / task.job->spec.scale) {
-    speculative_stores_[task.bucket->spec.layout].push_back(task.bucket->store);
-    task.bucket->store = task.speculative_store;
-    task.speculative_store = -1;
+    swap_stores(task);
     keep(task);
   } else {
     free_speculative_store(task);
     enter(task, task.slot ? Phase::kOnHost : Phase::kOnDevice);
   }
+}
+
+void Executor::swap_stores(Task& task) {
+  Bucket& one = *task.bucket;
+  if (one.is_saved())
+    counters_.num_aside += 1;  // `freeze` frees this store when the checkpoint has read it
+  else
+    speculative_stores_[one.spec.layout].push_back(one.store);
+  one.store = task.speculative_store;
+  task.speculative_store = -1;
 }
 
 // Makes an update final: counts it, frees its buffers, and sends the weights.

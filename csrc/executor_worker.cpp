@@ -67,20 +67,18 @@ bool Executor::may_update(Task& task) {
 }
 
 // Whether an update may change the state of a bucket. It must not change before weights that are copied from it are
-// sent, nor while a background checkpoint reads it (it is frozen).
+// sent.
 bool Executor::may_change(Bucket& one) {
-  if (one.sent < one.updated || !has_come(one.weights_copied_event, TF_WEIGHT_SENT)) return false;
-  if (!one.is_frozen) return true;
-  if (!one.is_wanted) {
-    one.is_wanted = true;
-    changed_.notify_all();
-  }
-  return false;
+  return one.sent >= one.updated && has_come(one.weights_copied_event, TF_WEIGHT_SENT);
 }
 
+// Reserves the buffers to which the update writes. A background checkpoint that still reads the state keeps the store.
 bool Executor::prepare(Task& task) {
   bool is_ahead = !task.job->is_open();
-  if (!is_ahead && task.speculative_store >= 0) free_speculative_store(task);
+  bool is_saved = task.bucket->is_saved() && task.has_present();
+  if (is_saved && task.speculative_store < 0 && !take_store(task)) return want(*task.bucket);
+  if (is_saved) task.bucket->is_wanted = false;
+  if (!is_saved && !is_ahead && task.speculative_store >= 0) free_speculative_store(task);
   if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
   // An update before the decision keeps its slot until the decision is made, so the pool may grow.
   task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
@@ -156,10 +154,11 @@ const tf_hyper& Executor::hyper_of(const Task& task, int32_t group, int64_t step
 void Executor::update(Lock& lock, Task& task) {
   Bucket& one = *task.bucket;
   bool is_ahead = !task.job->is_open();
-  assert(is_ahead == (task.speculative_store >= 0));
+  bool is_aside = task.speculative_store >= 0;
+  assert(is_aside || !is_ahead);
   std::vector<tf_segment> segments;
   const Pointers& read = stores_.at(one.store);
-  const Pointers& write = is_ahead ? stores_.at(task.speculative_store) : read;
+  const Pointers& write = is_aside ? stores_.at(task.speculative_store) : read;
   int64_t size = task.is_summed ? 4 : bytes_of(one.spec.type);
   for (size_t i = 0; i < one.slices.size(); ++i) {
     if (!task.present[i]) continue;
@@ -184,8 +183,9 @@ void Executor::update(Lock& lock, Task& task) {
     segment.rule = one.spec.rule;
     segment.format = one.spec.format;
     segment.grad_type = task.is_summed ? static_cast<int32_t>(TF_F32) : one.spec.type;
-    segment.weight_type = one.spec.type == TF_F32 ? static_cast<int32_t>(TF_NONE) : one.spec.type;
-    segment.split_master = one.spec.is_split;
+    bool is_own_master = one.spec.type == TF_F32 || one.spec.master_kind == TF_MASTER_NONE;
+    segment.weight_type = is_own_master ? static_cast<int32_t>(TF_NONE) : one.spec.type;
+    segment.master_kind = one.spec.master_kind;
     segment.factor = static_cast<float>(row.sign * task.job->factor());
     memcpy(segment.hyper, row.hyper, sizeof(row.hyper));
     rounding_key(step, slice.param, segment.key);

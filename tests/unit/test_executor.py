@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from twin_support import our_threads
 
 from twinflow import native
-from twinflow.device import Device, Event
+from twinflow.device import Device, Event, make_room
 from twinflow.offload import speculative_stores, sync
 from twinflow.offload.bucket import Bucket, Param, new_bucket
 from twinflow.offload.clipping import Decision, Limits, decide
@@ -632,7 +632,8 @@ def test_gradients_that_wait_on_the_host_take_no_spare_before_their_update() -> 
     """The first gradients of a backward have the latest deadlines. The spares are for those that can be updated now."""
     with rig(2, num_spares=1, holds_on_host=True) as one:
         one.executor._library.tf_executor_record_spans(one.executor._handle, 1)
-        one.executor.freeze(1, True)
+        copied_event = Event(None, one.device)
+        one.executor.note_sent(one.buckets[1], 0, copied_event)  # its weights are still read
         job, event = one.job(**AHEAD), Event(None, one.device)
         grads = [grads_of(i, size=SMALL) for i in range(2)]
         first = one.submit(job, 1, grads[1])
@@ -640,7 +641,7 @@ def test_gradients_that_wait_on_the_host_take_no_spare_before_their_update() -> 
         one.submit(job, 0, grads[0])
         spans = soon(lambda: [span for span in one.executor._spans(0, 0.0) if span.name == "ahead"])
         assert [span.args["bucket"] for span in spans] == [0]
-        one.executor.freeze(1, False)
+        copied_event.fire(None)
         decision = decided(one, job, norm_of(*grads), event)
         for i in range(2):
             one.truth[i].step(grads[i], decision)
@@ -937,56 +938,172 @@ def test_weights_that_are_in_the_state_already_wait_for_a_release(dtype: torch.d
 # State that somebody reads.
 
 
-def test_a_frozen_bucket_is_not_changed_before_it_is_read() -> None:
+def submitted(one: Rig, size: float = 1.0, **options: Any) -> tuple[Job, list[list[Tensor]]]:
+    """A job of all buckets, with gradients of this size."""
+    job = one.job(**options)
+    grads = [grads_of(60 + i, one.dtype, size) for i in range(len(one.buckets))]
+    for i in range(len(one.buckets)):
+        one.submit(job, i, grads[i])
+    return job, grads
+
+
+def test_saved_state_is_not_changed_before_it_is_read() -> None:
+    """Without another store, as before a copy of the state."""
     with rig(2) as one:
-        one.executor.freeze(0, True)
-        assert one.executor.next_wanted(0.0) == -1  # nobody waits for it yet
-        job, grads = one.job(), [grads_of(0), grads_of(1)]
-        for i in range(2):
-            one.submit(job, i, grads[i])
+        one.executor.freeze(0, True, False)
+        assert one.executor.wanted(0.0) == []  # nobody waits for it yet
+        job, grads = submitted(one)
         one.close_job(job, torch.ones(2, dtype=torch.float64))
-        assert one.executor.next_wanted(10.0) == 0
+        assert one.executor.wanted(10.0) == [0]
         one.truth[1].step(grads[1], GOOD)
         one.executor.wait_for_weights(one.buckets[1:])
         stays(lambda: one.is_as_the_truth)  # the other one has been updated
-        one.executor.freeze(0, False)
+        one.executor.freeze(0, False, False)
         one.finish(job)
         one.truth[0].step(grads[0], GOOD)
         assert one.is_as_the_truth
-        assert one.executor.next_wanted(0.0) == -1
+        assert one.executor.wanted(0.0) == []
+        assert one.executor.counters.num_aside == 0
 
 
-def test_parameters_of_a_frozen_bucket_keep_their_weights_too() -> None:
-    """A delayed update is in the state, and the weights are still to be read as they are."""
-    with rig(1) as one:
-        job = one.job(is_delayed=True)
-        one.submit(job, 0, grads_of(0))
+@pytest.mark.parametrize("limits", [FREE, BOTH], ids=["in order", "ahead"])
+@pytest.mark.parametrize(("dtype", "format"), FORMATS)
+def test_saved_state_stays_where_it_is(dtype: torch.dtype, format: str, limits: Limits) -> None:
+    """Updates go to other stores, which were poisoned, and no update uses the old ones before their release."""
+    with rig(2, dtype, format) as one:
+        one.step(0)
+        for _ in range(3):
+            store = one.updater.new_store(one.plans[0])
+            for piece in one.plans[0].slices:  # and not the padding, which no update writes
+                for tensor in tensors_of(store.narrow(piece.offset, piece.numel)):
+                    tensor.view(torch.uint8).fill_(255)
+            one.executor.add_speculative_store(one.plans[0], store)
+        before = [bucket.store for bucket in one.buckets]
+        kept = [copied(store) for store in before]
+        for i in range(2):
+            one.executor.freeze(i, True, False)
+        for step in range(3):  # the third store serves one of the buckets in each step
+            grads = [grads_of(80 + 2 * step + i, dtype, SMALL) for i in range(2)]
+            job = one.job(limits, runs_ahead=limits.any)
+            for i in range(2):
+                one.submit(job, i, grads[i])
+            one.close_job(job, norm_of(*grads))
+            decision = one.finish(job)
+            for i in range(2):
+                one.truth[i].step(grads[i], decision)
+            assert one.is_as_the_truth, step
+            assert one.executor.counters.num_aside == 2
+        for store, values in zip(before, kept, strict=True):
+            assert all(same(a, b) for a, b in zip(tensors_of(store), values, strict=True))
+        assert one.executor.wanted(0.0) == []
+        spares = {id(store) for store in free_stores(one)}
+        assert not spares & {*map(id, before)}
+        for i in range(2):
+            one.executor.freeze(i, False, False)
+        assert {id(store) for store in free_stores(one)} == {*map(id, before)}
+
+
+def free_stores(one: Rig) -> list[Store]:
+    """Takes all free speculative stores."""
+    found: list[Store] = []
+    while (store := one.executor.take_speculative_store(one.plans[0].layout)) is not None:
+        found.append(store)
+    return found
+
+
+@pytest.mark.parametrize("holds_on_host", [False, True])
+def test_a_clipped_update_of_saved_state_is_repeated_elsewhere(holds_on_host: bool) -> None:
+    with rig(1, num_spares=1, holds_on_host=holds_on_host) as one:
+        store, values = one.buckets[0].store, copied(one.buckets[0].store)
+        one.executor.freeze(0, True, False)
+        job, _, event = ahead(one, 1)
+        decision = decided(one, job, torch.tensor([2.0], dtype=torch.float64), event)
+        assert decision.clipped
+        one.truth[0].step(grads_of(50, size=SMALL), decision)
+        assert one.is_as_the_truth
+        assert one.executor.counts_of(job)["dropped"] == 1
+        assert all(same(a, b) for a, b in zip(tensors_of(store), values, strict=True))
+
+
+def test_a_skipped_update_of_saved_state_gives_its_store_back() -> None:
+    with rig(1, num_spares=1) as one:
+        store = one.buckets[0].store
+        one.executor.freeze(0, True, False)
+        job, _, event = ahead(one, 1)
+        assert decided(one, job, torch.tensor([math.inf], dtype=torch.float64), event).skip
+        assert one.buckets[0].store is store
+        assert one.is_as_the_truth
+        assert len(free_stores(one)) == 1
+
+
+def test_an_update_of_some_slices_waits_for_the_saved_state() -> None:
+    """The other slices would be missing in another store."""
+    with rig(1, num_spares=1) as one:
+        one.executor.freeze(0, True, False)
+        job, grads = one.job(), grads_of(0)
+        one.submit(job, 0, grads, present=(1,))
+        one.close_job(job, torch.ones(1, dtype=torch.float64))
+        assert one.executor.wanted(10.0) == [0]
+        stays(lambda: one.is_as_the_truth)
+        one.executor.freeze(0, False, False)
+        one.finish(job)
+        one.truth[0].step(grads, GOOD, (1,))
+        assert one.is_as_the_truth
+
+
+def test_an_update_takes_a_store_that_becomes_free() -> None:
+    with rig(2) as one:
+        for i in range(2):
+            one.executor.freeze(i, True, False)
+        job, grads = submitted(one)
+        one.close_job(job, torch.ones(2, dtype=torch.float64))
+        soon(lambda: one.executor.wanted(10.0) == [0, 1])
+        store = one.buckets[1].store
+        one.add_spares(1)
+        one.executor.freeze(0, False, False)  # updated in place, or beside the store if this comes first
+        one.finish(job)
+        for i in range(2):
+            one.truth[i].step(grads[i], GOOD)
+        assert one.is_as_the_truth
+        assert one.buckets[1].store is not store
+        assert one.executor.wanted(0.0) == []
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_saved_parameters_keep_their_weights(is_delayed: bool) -> None:
+    """The update is in the state, and the weights are still to be read as they are."""
+    with rig(1, num_spares=1) as one:
+        if not is_delayed:
+            one.executor.freeze(0, True, True)
+        before = one.tensors[0].detach().clone()
+        job, grads = submitted(one, is_delayed=is_delayed)
         one.close_job(job, torch.ones(1, dtype=torch.float64))
         one.executor.wait_until_done(job)
-        one.executor.freeze(0, True)
-        before = one.tensors[0].detach().clone()
-        one.executor.release(job, fired(one.device))
-        one.executor.make_due(job)
-        assert one.executor.next_wanted(10.0) == 0
+        if is_delayed:
+            one.executor.freeze(0, True, True)
+            one.executor.release(job, fired(one.device))
+            one.executor.make_due(job)
+        assert one.executor.wanted(10.0) == [0]
         stays(lambda: same(one.tensors[0], before))
-        one.executor.freeze(0, False)
+        one.executor.freeze(0, True, False)
         one.finish(job)
-        one.truth[0].step(grads_of(0), GOOD)
+        one.truth[0].step(grads[0], GOOD)
         assert one.is_as_the_truth
 
 
-def test_what_ran_ahead_may_be_kept_when_a_frozen_bucket_is_read() -> None:
+@pytest.mark.parametrize("point", [sync.STATE_READ, sync.PARAMS_READ])
+def test_saved_values_change_without_their_sync_point(point: str) -> None:
     with rig(1, num_spares=1) as one:
-        one.executor.freeze(0, True)
-        job, event, grads = one.job(**AHEAD), Event(None, one.device), grads_of(0, size=SMALL)
-        one.submit(job, 0, grads)
-        assert one.executor.next_wanted(10.0) == 0
-        one.close_job(job, norm_of(grads), event)
-        event.fire(None)
-        stays(lambda: one.is_as_the_truth)
-        one.executor.freeze(0, False)
-        one.truth[0].step(grads, one.finish(job))
-        assert one.is_as_the_truth
+        one.device.disabled = frozenset({point})
+        store, values, weights = one.buckets[0].store, copied(one.buckets[0].store), one.tensors[0].detach().clone()
+        one.executor.freeze(0, True, True)
+        job, _ = submitted(one)
+        one.close_job(job, torch.ones(1, dtype=torch.float64))
+        one.executor.wait_until_done(job)
+        if point == sync.STATE_READ:
+            assert not all(same(a, b) for a, b in zip(tensors_of(store), values, strict=True))
+        else:
+            soon(lambda: not same(one.tensors[0], weights))
 
 
 # Gradients that are not needed any more.
@@ -1532,26 +1649,52 @@ def test_no_bytes_no_speculative_stores() -> None:
 def test_speculative_stores_are_released_if_the_machine_runs_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free, freed = [10 * BUCKET_BYTES], []  # type: ignore[var-annotated]
     monkeypatch.setattr(speculative_stores, "free_host_bytes", lambda: free[0])
-    monkeypatch.setattr(speculative_stores, "_CHECK_S", 0.0)
     with rig(3) as one, closing(new_spares(one, 0, freed)) as spares:
         spares.set_limit(3 * BUCKET_BYTES, least_free=BUCKET_BYTES)
         assert spares.prepare(one.buckets) == 3
-        spares.after_step()
-        spares._maker.submit(int).result()  # the thread has looked at the memory
+        make_room(9 * BUCKET_BYTES)
         assert not freed
-        free[0] = 10  # two buckets are missing for the least
         for step in range(3):
             job, grads, event = ahead(one, 0)
             decision = decided(one, job, norm_of(*grads), event)
             for i in range(3):
                 one.truth[i].step(grads[i], decision)
+            if step == 0:
+                make_room(10 * BUCKET_BYTES - 100)  # one store is enough for the least, and is not made again
             spares.after_step()
-            spares._maker.submit(int).result()
-            free[0] = 10 * BUCKET_BYTES  # enough from now on: what was released is not made again
             assert len(freed) == 1
             assert spares.num_bytes == spares.max_bytes == 2 * BUCKET_BYTES
             assert one.executor.counts_of(job)["speculated"] == (3 if step == 0 else 2)
         assert one.is_as_the_truth
+
+
+def test_a_thread_looks_at_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may allocate memory within a step."""
+    free, freed = [10 * BUCKET_BYTES], []  # type: ignore[var-annotated]
+    monkeypatch.setattr(speculative_stores, "free_host_bytes", lambda: free[0])
+    monkeypatch.setattr(speculative_stores, "_CHECK_S", 0.01)
+    with rig(3) as one, closing(new_spares(one, 0, freed)) as spares:
+        spares.set_limit(3 * BUCKET_BYTES, least_free=BUCKET_BYTES)
+        assert spares.prepare(one.buckets) == 3
+        assert not freed
+        free[0] = 10
+        soon(lambda: spares.num_bytes == 0)
+        assert len(freed) == 3
+    assert not any(thread.name == "twinflow-memory" for thread in threading.enumerate())
+
+
+def test_page_locked_memory_takes_the_place_of_speculative_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Store] = []
+    nbytes = 1 << 26
+    monkeypatch.setattr(speculative_stores, "free_host_bytes", lambda: nbytes)
+    monkeypatch.setattr(speculative_stores, "_CHECK_S", 3600.0)
+    with rig(3) as one, closing(new_spares(one, 0, freed)) as spares:
+        spares.set_limit(3 * BUCKET_BYTES, least_free=BUCKET_BYTES)
+        spares.prepare(one.buckets)
+        Device().pinned(nbytes // 2, torch.uint8)
+        assert not freed
+        Device().pinned(nbytes, torch.uint8)
+        assert len(freed) == 1
 
 
 def test_a_speculative_store_needs_a_weight_slot_where_weights_do() -> None:

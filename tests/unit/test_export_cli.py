@@ -207,11 +207,11 @@ def test_a_full_disk_leaves_the_old_export(saved: Any, tmp_path: Path, monkeypat
     export_checkpoint(root, out)
     before = (out / "model.safetensors").read_bytes()
 
-    def full(fd: int, data: Any) -> int:
+    def full(fd: int, data: Any, at: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
             export_checkpoint(root, out, dtype="bf16", replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -885,10 +885,10 @@ def same(a: list[dict[str, Tensor]] | str, b: list[dict[str, Tensor]] | str) -> 
 
 def test_every_sync_point_has_a_case() -> None:
     between_ranks = {sync.REDUCE_READY, sync.PUBLISH_READY}  # tests/dist/test_zero_exact.py
-    on_a_gpu = {
-        sync.FETCH_ROOM
-    }  # tests/gpu/test_param_offload.py: on a CPU the model's work is done when a fetch is asked for
-    assert points() == set(CASES) | between_ranks | on_a_gpu
+    # tests/gpu/test_param_offload.py: on a CPU the model's work is done when a fetch is asked for.
+    on_a_gpu = {sync.FETCH_ROOM}
+    beside_a_save = {sync.STATE_READ, sync.PARAMS_READ}  # tests/unit/test_executor.py
+    assert points() == set(CASES) | between_ranks | on_a_gpu | beside_a_save
 
 
 @pytest.mark.parametrize("point", CASES)

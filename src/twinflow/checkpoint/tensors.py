@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,19 +17,19 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 
-from twinflow.checkpoint.disk import RESTORE, DurableFile, damaged, file_status
+from twinflow import native
+from twinflow.checkpoint.disk import RESTORE, Blocks, DurableFile, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
+from twinflow.checkpoint.serial import SerialThread
 from twinflow.errors import invalid_value
 from twinflow.state_dict import Entry
 
-CHUNK_BYTES: Final = 16 << 20
-THREAD_BYTES: Final = 1 << 20  # For fewer bytes, a checksum costs less than a thread switch.
+CHUNK_BYTES: Final = 4 << 20  # small enough for the cache of a processor, because each chunk is read twice
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors package
 METADATA: Final = "__metadata__"
 
@@ -204,103 +203,20 @@ def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
     return isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
 
 
-class SerialThread:
-    """A thread that calls functions in the order of `put`. Its name begins with that of the thread which makes it.
-
-    It is not a ThreadPoolExecutor, because a script may end while a checkpoint is written in the background, and at the
-    end of a script the executors of Python take no more work.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._idle = threading.Condition()
-        self._num_left = 0
-        self._error: BaseException | None = None
-        owner = threading.current_thread().name
-        self._thread = threading.Thread(target=self._run, name=f"{owner} {name}", daemon=True)
-        self._thread.start()
-
-    def put(self, call: Callable[[], object]) -> None:
-        with self._idle:
-            self._num_left += 1
-        self._queue.put(call)
-
-    def wait(self) -> None:
-        """Waits until all calls have returned. Raises the first error. The calls after an error are left out."""
-        with self._idle:
-            while self._num_left:
-                self._idle.wait()
-            if self._error is not None:
-                raise self._error
-
-    def close(self) -> None:
-        """Ends the thread after the current call. The other calls are left out."""
-        with self._idle:
-            self._error = self._error or RuntimeError("The thread is closed.")
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    call()
-            except BaseException as error:
-                with self._idle:
-                    self._error = self._error or error
-            del call  # so that the tensor which it writes is freed now, and not after the next call
-            with self._idle:
-                self._num_left -= 1
-                self._idle.notify_all()
-
-
-class Checksum:
-    """The crc32 of chunks of bytes. A thread computes it while the caller reads or writes.
-
-    The caller must not change a chunk until the next `add` or `take`.
-    """
-
-    def __init__(self, crc32: int = 0) -> None:
-        self._thread = SerialThread("checksum")
-        self._crc32 = crc32
-
-    def __enter__(self) -> Checksum:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.close()
-
-    def add(self, chunk: bytes | memoryview) -> None:
-        self._thread.wait()
-        if len(chunk) < THREAD_BYTES:
-            self._add(chunk)
-        else:
-            self._thread.put(partial(self._add, chunk))
-
-    def take(self) -> int:
-        """Returns the crc32 of all chunks since the last `take`."""
-        self._thread.wait()
-        value, self._crc32 = self._crc32, 0
-        return value
-
-    def _add(self, chunk: bytes | memoryview) -> None:
-        self._crc32 = zlib.crc32(chunk, self._crc32)
-
-
 class TensorWriter:
     """Writes files in threads, so that the caller can read the next tensor while the one before is written.
 
-    The caller reads tensors. The thread "write" writes them, with the checksums of the thread "checksum". The thread
-    "sync" syncs a complete file to the disk while the next file is written. At most two tensors are in memory: the one
-    that is read and the one that is written. At most one file waits for its sync. When the `with` block ends without an
-    error, all files are on the disk.
+    The caller reads tensors. The thread "write" computes checksums and copies the values into blocks, which the threads
+    "block" write. The thread "sync" syncs a complete file to the disk while the next file is written. At most two
+    tensors are in memory: the one that is read and the one that is copied. At most one file waits for its sync. When
+    the `with` block ends without an error, all files are on the disk.
     """
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
         """`on_bytes` is called with the size of each chunk, by the thread that writes."""
         self._on_bytes = on_bytes
         self._files: list[DurableFile] = []
-        self._checksum = Checksum()
+        self._blocks = Blocks()
         self._writes = SerialThread("write")
         self._syncs = SerialThread("sync")
 
@@ -315,7 +231,7 @@ class TensorWriter:
         finally:
             self._writes.close()
             self._syncs.close()
-            self._checksum.__exit__()
+            self._blocks.close()
             for file in self._files:
                 file.close()
 
@@ -327,29 +243,32 @@ class TensorWriter:
         """
         by_key = {entry.key: entry for entry in entries}
         crc32s = dict.fromkeys(by_key, 0)
-        file = DurableFile(path)
+        file = DurableFile(path, self._blocks)
         self._files.append(file)
         self._writes.put(file.open)
         self._writes.put(partial(file.write, raw))
         # An empty tensor may have the same start as the next one. It must come first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
-            tensor = _read(by_key[info.name])
+            entry = by_key[info.name]
+            tensor = _read(entry)
             self._writes.wait()
-            self._writes.put(partial(self._write_one, file, tensor, info.name, crc32s))
+            self._writes.put(partial(self._write_one, file, tensor, entry, crc32s))
         self._writes.put(partial(self._finish, file))
         return crc32s
 
     # The thread "write".
 
-    def _write_one(self, file: DurableFile, tensor: Tensor, key: str, crc32s: dict[str, int]) -> None:
+    def _write_one(self, file: DurableFile, tensor: Tensor, entry: Entry, crc32s: dict[str, int]) -> None:
         for chunk in _chunks(tensor):
-            self._checksum.add(chunk)
+            crc32s[entry.key] = native.crc32(chunk, crc32s[entry.key])
             file.write(chunk)
             if self._on_bytes:
                 self._on_bytes(len(chunk))
-        crc32s[key] = self._checksum.take()
+        if entry.done is not None:
+            entry.done()
 
     def _finish(self, file: DurableFile) -> None:
+        file.flush()
         self._syncs.wait()
         self._syncs.put(file.sync)
         self._syncs.put(file.close)
@@ -382,30 +301,30 @@ def read_range(
     `crc32` is the checksum of the elements before `start`. The result is the checksum including the elements read. If
     `crc32` is None, no checksum is computed, and the result is None.
     """
-    with _open_data(path, header, info, start) as file, Checksum(crc32 or 0) as checksum:
+    with _open_data(path, header, info, start) as file:
         for chunk in _chunks(into):
             if file.readinto(chunk) < len(chunk):
                 raise _cut_off(path, info)
             if crc32 is not None:
-                checksum.add(chunk)
-        return checksum.take() if crc32 is not None else None
+                crc32 = native.crc32(chunk, crc32)
+    return crc32
 
 
 def verify_tensor(
     path: Path, header: Header, info: TensorInfo, crc32: int, on_bytes: Callable[[int], None] | None = None
 ) -> None:
     """Checks the checksum of one tensor, chunk by chunk. `on_bytes` is called with the size of each chunk."""
-    with _open_data(path, header, info) as file, Checksum() as checksum:
+    found = 0
+    with _open_data(path, header, info) as file:
         rest = info.stop - info.start
         while rest:
             chunk = file.read(min(rest, CHUNK_BYTES))
             if not chunk:
                 raise _cut_off(path, info)
-            checksum.add(chunk)
+            found = native.crc32(chunk, found)
             rest -= len(chunk)
             if on_bytes:
                 on_bytes(len(chunk))
-        found = checksum.take()
     check_crc32(path, info, crc32, found)
 
 

@@ -3,9 +3,9 @@
 State is streamed to the files: only two tensors are copied in memory at a time. restore.py loads it.
 
 With `is_background` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
-starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then wait
-until its state has been read or copied. `Frozen.end` releases all buckets when the thread has written the files or has
-failed.
+starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then leave the
+old state to the thread, or wait until it is written or copied. `Frozen.end` releases all buckets when the thread has
+written the files or has failed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from twinflow.checkpoint.together import agree
 from twinflow.engine.base import EngineBase
 from twinflow.engine.ranks import Ranks, Said, deal, ranks_of, unite
 from twinflow.errors import invalid_value, wrong_state
-from twinflow.offload.bucket import local_of
-from twinflow.offload.frozen import Frozen
+from twinflow.offload.bucket import Param, local_of
+from twinflow.offload.frozen import Costs, Frozen
 from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.quantised import inner_tensors, quantised_in
+from twinflow.optim.twin_state import weight_reader
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.planner.formats import reserved_bytes
 from twinflow.state_dict import StateDict, list_of, tensor_of, value_of
@@ -136,6 +137,7 @@ class BackgroundSave:
             raise
 
     def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread only: more would slow down updates, and the disk is slower than one
         try:
             self._write()
         except BaseException as error:
@@ -153,9 +155,9 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     @property
-    def peak_bytes(self) -> int:
-        """The largest amount of host memory that copies of the state have used."""
-        return self._frozen.peak_bytes
+    def costs(self) -> Costs:
+        """Updates beside this checkpoint that needed a copy of the state, and those that did not."""
+        return self._frozen.costs()
 
     def wait(self) -> None:
         """Waits until the checkpoint is written. Raises the exception of the thread if it has failed."""
@@ -180,29 +182,41 @@ def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[F
     runtime.wait()
     runtime.wait_for_copies()
     limit = engine.settings.background_bytes
-    if limit is None:  # measured now, because speculative stores and the user's loop have taken their memory
+    if limit is not None:
+        limit = max(0, limit - runtime.speculative_stores.bytes_for_saves)
+    else:  # measured now, because speculative stores and the user's loop have taken their memory
         free = own_host_bytes()
         limit = free - reserved_bytes(free)
-    frozen = Frozen(runtime.frozen, runtime.device, limit)
-    by_tensor = {param.tensor: [bucket.plan.index for bucket in param.buckets] for param in runtime.params}
-    buckets: dict[str, list[int] | None] = {param.name: by_tensor[param.tensor] for param in runtime.params}
+    stores = {bucket.plan.index: bucket.store for bucket in runtime.buckets}
+    frozen = Frozen(runtime.frozen, runtime.device, stores, limit)
+    by_tensor = {param.tensor: param for param in runtime.params}
+    params: dict[str, Param | None] = {param.name: param for param in runtime.params}
     for name, tensor in engine.module.named_parameters(remove_duplicate=False):
-        buckets[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
+        params[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
+    # A delayed update, or ranks that compress communication, have other weights in the state than in the parameters.
+    has_weights = not (runtime.steps.has_unsent or runtime.settings.delayed_update or engine.optimizer.is_compressed)
 
-    def frozen_entry(leaf: Entry) -> Entry:
+    def frozen_entry(leaf: Entry, is_state: bool) -> Entry:
         name = leaf.name
-        while name not in buckets and "/" in name:  # the name has the form parameter/key/key
+        while name not in params and "/" in name:  # the name has the form parameter/key/key
             name = name.rpartition("/")[0]
-        found = buckets.get(name, [])
-        if found is None:
-            return leaf
-        read = frozen.add(leaf.read, found, leaf.num_bytes)
-        if not found:  # the entry may change, but not by the update of a bucket, so it is read at once
-            value = read()
+        if name not in params:  # the entry may change, but not by the update of a bucket, so it is read at once
+            value = leaf.read().detach().to("cpu", copy=True)
             return replace(leaf, read=lambda: value)
-        return replace(leaf, read=read)
+        param = params[name]
+        if param is None:
+            return leaf
+        read = leaf.read
+        if not is_state and all(bucket.offloads_params for bucket in param.buckets):
+            is_state = True
+        elif not is_state and has_weights and leaf.part is None:
+            weights = weight_reader(param)
+            is_state, read = weights is not None, weights or read
+        indices = [bucket.plan.index for bucket in param.buckets]
+        read, done = frozen.add(read, indices, leaf.num_bytes, is_state)
+        return replace(leaf, read=read, done=done)
 
-    return frozen, {file: [frozen_entry(leaf) for leaf in leaves] for file, leaves in files.items()}
+    return frozen, {file: [frozen_entry(one, file == "optimizer") for one in leaves] for file, leaves in files.items()}
 
 
 class _Own:
@@ -384,7 +398,8 @@ def weights(
             assert param_offload is not None
             for piece in param_offload.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
-                leaves.append(Entry(name, tensor.dtype, (piece.numel,), piece.read, part))
+                values = piece.read()  # a view of the present store, which an update may replace
+                leaves.append(Entry(name, tensor.dtype, (piece.numel,), values.detach, part))
         elif local is tensor:
             leaves.append(Entry(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
         else:

@@ -40,7 +40,7 @@ class CBucket(Structure):
         (c_int64, "numel layout"),
         (POINTER(CSlice), "slices"),
         (POINTER(c_int64), "steps"),
-        (c_int32, "num_slices type rule format is_split is_shared has_weight_slots"),
+        (c_int32, "num_slices type rule format master_kind is_shared has_weight_slots"),
     )
 
 
@@ -79,7 +79,7 @@ class CFetchItem(Structure):
 class CCounters(Structure):
     _fields_ = fields(
         (c_double, "busy_s"),
-        (c_int64, "bytes_out bytes_back bytes_fetched num_slots num_weight_slots num_unlocked"),
+        (c_int64, "bytes_out bytes_back bytes_fetched num_slots num_weight_slots num_unlocked num_aside"),
     )
 
 
@@ -159,7 +159,7 @@ _BLOCKING: Signatures = {
     "tf_executor_spans": ([_EXECUTOR, c_void_p, c_double, POINTER(CSpan), c_int64], c_int64),
     "tf_executor_resize": ([_EXECUTOR, c_int32, c_int32, c_int32, c_int32], None),
     "tf_executor_add_weight_slots": ([_EXECUTOR, c_int32], None),
-    "tf_next_wanted": ([_EXECUTOR, c_double], c_int64),
+    "tf_wanted": ([_EXECUTOR, c_double, POINTER(c_int64), c_int64], c_int64),
     "tf_job_wait_decision": ([_EXECUTOR, c_int64], c_int32),
     "tf_job_wait_done": ([_EXECUTOR, c_int64], c_int32),
     "tf_job_wait_summed": ([_EXECUTOR, c_int64], c_int32),

@@ -58,7 +58,7 @@ from twinflow.native.executor import (
     CUpdateTask,
     executor_library,
 )
-from twinflow.native.kernels import DTYPE_CODES, FORMAT_CODES, pointers
+from twinflow.native.kernels import DTYPE_CODES, FORMAT_CODES, MASTER_KINDS, pointers
 from twinflow.offload import sync
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.clipping import Decision
@@ -93,6 +93,8 @@ _POINTS = {
     sync.FORWARD: 128,
     sync.READERS: 256,
     sync.FETCH_ROOM: 512,
+    sync.STATE_READ: 1024,
+    sync.PARAMS_READ: 2048,
 }
 _MAX_RELEASED = 64
 _RESTART = "Remove the cause, build a new optimizer and load the last checkpoint."
@@ -360,7 +362,7 @@ class Executor:
             type=DTYPE_CODES[plan.dtype],
             rule=self._rule.code if self._rule is not None else 0,
             format=FORMAT_CODES[bucket.first_store.format],
-            is_split=bucket.first_store.is_split,
+            master_kind=MASTER_KINDS[bucket.first_store.master.dtype],
             is_shared=bucket.is_shared,
             has_weight_slots=bucket.updater.needs_weight_slot(plan),
         )
@@ -424,14 +426,20 @@ class Executor:
         handle = self._library.tf_bucket_published_event(self._handle, bucket.plan.index)
         return Event(handle, self.device) if handle else None
 
-    def freeze(self, index: int, is_frozen: bool) -> None:
-        """Freeze a bucket or end the freeze. No update changes a frozen bucket (frozen.py)."""
-        self._library.tf_bucket_freeze(self._handle, index, is_frozen)
+    def freeze(self, index: int, state: bool, params: bool) -> None:
+        """Note what a background checkpoint still reads of a bucket: its state, or its parameters (frozen.py).
 
-    def next_wanted(self, timeout_s: float) -> int:
-        """Wait until an update needs a frozen bucket, and return the index of the bucket; -1 after the timeout."""
-        found: int = self._library.tf_next_wanted(self._handle, timeout_s)
-        return found
+        The first call with `state` leaves the present store to the checkpoint until a call without `state`.
+        """
+        self._library.tf_bucket_freeze(self._handle, index, state + 2 * params)
+
+    def wanted(self, timeout_s: float) -> list[int]:
+        """Wait for buckets that cannot change before the background checkpoint has read or copied them.
+
+        Returns their indices; none after the timeout.
+        """
+        found = (c_int64 * max(1, len(self._buckets)))()
+        return found[: self._library.tf_wanted(self._handle, timeout_s, found, len(found))]
 
     # Jobs.
 

@@ -23,4 +23,6 @@ OLD_WEIGHTS: Final = "back.old_weights"  # delayed weights: for the end of the w
 FETCH_ROOM: Final = "fetch.room"  # fetching weights to the device: for the end of the last use of the target memory
 SENT: Final = "forward.sent"  # the forward of a block, on the host: until the copy of its weights is queued
 FORWARD: Final = "forward.weights"  # the forward of a block, on the device: for the end of that copy
+STATE_READ: Final = "save.state_read"  # an update of state that a background checkpoint reads: until it is read
+PARAMS_READ: Final = "save.params_read"  # writing to parameters that it reads: until they are read
 READERS: Final = "wait.weights"  # a reader of weights or state: for the end of their copies
