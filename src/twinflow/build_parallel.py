@@ -18,6 +18,7 @@ from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
 from twinflow.config import Axes, Config, compression_choice, resolve_axes
+from twinflow.conflicts import refuse
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group, skip_group
 from twinflow.errors import incompatible, invalid_value
@@ -36,6 +37,7 @@ from twinflow.parallel.topology import DATA, PIPE
 from twinflow.parallel.wire import Wire
 
 LOGGER = logging.getLogger("twinflow")
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -62,7 +64,27 @@ def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any
         expected = f"a divisor of {ranks.world_size}, the number of processes"
         raise invalid_value(name, axes.pipe * axes.model, expected, remedy)
     check(_combination(config, axes, model, optimizer))
+    _check_sequence(config, num_data, optimizer)
     return Spread(axes, num_data)
+
+
+def _check_sequence(config: Config, num_data: int, optimizer: Any) -> None:
+    """Raises ValueError for options that conflict with sequence ranks, and if they do not divide the ranks."""
+    size = config.sequence_parallel_size or 1
+    if num_data % size:
+        remedy = "Start a multiple of it as processes, or use fewer sequence ranks."
+        expected = f"a divisor of {num_data}, the number of processes"
+        raise invalid_value("sequence_parallel_size", size, expected, remedy)
+    if size == 1:
+        return
+    kind = config.optimizer.type if config.optimizer is not None and optimizer is None else ""
+    found = {
+        "sum": config.gradient_allreduce_op == "sum",
+        "one bit": kind.lower() in _ONE_BIT,
+        "compiled": config.compile.blocks,
+        "given optimizer": isinstance(optimizer, TwinOptimizer) and optimizer.team is None,
+    }
+    refuse("Sequence parallelism", found, optimizer=kind)
 
 
 def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Combination:
@@ -85,6 +107,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         config.compile.blocks,
         config.float8.enabled,
         config.activation_checkpointing.selective,
+        config.sequence_parallel_size or 1,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import twinflow
+from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.engine import Engine
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.monitor.metrics import StepRecord, read_metrics
@@ -65,6 +67,47 @@ def test_going_on_is_not_having_stopped(offload: dict[str, Any], tmp_path: Path)
     assert all(torch.equal(own[name], other[name]) for name in own)
     one.destroy()
     two.destroy()
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [{"ratio": 1.0}, {"ratio": 1.0, "states": "int8"}, {"ratio": 0.5}, {"ratio": 1.0, "delayed_update": True}],
+)
+@pytest.mark.parametrize("clipping", [0.0, 1e-2, 1e3])
+def test_a_checkpoint_beside_training_is_that_of_the_call(
+    offload: dict[str, Any], clipping: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer reads its first tensor after three more steps. State on the host is not copied."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", **offload}}
+    more: dict[str, Any] = {"zero_optimization": zero, "gradient_clipping": clipping, "gradient_accumulation_steps": 1}
+    plain, beside = build(**more), build(**more, checkpoint={"background": True})
+    run(plain, range(3))
+    plain.save_checkpoint(tmp_path / "plain")
+    go, write = threading.Event(), TensorWriter.write
+
+    def wait_and_write(writer: TensorWriter, *rest: Any) -> dict[str, int]:
+        assert go.wait(60)
+        return write(writer, *rest)
+
+    monkeypatch.setattr(TensorWriter, "write", wait_and_write)
+    run(beside, range(3))
+    beside.save_checkpoint(tmp_path / "beside")
+    background = beside.background
+    assert run(beside, range(3, 6)) == run(plain, range(3, 6))
+    assert background is not None
+    costs = background.costs
+    go.set()
+    beside.wait_for_checkpoint()
+    if offload["ratio"] == 1.0:
+        assert costs.num_aside > 0
+        assert (costs.num_copies > 0) == ("delayed_update" in offload)
+    files = sorted(path.name for path in (tmp_path / "plain" / "global_step3").glob("*.safetensors"))
+    assert files
+    for name in files:
+        one, other = (tmp_path / where / "global_step3" / name for where in ("plain", "beside"))
+        assert one.read_bytes() == other.read_bytes(), name
+    plain.destroy()
+    beside.destroy()
 
 
 def test_numbers_that_come_late_are_the_right_ones(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ first. An older input is freed on the device after the model's stream was made t
 waits only if a host buffer must be replaced by a larger one. Freed memory is reused in the order of the model's stream.
 A thread that queues a whole forward ahead of the GPU therefore does not keep all inputs on the device.
 
+The inputs of `resident` layers are not copied. With `is_float8`, the first input of a layer, which is the stream of
+hidden states, is in float8 between forward and backward, on the host or on the device.
+
 Copy back: when backward reads the input of a layer, the inputs of the preceding layers are prefetched.
 
 One stream copies in both directions. A host buffer can therefore be reused as soon as its contents are not needed any
@@ -17,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from twinflow.activations.float8 import Encoded, decode, encode
 from twinflow.device import Device, Event, Stream
 from twinflow.errors import wrong_state
 
@@ -57,8 +61,9 @@ class Saved:
     source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     original: Tensor | None  # None after it was freed on the device
-    host: Tensor  # the copy on the host, with the layout of the original
+    host: Tensor  # the copy on the host, with the layout of the original, or the memory of the input in float8
     buffer: Tensor  # the pool's buffer; `host` is a view of it
+    encoded: Encoded | None = None  # the input in float8 on the device, until it is on the host
     out: Event | None = None
     back: Event | None = None
     restored: Tensor | None = None  # the copy back on the device, complete or not, until backward takes it
@@ -78,12 +83,21 @@ class Offload:
     """
 
     def __init__(
-        self, device: Device, where: torch.device, min_bytes: int = MIN_BYTES, window: int = 2, ahead: int = 2
+        self,
+        device: Device,
+        where: torch.device,
+        min_bytes: int = MIN_BYTES,
+        window: int = 2,
+        ahead: int = 2,
+        resident: Collection[str] = (),
+        is_float8: bool = False,
     ) -> None:
         self.device = device
         self.bytes_out = 0
         self.bytes_back = 0
         self._where, self._min_bytes, self._window, self._ahead = where, min_bytes, window, ahead
+        self._resident = frozenset(resident)  # names of layers whose inputs stay on the device
+        self._is_float8 = is_float8
         # The stream is created here, because the garbage collector may use it and must not create it.
         self._stream = device.stream(STREAM)
         self._pool = HostPool(device, self._stream)
@@ -111,8 +125,15 @@ class Offload:
             )
         while len(self._leaving) >= self._window:
             self._let_go(self._leaving.popleft()())
+        if layer in self._resident:
+            first = [tensor for tensor in tensors[:1] if self._is_float8 and self._is_worth_it(tensor)]
+            return hooks_for({memory_key(tensor): encode(tensor) for tensor in first}, self._is_worth_it, decode)
         call = Call(layer, self._last)
-        found = {memory_key(tensor): self._save(tensor, call) for tensor in tensors if self._is_worth_it(tensor)}
+        found = {
+            memory_key(tensor): self._save(tensor, call, self._is_float8 and i == 0)
+            for i, tensor in enumerate(tensors)
+            if self._is_worth_it(tensor)
+        }
         if call.inputs:
             self._last = weakref.ref(call)
             self._leaving.append(self._last)
@@ -122,20 +143,23 @@ class Offload:
         is_here = tensor.device == self._where and not tensor.is_inference()
         return is_here and is_large(tensor, self._min_bytes) and _is_dense(tensor)
 
-    def _save(self, tensor: Tensor, call: Call) -> Saved:
+    def _save(self, tensor: Tensor, call: Call, is_float8: bool) -> Saved:
         """Start the copy of an input to the host, unless another layer has saved the same tensor."""
         known = self._known.get(id(tensor))
         if known is not None and known.source() is tensor and known.version == tensor._version:
             # Several layers have this input, for example a mask or the output of an encoder. It stays on the device.
             known.original, known.is_shared = tensor.detach(), True
             return known
-        original, num_bytes = tensor.detach(), tensor.numel() * tensor.element_size()
+        original = tensor.detach()
+        encoded = encode(original) if is_float8 else None
+        source = original if encoded is None else encoded.memory
+        num_bytes = source.numel() * source.element_size()
         buffer = self._pool.take(num_bytes)
-        host = buffer[:num_bytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer)
+        host = buffer[:num_bytes].view(source.dtype).as_strided(source.size(), source.stride())
+        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer, encoded)
         stream = self._stream
         stream.wait(self.device.compute().record(), MADE)
-        stream.run(lambda: host.copy_(original, non_blocking=True), "activation out", bytes=num_bytes)
+        stream.run(lambda: host.copy_(source, non_blocking=True), "activation out", bytes=num_bytes)
         saved.out = stream.record()
         self.bytes_out += num_bytes
         call.inputs.append(weakref.ref(saved))
@@ -149,6 +173,8 @@ class Offload:
                 self._order(saved)
                 saved.is_spoiled = saved.original._version != saved.version
                 saved.original = None
+                if saved.encoded is not None:  # its size and dtype are kept
+                    saved.encoded = saved.encoded._replace(memory=saved.host)
 
     def _order(self, saved: Saved) -> None:
         if not saved.is_ordered:
@@ -178,6 +204,8 @@ class Offload:
             assert saved.back is not None
             self.device.hold_compute(saved.back, BACK)
             found, saved.restored = saved.restored, None  # A second backward through the same graph copies it again.
+            if saved.encoded is not None and found is not None:
+                found = decode(saved.encoded._replace(memory=found))
         if not saved.is_shared:  # A shared input does not tell which call comes next.
             self._prefetch(saved.call)
         assert found is not None
@@ -212,7 +240,7 @@ class Offload:
         if self._is_closed:
             return
         if saved.original is not None and not saved.is_ordered:
-            self._outlive_copies(saved.original)
+            self._outlive_copies(saved.original if saved.encoded is None else saved.encoded.memory)
         if saved.restored is not None:
             self._outlive_copies(saved.restored)
         self._pool.give(saved.buffer)

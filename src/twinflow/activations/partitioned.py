@@ -4,7 +4,8 @@ Under tensor parallelism the input of a layer is the same on every rank. Each ra
 When the layer runs again in backward, the ranks gather the whole input, with one all-gather per large input. Until then
 a rank needs memory for its part only. All ranks must run the same layers again in the same order, as tensor ranks do.
 
-Do not use `Partition` with sequence parallelism, where the inputs of ranks differ, because they are sharded already.
+Do not use `Partition` if tensor ranks split the sequence (tensor_parallel.sequence): their inputs differ, and are
+sharded already.
 `is_checked` compares large inputs of all ranks in every call. It is meant for tests and for debugging.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import update_wrapper
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from twinflow.activations.grouped import Grouping
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
 from twinflow.activations.selective import selective_contexts
@@ -43,20 +44,34 @@ def checkpoint_layers(
     trace: Trace | None = None,
     min_bytes: int = MIN_BYTES,
     selective: bool = False,
+    every: int = 1,
+    on_device: int = 0,
+    float8: bool = False,
 ) -> Handle:
     """Checkpoint layers of the model. `layers`: names of classes, or modules.
 
     With `offload`, floating-point inputs of at least `min_bytes` are kept in page-locked host memory until backward.
     The copies use streams of `device`, which the handle then owns. Without `device` new streams are made, which record
-    to `trace`. With `partition`, each tensor rank keeps a part of the inputs. With `selective`, the results of matrix
-    products and of attention are kept too, and backward computes only the other operations again. A model that has its
-    own checkpointing switched on is not changed. A layer inside another checkpointed layer is not checkpointed
-    separately.
+    to `trace`. The inputs of the last `on_device` layers stay on the device. With `every` above 1, only every n-th
+    layer keeps its input, and backward computes the others from it (grouped.py). With `float8`, the first input of each
+    layer that keeps one is kept in float8, which changes gradients. With `partition`, each tensor rank keeps a part of
+    the inputs. With `selective`, the results of matrix products and of attention are kept too, and backward computes
+    only the other operations again. A model that has its own checkpointing switched on is not changed. A layer inside
+    another checkpointed layer is not checkpointed separately.
 
     Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
     given.
     """
-    refuse("Other keys of the config", {"activations": offload and partition is not None})
+    if type(every) is not int or every < 1:
+        raise invalid_value("every", every, "a whole number >= 1")
+    if type(on_device) is not int or on_device < 0:
+        raise invalid_value("on_device", on_device, "a whole number >= 0")
+    found = {
+        "activations": offload and partition is not None,
+        "partitioned float8": partition is not None and (float8 or every > 1),
+        "selective groups": selective and (float8 or every > 1),
+    }
+    refuse("Other keys of the config", found)
     chosen = _outermost(model, _find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:
@@ -75,10 +90,17 @@ def checkpoint_layers(
             "Call remove() of the handle that checkpoint_layers() has returned for this layer.",
         )
     mover: Offload | Partition | None = partition
-    if offload:
+    if offload or float8:
         where = next((param.device for param in model.parameters()), torch.device("cpu"))
-        mover = Offload(device or device_for(where, trace), where, min_bytes)
-    return Handle([Checkpointed(name, module, mover, selective) for name, module in chosen.items()], mover)
+        names = list(chosen)
+        resident = names[len(names) - on_device :] if offload else names
+        own = device or device_for(where, trace)
+        mover = Offload(own, where, min_bytes, resident=resident, is_float8=float8)
+    grouping = Grouping(every) if every > 1 else None
+    made = [
+        Checkpointed(name, module, mover, selective, grouping, i) for i, (name, module) in enumerate(chosen.items())
+    ]
+    return Handle(made, mover)
 
 
 class Handle:
@@ -110,11 +132,18 @@ class Checkpointed:
     """The `forward` of a layer that is checkpointed in training."""
 
     def __init__(
-        self, name: str, module: nn.Module, offload: Offload | Partition | None, is_selective: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        offload: Offload | Partition | None,
+        is_selective: bool = False,
+        grouping: Grouping | None = None,
+        number: int = 0,
     ) -> None:
         update_wrapper(self, module.forward)
         self.name = name
         self.is_selective = is_selective
+        self._grouping, self._number = grouping, number
         self._module, self._forward, self._offload = module, module.forward, offload
         self._compiled: Callable[..., Any] | None = None
         self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
@@ -142,8 +171,16 @@ class Checkpointed:
         # All tensors, also those in tuples and keyword arguments, are passed as positional arguments, because torch
         # applies the hooks for saved tensors only to these.
         inputs = list(tensors.values())
-        with self._offload.saving(inputs, self.name) if self._offload is not None else nullcontext():
-            return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
+        if self._grouping is None or not inputs:
+            with self._saving(inputs):
+                return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
+        with self._grouping.calling(self._number, run, inputs, lambda: self._saving(inputs)) as note:
+            out = checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
+        note(out)
+        return out
+
+    def _saving(self, inputs: Sequence[Tensor]) -> AbstractContextManager[object]:
+        return self._offload.saving(inputs, self.name) if self._offload is not None else nullcontext()
 
     def compile(self, **options: Any) -> None:
         """Compile the layer inside of the checkpoint. `options`: arguments of torch.compile."""

@@ -44,12 +44,14 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """The process group of all replicas. Raises ValueError with pipeline or tensor ranks, where it is not all ranks."""
+    """The process group of all replicas. Raises ValueError with pipeline, tensor or sequence ranks, where it is not all
+    ranks.
+    """
     engine = _engine()
     if engine is not None and engine.dp_world_size != engine.world_size:
         remedy = "Use engine.dp_rank and engine.dp_world_size, or make the group with torch.distributed.new_group()."
         reason = "twinflow's own groups of these ranks must be used by one thread"
-        raise incompatible("get_data_parallel_group()", "pipeline or tensor ranks", reason, remedy)
+        raise incompatible("get_data_parallel_group()", "pipeline, tensor or sequence ranks", reason, remedy)
     return dist.group.WORLD
 
 
@@ -61,13 +63,15 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """1: there is no sequence parallelism of DeepSpeed's kind."""
-    return 1
+    """The number of ranks that share a sequence."""
+    engine = _engine()
+    return engine.sp_world_size if engine is not None else 1
 
 
 def get_sequence_parallel_rank() -> int:
-    """0: there is no sequence parallelism of DeepSpeed's kind."""
-    return 0
+    """The index of this process among the ranks that share a sequence."""
+    engine = _engine()
+    return engine.sequence.rank if engine is not None and engine.sequence is not None else 0
 
 
 def get_model_parallel_world_size() -> int:

@@ -18,7 +18,10 @@ gloo:
   (zero/publisher.py).
 - `fetch` of `Team`: used by the thread twinflow-fetcher on the stream "fetch", in the order of the blocks
   (offload/fetcher.py).
+- `matrices` of `Team`: used by updates of matrices by Muon (stage 3) on their streams, in the order in which they were
+  queued (zero/matrices.py).
 - `Grid.model` (tensor ranks): used by forward and backward on the model's stream. All tensor ranks run the same layers.
+- `SequenceRanks.group` and the group of its loss: used by forward and backward on the model's stream, as above.
 - Ties of a pipeline (weights in several stages): used by the training loop on the model's stream, in their order.
 - Messages of a pipeline: sent by the training loop on the model's stream, received by a thread for each sender on its
   own stream. The schedule orders them, and a header over gloo precedes each message (parallel/wire.py).
@@ -79,6 +82,24 @@ class Sending:
         self.work.wait()
         if not self.is_on_host:
             torch.cuda.current_stream().synchronize()
+
+
+@dataclass(frozen=True)
+class Shifting:
+    """Tensors on their way around the ranks of a group. It keeps the sent memory alive."""
+
+    works: Sequence[Any]
+    sent: Tensor
+    received: Tensor
+    device: torch.device | None = None  # of the result; None: that of `received`
+
+    def wait(self) -> Tensor:
+        """The received tensor. Blocks the calling thread (gloo) or the current stream (NCCL) until both messages are
+        complete.
+        """
+        for work in self.works:
+            work.wait()
+        return self.received if self.device is None else self.received.to(self.device)
 
 
 class _CallOrder:
@@ -264,6 +285,25 @@ class Group:
         with self._call("gather", row.numel(), row.dtype):
             self._wait(dist.gather(raw, parts, dst=self.ranks[0], group=self.handle, async_op=True))
         return rows
+
+    def shift(self, tensor: Tensor) -> Shifting:
+        """Starts to send a contiguous tensor to the next rank, and to receive one of this size from the previous one.
+        All ranks call it. `Shifting.wait` returns the received tensor.
+        """
+        if self.world == 1:
+            return Shifting([], tensor, tensor)
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        sent = tensor.cpu() if tensor.is_cuda and self.is_on_host else tensor
+        received = torch.empty_like(sent)
+        to, source = self.ranks[(self.rank + 1) % self.world], self.ranks[self.rank - 1]
+        with self._call("shift", tensor.numel(), tensor.dtype):
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent.view(-1).view(torch.uint8), to, self.handle),
+                    dist.P2POp(dist.irecv, received.view(-1).view(torch.uint8), source, self.handle),
+                ]
+            )
+        return Shifting(works, sent, received, tensor.device)
 
     # Messages between two ranks, given by their positions in the group. They need no order with collectives, because
     # a group with messages has no collectives.

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Config
@@ -23,6 +24,8 @@ from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.parallel.grid import Grid
+from twinflow.parallel.sequence import SequenceRanks
+from twinflow.parallel.sequence_model import SplitSequence
 from twinflow.parallel.whole import WholeWeights, wrap_save_pretrained
 from twinflow.state_dict import StateDict
 
@@ -46,6 +49,7 @@ class EngineSettings:
     accumulation_steps: int = 1  # of an engine without an optimizer
     ranks: RankEnvironment = ALONE
     grid: Grid | None = None  # layout of ranks with pipeline or tensor parallelism
+    sequence: SplitSequence | None = None  # the ranks that share each sequence
     stage: int = 0  # ZeRO stage
     autocast: torch.dtype | None = None  # dtype of torch.autocast in forwards
     input_dtype: torch.dtype | None = None  # dtype to which floating-point inputs are cast
@@ -81,8 +85,14 @@ class EngineBase:
         self.global_rank = ranks.rank
         self.local_rank = ranks.local_rank  # index of this process on its machine
         self.world_size = ranks.world_size
-        self.dp_world_size = grid.num_data if grid is not None else ranks.world_size  # number of model replicas
-        self.dp_rank = grid.data if grid is not None else ranks.rank  # index of the replica that contains this process
+        # Ranks that ZeRO divides the state among, and the index of this rank. Ranks of one sequence are such ranks too.
+        self._num_zero = grid.num_data if grid is not None else ranks.world_size
+        self._zero_rank = grid.data if grid is not None else ranks.rank
+        self.sp_world_size = self.sequence.size if self.sequence is not None else 1  # ranks that share a sequence
+        self.dp_world_size = (
+            self._num_zero // self.sp_world_size
+        )  # number of ranks, or groups of them, with own samples
+        self.dp_rank = self._zero_rank // self.sp_world_size  # index of the one that contains this process
         self._whole: WholeWeights | None = None  # gathers weights that tensor ranks have split
         if grid is not None and grid.num_model > 1:
             self._whole = WholeWeights(module, grid.model, writes=grid.data == 0 and grid.model.rank == 0)
@@ -183,7 +193,7 @@ class EngineBase:
     @property
     def _has_parts(self) -> bool:
         """Whether ranks have parts of the weights, as ZeRO stage 3 partitions them."""
-        return self.settings.stage == 3 and self.dp_world_size > 1
+        return self.settings.stage == 3 and self._num_zero > 1
 
     def _gathered_state_dict(
         self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False, of_stage: bool = False
@@ -192,7 +202,7 @@ class EngineBase:
         self.settle()
         source = self.optimizer if self.optimizer is not None else self.module
         found: dict[str, object] = dict(whole_weights(source, exclude_frozen, call, part, of_stage))
-        if self.dp_rank == 0:
+        if self._zero_rank == 0:
             state = (part if part is not None else self.module).state_dict()
             found |= {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         return found
@@ -341,6 +351,13 @@ class EngineBase:
 
     # Ranks.
 
+    @property
+    def sequence(self) -> SequenceRanks | None:
+        """The ranks that share each sequence (sequence_parallel_size). `engine.sequence.split(batch)` returns this
+        rank's part of a batch, which loaders of the engine do.
+        """
+        return self.settings.sequence.ranks if self.settings.sequence is not None else None
+
     def get_data_parallel_rank(self) -> int:
         """Index of the model replica that contains this process."""
         return self.dp_rank
@@ -350,3 +367,8 @@ class EngineBase:
         return self.settings.grid.model.rank if self.settings.grid is not None else 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """torch's process group of the ranks that share a sequence, for queries. None without such ranks."""
+        handle: ProcessGroup | None = self.sequence.group.handle if self.sequence is not None else None
+        return handle

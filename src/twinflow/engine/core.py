@@ -50,6 +50,8 @@ MOVABLE = ("optim_states", "hp_params")
 UNMOVED = ("lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
+# Methods of nn.Module that convert its weights, and the dtype of the result.
+CONVERSIONS = {"bfloat16": torch.bfloat16, "double": torch.float64, "float": torch.float32, "half": torch.float16}
 # Methods of nn.Module that return the module itself.
 CHAINED = frozenset(("apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "requires_grad_", "to", "type"))
 
@@ -96,6 +98,8 @@ class Engine(EngineBase):
         if optimizer is not None:
             me = weakref.ref(self)
             optimizer.runtime.call_before_update(lambda: _settle(me()))
+            if settings.is_background:
+                optimizer.reserve_for_saves(settings.background_bytes)
             if optimizer.scales_loss and self.scales_plain_backwards:
                 self._handles = _scale_plain_backwards(optimizer, me)
 
@@ -107,7 +111,7 @@ class Engine(EngineBase):
             return attribute(method, self.settings.parsed)
         try:
             found = getattr(self.module, name)
-            return self._returning_me(found) if name in CHAINED else found
+            return self._returning_me(name, found) if name in CHAINED else found
         except AttributeError:
             if isinstance(method, Refused):
                 remedy = method.remedy
@@ -118,12 +122,20 @@ class Engine(EngineBase):
                 f"Neither the engine nor its module has an attribute {name!r}. {remedy}".rstrip()
             ) from None
 
-    def _returning_me(self, method: Callable[..., object]) -> Callable[..., object]:
+    def _returning_me(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         """A method of the module that returns the engine instead of the module, so that `engine = engine.to(device)`
         keeps the engine.
         """
 
         def call(*args: object, **kwargs: object) -> object:
+            dtypes = {param.dtype for param in self.module.parameters() if param.is_floating_point()}
+            is_on_host = state.param_offload_of(self) is not None or self.host_weights is not None
+            if is_on_host and name in CONVERSIONS and dtypes != {CONVERSIONS[name]}:
+                raise wrong_state(
+                    f"{name}() cannot convert the weights",
+                    "they are on the host, and a conversion of the module does not reach them",
+                    f"Call model.{name}() before you build the engine, or set fp16 or bf16 in the config.",
+                )
             found = method(*args, **kwargs)
             return self if found is self.module else found
 
@@ -185,6 +197,8 @@ class Engine(EngineBase):
         self._beat("backward")
         self._check_pending()
         self.settle()
+        if self.sequence is not None and not self.micro_steps:
+            self.sequence.check_loss(loss)
         steps = self.gradient_accumulation_steps()
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
@@ -282,7 +296,7 @@ class Engine(EngineBase):
         It has no effect with ZeRO stages 0 and 1: ranks sum gradients only after the last micro-batch of a step. It
         raises ValueError with stages 2 and 3 on several replicas, where no rank keeps its own gradients.
         """
-        if self.dp_world_size > 1 and self.settings.stage >= 2:
+        if self._num_zero > 1 and self.settings.stage >= 2:
             raise conflict("ZeRO stages 2 and 3", "no_sync", stage_2_or_3=self.settings.stage)
         return nullcontext()
 
@@ -543,6 +557,7 @@ class Engine(EngineBase):
             pin_memory=pin_memory,
             shuffle=route == "train",
             share=(self.dp_rank, self.dp_world_size),
+            split=self.sequence.split if self.sequence is not None else None,
         )
 
     def _same_seed(self) -> int:
@@ -564,6 +579,8 @@ class Engine(EngineBase):
                 last_first.callback(self.host_weights.close)
             if self.activations is not None:
                 last_first.callback(self.activations.remove)
+            if self.settings.sequence is not None:
+                last_first.callback(self.settings.sequence.remove)
             last_first.callback(self.reports.close)
             last_first.callback(self.wait_for_checkpoint)
             self.settle()

@@ -147,8 +147,9 @@ _OFF: Final = "the config refuses this feature, so it is off"
 ENGINE: Final[Mapping[str, Method]] = {
     **_own(
         "backward deepspeed_io destroy eval forward get_batch_info get_data_parallel_rank get_global_grad_norm get_lr "
-        "get_model_parallel_rank get_mom get_tensor_parallel_rank gradient_accumulation_steps gradient_clipping "
-        "is_gradient_accumulation_boundary load_checkpoint load_module_state_dict module_state_dict reload_states "
+        "get_model_parallel_rank get_mom get_sequence_parallel_group get_tensor_parallel_rank "
+        "gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_checkpoint "
+        "load_module_state_dict module_state_dict reload_states "
         "save_16bit_model save_fp16_model scale set_gradient_accumulation_boundary set_train_batch_size "
         "set_train_micro_batch_size step steps_per_print train train_batch_size train_micro_batch_size_per_gpu "
         "was_step_applied zero_grad zero_optimization zero_optimization_partition_gradients "
@@ -242,7 +243,7 @@ ENGINE: Final[Mapping[str, Method]] = {
         "compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
         bool,
     ),
-    **_no_effect(_OFF, "get_sequence_parallel_group swap_tensor_config"),
+    **_no_effect(_OFF, "swap_tensor_config"),
     **_no_effect(_SUMMED, "allreduce_gradients"),
     **_no_effect(_SUMMED, "coalesce_grad_reduction", nullcontext),
     "clip_fp32_gradients": NoEffect("step() clips gradients, as gradient_clipping says"),

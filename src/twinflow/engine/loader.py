@@ -19,6 +19,7 @@ class ResumableLoader:
     `share` = (rank, world): All ranks have the same order of samples. A rank reads every `world`-th sample, starting
     with sample `rank`. If `world` does not divide the number of samples, samples from the start are repeated, or with
     `drop_last` the last samples are dropped. An IterableDataset is not divided over ranks: each rank reads all samples.
+    `split` returns this rank's part of a batch that several ranks share.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ResumableLoader:
         pin_memory: bool = False,
         shuffle: bool = True,
         share: tuple[int, int] = (0, 1),
+        split: Callable[[UserValue], UserValue] | None = None,
     ) -> None:
         if batch_size < 1:
             raise invalid_value("batch_size", batch_size, "a whole number >= 1")
@@ -54,6 +56,7 @@ class ResumableLoader:
         self._drop_last = drop_last
         self._shuffle = shuffle
         self._rank, self._world = share
+        self._split = split
 
     def __len__(self) -> int:
         """Number of batches in an epoch on this rank."""
@@ -64,7 +67,7 @@ class ResumableLoader:
         """The rest of this epoch. After its last batch, the next call starts the next epoch."""
         for batch in self._rest():
             self.position += 1  # before `yield`, because a checkpoint that is saved then must count this batch
-            yield batch
+            yield batch if self._split is None else self._split(batch)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _num_samples(self) -> int:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from twinflow.activations.selective import selective_contexts
 from twinflow.errors import invalid_value
 from twinflow.loss import chunked_cross_entropy
+from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.specs import Part
 from twinflow.planner.formats import is_recomputed
 from twinflow.planner.models import ModelCost, gpt_cost
@@ -277,6 +278,11 @@ class GPT(nn.Module):
         self.head = Head(config.hidden, config.vocab_size, bias=False, device="meta" if config.tied else None)
         if config.tied:
             self.head.weight = self.token_embedding.weight
+        self._sequence: SequenceRanks | None = None
+
+    def set_sequence(self, ranks: SequenceRanks | None) -> None:
+        """Set the ranks that share each sequence, as `twinflow.parallel.split_sequence` does. None: this rank alone."""
+        self._sequence = ranks
 
     def init_weights(self) -> None:
         """Initialise all weights again, in the order of the constructor. The same seed gives the same weights."""
@@ -302,18 +308,23 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits for `tokens` [batch, tokens]. If `targets` of the same shape are given: their loss, without logits."""
-        x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens)
+        x: Tensor = _embed(self.token_embedding, self.position_embedding, self.dropout, tokens, self._sequence)
         for i, block in enumerate(self.blocks):
             x = self._runner(i, block)(x)
         x = self.norm(x)
-        return GPTOutput(self.head(x), None) if targets is None else GPTOutput(None, self.head(x, targets))
+        if targets is None:
+            return GPTOutput(self.head(x), None)
+        loss: Tensor = self.head(x, targets)
+        return GPTOutput(None, loss if self._sequence is None else self._sequence.mean_of(loss, targets))
 
     def _runner(self, index: int, block: nn.Module) -> Callable[[Tensor], Any]:
         return partial(_run_again, block) if self.config.is_recomputed(index) else block
 
 
-def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor) -> Any:
-    num_tokens = ids.shape[1]
+def _embed(
+    tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: Tensor, sequence: SequenceRanks | None = None
+) -> Any:
+    num_tokens = ids.shape[1] * (1 if sequence is None else sequence.size)
     if num_tokens > positions.num_embeddings:
         allowed = f"at most the model's context, which is {positions.num_embeddings}"
         raise invalid_value(
@@ -322,7 +333,12 @@ def _embed(tokens: nn.Module, positions: nn.Embedding, dropout: nn.Module, ids: 
             allowed,
             "Shorten the input, or build the model with a larger context.",
         )
-    return dropout(tokens(ids) + positions(torch.arange(num_tokens, device=ids.device)))
+    places = (
+        torch.arange(num_tokens, device=ids.device)
+        if sequence is None
+        else sequence.positions(ids.shape[1], ids.device)
+    )
+    return dropout(tokens(ids) + positions(places))
 
 
 def _run_again(block: Any, x: Tensor) -> Any:

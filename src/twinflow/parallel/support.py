@@ -30,6 +30,7 @@ class Combination:
     compiles: bool = False  # compile.blocks
     float8: bool = False
     selective: bool = False  # activation_checkpointing.selective
+    num_sequence: int = 1  # ranks that share a sequence
 
     @property
     def axes(self) -> list[str]:
@@ -133,6 +134,13 @@ LIMITS: Final = (
         lambda c: c.float8,
         "the plans that divide a model know torch's linear layers only",
         "Set float8.enabled to false.",
+    ),
+    Limit(
+        "sequence_parallel_size above 1",
+        _BOTH,
+        lambda c: c.num_sequence > 1,
+        "sequence ranks have all layers, with whole weights or those that ZeRO stage 3 gathers",
+        "Use sequence ranks with ZeRO stage 3 instead of pipeline and tensor ranks.",
     ),
     Limit(
         "An engine without an optimizer",

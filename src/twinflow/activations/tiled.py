@@ -1,0 +1,285 @@
+"""Modules that work on each token alone, run over one tile of the sequence at a time, in forward and backward.
+
+The intermediate results of an MLP for 500,000 tokens take tens of gigabytes. A tiled module keeps only its input. Its
+forward runs over tiles of tokens and writes their results into one tensor. Its backward runs each tile again, with
+gradients, and sums the gradients of the weights in fp32, or in their own dtype if that is wider. A module with dropout
+draws the same random numbers again.
+
+A tiled module inside a checkpointed layer: torch stops the recomputation of a layer when the last saved tensor of its
+forward exists again. `_Keep` saves the input of the module before the module runs. If the module is the last operation
+of the layer that saves tensors, as the MLP of most transformers is, its forward therefore does not run once more than
+without tiles.
+
+The weights are saved with the input, as autograd does in an ordinary module. Weights on the host, and weights that
+`fully_shard` gathers, are then on the device when the backward of the module runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import update_wrapper
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+from torch.func import functional_call
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from twinflow.errors import incompatible, invalid_value, wrong_state
+
+Randoms = list[tuple[torch.device, Tensor]]
+TILE: Final = 8192  # tokens of a tile; larger tiles need more memory, and smaller ones keep a GPU less busy
+
+
+def tile_modules(modules: Mapping[str, nn.Module], tile: int = TILE) -> TileHandle:
+    """Runs modules, given by name, over tiles of at most `tile` tokens from now on.
+
+    The output of a module for one token must depend on this token only. A module gets one tensor [..., tokens, width]
+    and returns one tensor with the same tokens. Raises ValueError if a module is tiled already.
+    """
+    if type(tile) is not int or tile < 1:
+        raise invalid_value("tile", tile, "a whole number >= 1")
+    for name, module in modules.items():
+        if is_tiled(module):
+            raise invalid_value(
+                "A module to tile", name, "a module that is not tiled yet", "Call remove() of the earlier handle."
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise incompatible(
+                f"The tiled module {name}",
+                "torch.compile",
+                "its backward runs the module again, tile by tile, which a compiled graph cannot do",
+                "Tile the sequence or compile the module.",
+            )
+    return TileHandle([Tiled(name, module, tile) for name, module in modules.items()])
+
+
+def is_tiled(module: nn.Module) -> bool:
+    """Whether a module runs over tiles."""
+    return isinstance(vars(module).get("forward"), Tiled)
+
+
+class TileHandle:
+    """The tiled modules of a model. `remove` ends the tiling."""
+
+    def __init__(self, modules: Sequence[Tiled]) -> None:
+        self._modules = list(modules)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tiled modules."""
+        return [module.name for module in self._modules]
+
+    def remove(self) -> None:
+        """Restores the forwards of the modules. A backward of an earlier forward stays possible."""
+        for module in self._modules:
+            module.remove()
+        self._modules.clear()
+
+
+class Tiled:
+    """The `forward` of a module that runs over tiles."""
+
+    def __init__(self, name: str, module: nn.Module, tile: int) -> None:
+        update_wrapper(self, module.forward)
+        self.name = name
+        self.tile = tile
+        self._module, self._forward = module, module.forward
+        self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
+        self._inner = _Inner(module, module.forward)
+        module.forward = self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        if len(tensors) != 1 or len(given) != 1 or tensors[0].dim() < 2:
+            raise wrong_state(
+                f"{self.name} cannot run over tiles",
+                f"it was called with {len(tensors)} tensors and {len(given) - len(tensors)} other arguments, and a "
+                "tiled module gets one tensor [..., tokens, width]",
+                "Leave this module out of the tiled modules.",
+            )
+        x = tensors[0]
+        num_tokens = x.shape[:-1].numel()
+        if num_tokens <= self.tile:
+            return self._forward(*args, **kwargs)
+        flat = x.reshape(1, num_tokens, x.shape[-1])
+        params = {name: param for name, param in self._module.named_parameters() if not _is_wrapper(param)}
+        run = _Run(self._inner, list(params), self.tile, self.name)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (flat, *params.values())):
+            kept = _Keep.apply(run, flat, *params.values())  # type: ignore[no-untyped-call]
+            out: Tensor = _Tiles.apply(run, kept, *params.values())  # type: ignore[no-untyped-call]
+        else:
+            out = run.forward(flat)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def remove(self) -> None:
+        """Restores the forward. If another library has wrapped this object, it stays and runs one tile."""
+        if vars(self._module).get("forward") is not self:
+            self.tile = 1 << 62
+        elif self._was_own:
+            self._module.forward = self._forward
+        else:
+            del self._module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)  # the original forward, bound to the copy of the module
+
+    def __reduce__(self) -> Any:
+        return self._forward.__reduce__()
+
+
+class _Inner(nn.Module):
+    """A module whose forward is the original one, for torch.func.functional_call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._original = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self._original(x)
+
+    @property
+    def draws_randoms(self) -> bool:
+        """Whether a module inside has dropout and is in training mode."""
+        return any(part.training and getattr(part, "p", 0) for part in self.module.modules() if _is_dropout(part))
+
+
+class _Run:
+    """One call of a tiled module, between its forward and its backward."""
+
+    def __init__(self, inner: _Inner, names: Sequence[str], tile: int, name: str) -> None:
+        self._inner = inner
+        self._names = [f"module.{one}" for one in names]
+        self._tile = tile
+        self._name = name
+        self._randoms: Randoms = []  # states of the generators before the forward
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.kept: Any = None  # the autograd node that has saved the input and the weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The results of all tiles in one tensor."""
+        if self._inner.draws_randoms:
+            self._randoms = randoms_of(x.device)
+        self._autocast = autocast_of(x.device.type)
+        out: Tensor | None = None
+        for rows in self._tiles(x):
+            y = self._inner(x[:, rows])
+            self._check(y, x[:, rows])
+            if out is None:
+                out = y.new_empty(1, x.shape[1], y.shape[-1])
+            out[:, rows] = y
+            del y  # before the next tile makes its own
+        assert out is not None
+        return out
+
+    def backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the input and of the weights. `wants`: which of them are needed."""
+        x, *weights = self.kept.saved_tensors
+        totals = [
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if is_wanted else None
+            for weight, is_wanted in zip(weights, wants[1:], strict=True)
+        ]
+        grad_x = torch.empty_like(x) if wants[0] else None
+        leaves = [weight.detach().requires_grad_(one) for weight, one in zip(weights, wants[1:], strict=True)]
+        with same_randoms(self._randoms), torch.enable_grad(), self._autocast():
+            for rows in self._tiles(x):
+                part = x[:, rows].detach().requires_grad_(wants[0])
+                y = functional_call(self._inner, dict(zip(self._names, leaves, strict=True)), (part,))
+                wanted = [tensor for tensor in (part, *leaves) if tensor.requires_grad]
+                found = iter(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
+                if grad_x is not None:
+                    one = next(found)
+                    grad_x[:, rows] = 0.0 if one is None else one
+                for total in totals:
+                    share = next(found) if total is not None else None
+                    if total is not None and share is not None:
+                        total += share
+                del y
+        sums = [None if t is None else t.to(w.dtype) for t, w in zip(totals, weights, strict=True)]
+        return [grad_x, *sums]
+
+    def _tiles(self, x: Tensor) -> Iterator[slice]:
+        for start in range(0, x.shape[1], self._tile):
+            yield slice(start, start + self._tile)
+
+    def _check(self, y: object, x: Tensor) -> None:
+        if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:
+            got = f"a tensor of the shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise wrong_state(
+                f"{self._name} cannot run over tiles",
+                f"it returned {got} for an input of the shape {tuple(x.shape)}, and a tiled module returns one tensor "
+                "with the tokens of its input",
+                "Leave this module out of the tiled modules.",
+            )
+
+
+class _Keep(Function):
+    """Saves the input and the weights of a tiled module, and returns the input."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *params)
+        ctx.num_params = len(params)
+        run.kept = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, grad, *[None] * ctx.num_params)
+
+
+class _Tiles(Function):
+    """The tiled module. The node of `_Keep` has its saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.run = run
+        return run.forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.run.backward(grad, ctx.needs_input_grad[1:]))
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return "Dropout" in type(module).__name__
+
+
+def _is_wrapper(param: Tensor) -> bool:
+    """Whether a parameter consists of other tensors, as quantised weights do. It is frozen and is used in place."""
+    return is_traceable_wrapper_subclass(param)
+
+
+def randoms_of(device: torch.device) -> Randoms:
+    """The states of the generators of random numbers: that of the CPU, and that of `device`."""
+    states = [(torch.device("cpu"), torch.get_rng_state())]
+    return states if device.type != "cuda" else [*states, (device, torch.cuda.get_rng_state(device))]
+
+
+@contextmanager
+def same_randoms(states: Randoms) -> Iterator[None]:
+    """A context with the random numbers of `states`. An empty list: with the present ones."""
+    if not states:
+        yield
+        return
+    with torch.random.fork_rng([device for device, _ in states if device.type == "cuda"]):
+        for device, state in states:
+            torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state, device)
+        yield
+
+
+def autocast_of(device: str) -> Callable[[], AbstractContextManager[object]]:
+    """A function that makes a context with the present autocast."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext
+    dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    is_cached = torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device, dtype=dtype, enabled=is_on, cache_enabled=is_cached)

@@ -1,0 +1,136 @@
+"""Parts of sequence parallelism in one process: which blocks of scores a rank computes, and the attention of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twinflow.dist.group import alone
+from twinflow.parallel import ring
+from twinflow.parallel.ring import attend_block, attend_block_backward, plan_steps, ring_attention
+from twinflow.parallel.sequence import SequenceRanks
+from twinflow.parallel.ulysses import kv_heads
+
+
+class _World:
+    """The chunks of all ranks, without groups."""
+
+    def __init__(self, size: int, is_zigzag: bool) -> None:
+        self.ranks = SequenceRanks(alone(), alone(), alone(), "ring", 0, is_zigzag)
+        self.size = size
+
+    def chunks(self, num_tokens: int) -> list[list[tuple[int, int]]]:
+        group = self.ranks.group
+        group.world = self.size
+        return [self.ranks.chunks(num_tokens, rank) for rank in range(self.size)]
+
+
+def tensors(heads: int = 4, kv: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 48, 8), (1, kv, 48, 8), (1, kv, 48, 8), (1, heads, 48, 8)]
+    q, k, v, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v, grad
+
+
+def mask_of(documents: list[int]) -> Tensor:
+    number = torch.zeros(48, dtype=torch.long)
+    for start in documents[1:-1]:
+        number[start:] += 1
+    return (number[:, None] == number) & torch.ones(48, 48, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("documents", [[0, 48], [0, 5, 6, 30, 48]], ids=["one", "packed"])
+@pytest.mark.parametrize("is_zigzag", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_blocks_of_all_ranks_are_the_causal_scores(size: int, is_zigzag: bool, documents: list[int]) -> None:
+    chunks = _World(size, is_zigzag).chunks(48)
+    count = torch.zeros(48, 48, dtype=torch.long)
+    for rank in range(size):
+        own = torch.cat([torch.arange(*part) for part in chunks[rank]])
+        for step, blocks in enumerate(plan_steps(chunks, rank, documents)):
+            theirs = torch.cat([torch.arange(*part) for part in chunks[(rank - step) % size]])
+            for block in blocks:
+                rows, cols = own[block.queries], theirs[block.keys]
+                found = torch.ones(len(rows), len(cols), dtype=torch.long)
+                count[rows[:, None], cols] += found.tril() if block.is_causal else found
+    assert torch.equal(count, mask_of(documents).long())
+
+
+def test_chunks_from_both_ends_give_all_ranks_the_same_work() -> None:
+    def work(is_zigzag: bool) -> list[int]:
+        chunks = _World(4, is_zigzag).chunks(64)
+        steps = [plan_steps(chunks, rank, [0, 64]) for rank in range(4)]
+        return [
+            sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for one in rank for b in one)
+            for rank in steps
+        ]
+
+    assert len(set(work(True))) == 1
+    assert len(set(work(False))) == 4
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "products"])
+def test_attention_of_blocks_merges_to_that_of_all_keys(monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
+    q, k, v, grad = tensors()
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    if not has_kernel:  # as on a GPU without a kernel for this dtype
+        monkeypatch.setattr(ring, "_has_cpu_kernel", lambda q: False)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    blocks = plan_steps([[(0, 10), (10, 11), (11, 48)]], 0, [0, 48])
+    found = ring_attention(q, k, v, alone(), blocks)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(found, (q, k, v), grad), wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_block_returns_the_sums_of_its_scores(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, grad = tensors()
+    found: list[Any] = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(ring, "_has_cpu_kernel", lambda q, has=has_kernel: has)
+        out, sums = attend_block(q, k, v, is_causal, 0.5)
+        found.append([out, sums, *attend_block_backward(grad, q, out, sums, k, v, is_causal, 0.5)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+def test_heads_of_keys_for_each_rank() -> None:
+    assert kv_heads(8, 8, 4) is None
+    assert kv_heads(8, 4, 2) is None
+    assert kv_heads(8, 2, 4) == [0, 0, 1, 1]  # ranks share a head
+    assert kv_heads(8, 1, 8) == [0] * 8
+    assert kv_heads(12, 4, 6) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]  # a rank needs two heads
+
+
+def test_a_batch_of_one_rank_is_the_whole_batch() -> None:
+    ranks = SequenceRanks(alone(), alone(), alone(), "ring", 0, is_zigzag=True)
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(ranks.part(tokens), tokens)
+    batch = ranks.split({"input_ids": tokens, "labels": tokens, "length": 6})
+    assert batch["shift_labels"].tolist() == [[1, 2, 3, 4, 5, -100], [7, 8, 9, 10, 11, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert batch["length"] == 6
+    assert ranks.positions(6).tolist() == [0, 1, 2, 3, 4, 5]
+    odd = ranks.split((tokens[:, :5], tokens[:, 1:]))
+    assert odd[0].shape == odd[1].shape == (2, 6)
+    assert odd[1][:, -1].tolist() == [-100, -100]
+    with pytest.raises(ValueError, match="The batch is 'a str', but must be a dict with input_ids"):
+        ranks.split("text")
+    with pytest.raises(ValueError, match="must be a dict with input_ids or inputs_embeds"):
+        ranks.split({"labels": tokens})
+
+
+def test_the_mean_over_ranks_has_the_gradient_of_the_sum() -> None:
+    ranks = SequenceRanks(alone(), alone(), alone(), "ulysses", 0, is_zigzag=False)
+    losses = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    targets = torch.tensor([3, -100, 5])
+    mean = ranks.mean_of((losses * (targets >= 0)).sum() / 2, targets)
+    assert mean.item() == 2.5
+    (grad,) = torch.autograd.grad(mean, losses)
+    assert grad.tolist() == [0.5, 0.0, 0.5]
+    none = ranks.mean_of(torch.tensor(torch.nan, requires_grad=True), torch.tensor([-100]))
+    assert none.isnan()  # as in one process

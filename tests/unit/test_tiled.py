@@ -1,0 +1,286 @@
+"""Tiled modules: results and gradients are those of the whole sequence, whatever else is switched on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from twinflow.activations import checkpoint_layers
+from twinflow.activations.tiled import is_tiled, tile_modules
+from twinflow.integrations import tiled as tiled_sequence
+from twinflow.integrations.tiled import tile_sequence
+from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.offload.settings import Tuning
+from twinflow.optim.twin import TwinOptimizer
+
+SHAPE = GPTConfig(vocab_size=64, context=32, num_layers=3, hidden=16, num_heads=2)
+TOKENS = torch.randint(0, 64, (2, 33), generator=torch.Generator().manual_seed(3))
+
+
+class MLP(nn.Module):
+    """Counts its forwards, and the most tokens that it has seen at once."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 24), nn.Linear(24, 8), nn.Dropout(dropout)
+        self.tokens: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tokens.append(x.shape[1])
+        y: Tensor = self.down(self.dropout(torch.relu(self.up(x))))
+        return y
+
+
+def values_and_gradients(run: Callable[[Tensor], Tensor], model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    x = torch.randn(2, 19, 8, dtype=dtype, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(7)
+    out = run(x)
+    (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("tile", [1, 5, 19, 37, 38])
+def test_a_tiled_module_equals_the_module(tile: int) -> None:
+    torch.manual_seed(0)
+    model = MLP().double()
+    expected = values_and_gradients(model, model, torch.float64)
+    handle = tile_modules({"mlp": model}, tile)
+    model.tokens.clear()
+    found = values_and_gradients(model, model, torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert max(model.tokens) == (tile if tile < 38 else 19)  # 2 x 19 tokens that fit into one tile are not cut
+    handle.remove()
+    assert not is_tiled(model)
+    assert handle.names == []
+    torch.testing.assert_close(values_and_gradients(model, model, torch.float64), expected, rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_weight_is_summed_in_fp32() -> None:
+    """Sums in bf16 over many tiles would lose most of their bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    exact, naive = deepcopy(model).double(), deepcopy(model)
+    x = torch.randn(1, 4096, 8).to(torch.bfloat16)
+    exact(x.double()).sum().backward()
+    for part in x.split(16, 1):
+        naive(part).sum().backward()
+    tile_modules({"": model}, 16)
+    model(x).sum().backward()
+
+    def error(one: nn.Linear) -> float:
+        assert one.weight.grad is not None
+        assert exact.weight.grad is not None
+        return float((one.weight.grad.double() - exact.weight.grad).abs().max())
+
+    assert error(model) < error(naive) / 4
+
+
+def test_dropout_drops_the_same_values_in_backward() -> None:
+    torch.manual_seed(0)
+    model = MLP(0.5).double()
+    tile_modules({"mlp": model}, 5)
+    x = torch.ones(1, 19, 8, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(4)
+    out = model(x)
+    state = torch.get_rng_state()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(4)
+    reference = torch.cat([model(part) for part in x.split(5, 1)], 1)
+    torch.testing.assert_close(out, reference)
+    torch.testing.assert_close(grad, torch.autograd.grad(reference.sum(), x)[0])
+    model.eval()
+    torch.testing.assert_close(model(x)[:, :5], model(x[:, :5]))
+
+
+def test_frozen_weights_and_inputs_without_gradients() -> None:
+    torch.manual_seed(0)
+    model = MLP().double()
+    model.up.requires_grad_(False)
+    expected = values_and_gradients(model, model, torch.float64)
+    tile_modules({"mlp": model}, 4)
+    torch.testing.assert_close(values_and_gradients(model, model, torch.float64), expected)
+    x = torch.randn(1, 19, 8, dtype=torch.float64)
+    out = model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), out)
+    out.sum().backward()  # the input has no gradient
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    torch.manual_seed(0)
+    model = MLP()
+    tiled = deepcopy(model)
+    tile_modules({"mlp": tiled}, 5)
+    found = []
+    for one in (model, tiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.randn(1, 19, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            out = one(x)
+        out.float().sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in one.parameters())])
+    assert found[1][0].dtype == torch.bfloat16
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpointed_layer_runs_its_mlp_no_more_often_than_without_tiles(is_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": MLP()}).double()
+    mlp: Any = model["mlp"]
+
+    def layer(x: Tensor) -> Tensor:
+        y: Tensor = x + mlp(model["norm"](x))
+        return y
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(layer, x, use_reentrant=is_reentrant)
+        return y
+
+    expected = values_and_gradients(run, model, torch.float64)
+    mlp.tokens.clear()
+    tile_modules({"mlp": mlp}, 10)
+    found = values_and_gradients(run, model, torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    # Four tiles in the forward and four in the backward: the recomputation of the layer ends before the MLP.
+    assert mlp.tokens == [10, 10, 10, 8] * (3 if is_reentrant else 2)
+
+
+def test_a_copy_and_a_pickle_have_the_original_forward() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    tile_modules({"0": model[0]}, 4)
+    copied = deepcopy(model)
+    assert not is_tiled(copied[0])
+    assert copied[0].forward.__self__ is copied[0]
+    assert not is_tiled(pickle.loads(pickle.dumps(model))[0])
+
+
+class _Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        return x if y is None else x + y
+
+
+def test_a_module_that_cannot_be_tiled_says_so() -> None:
+    two, pair = _Two(), nn.LSTM(8, 8, batch_first=True)
+    tile_modules({"two": two, "pair": pair}, 4)
+    x = torch.randn(1, 9, 8)
+    with pytest.raises(RuntimeError, match=r"two cannot run over tiles, because it was called with 2 tensors"):
+        two(x, x)
+    with pytest.raises(RuntimeError, match=r"pair cannot run over tiles, because it returned a tuple"):
+        pair(x)
+    with pytest.raises(ValueError, match="not tiled yet"):
+        tile_modules({"two": two})
+    with pytest.raises(ValueError, match="tile is 0, but must be a whole number"):
+        tile_modules({}, 0)
+    compiled = nn.Linear(8, 8)
+    compiled.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"cannot be used with torch\.compile"):
+        tile_modules({"compiled": compiled})
+
+
+# Whole models.
+
+
+def steps(model: Any, is_tiled: bool, **options: Any) -> tuple[list[float], list[Tensor]]:
+    """Losses of a few steps with TwinOptimizer, and the weights."""
+    if is_tiled:
+        tile_sequence(model, 8)
+    layers = options.pop("layers", None)
+    handle = checkpoint_layers(model, [layers], offload=True, min_bytes=1) if layers else None
+    options = {"tuning": Tuning(bucket_numel=1024), "max_grad_norm": 0.5, **options}
+    optimizer = TwinOptimizer(model, "adamw", lr=1e-2, eps=1e-3, **options)
+    losses = []
+    for _ in range(3):
+        out = model(TOKENS[:, :-1], TOKENS[:, 1:]) if isinstance(model, GPT) else model(TOKENS, labels=TOKENS)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+    optimizer.close()
+    if handle is not None:
+        handle.remove()
+    return losses, [param.detach().clone() for param in model.parameters()]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed, inputs on the host": {"layers": "Block"},
+    "early updates on the host": {"early": True, "ratio": 1.0},
+    "weights on the host": {"offload_params": True},
+    "weights on the host, checkpointed": {"offload_params": True, "layers": "Block"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gpt_trains_as_without_tiles(case: str) -> None:
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        found.append(steps(GPT(SHAPE), tiled, **CASES[case]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_runs_tiles_between_its_graphs() -> None:
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    expected = model(TOKENS[:, :-1], TOKENS[:, 1:]).loss
+    tile_sequence(model, 8)
+    model.compile(backend="eager")
+    torch.testing.assert_close(model(TOKENS[:, :-1], TOKENS[:, 1:]).loss, expected)
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 64}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload_params": True}, {"layers": "LlamaDecoderLayer"}], ids=lambda o: " ".join(o) or "plain"
+)
+def test_a_hugging_face_model_trains_as_without_tiles(options: dict[str, Any]) -> None:
+    found = [steps(llama(), tiled, **options) for tiled in (False, True)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_attention_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [tiled_sequence.groups_of(numel, 8) for numel in (1, 2**29, 2**29 + 1, 3 * 2**29, 2**40)] == [1, 1, 2, 4, 8]
+    torch.manual_seed(0)
+    model = llama().double()
+    expected = torch.autograd.grad(model(TOKENS, labels=TOKENS).loss, list(model.parameters()))
+    monkeypatch.setattr(tiled_sequence, "HEADS_NUMEL", 64)
+    handle = tile_sequence(model, 8)
+    assert model.config._attn_implementation == "twinflow_heads_sdpa"
+    found = torch.autograd.grad(model(TOKENS, labels=TOKENS).loss, list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_is_tiled_in_a_hugging_face_model() -> None:
+    model = llama()
+    handle = tile_sequence(model, 8)
+    layer = ["input_layernorm", "mlp", "post_attention_layernorm"]
+    assert sorted(handle.names) == [*(f"model.layers.{i}.{name}" for i in (0, 1) for name in layer), "model.norm"]
+    assert handle.has_loss
+    handle.remove()
+    assert not any(map(is_tiled, model.modules()))
+    assert not tile_sequence(model, 8, modules=["LlamaMLP"], loss=False).has_loss
+    with pytest.raises(ValueError, match="A class in modules= is 'LlamaMlp'"):
+        tile_sequence(model, modules=["LlamaMlp"])
+    with pytest.raises(ValueError, match="whose blocks have an MLP"):
+        tile_sequence(nn.Linear(2, 2))
