@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 5
+#define TF_API_VERSION 6
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -18,7 +18,10 @@ extern "C" {
 #endif
 
 enum tf_dtype { TF_NONE = 0, TF_F32 = 1, TF_BF16 = 2, TF_F16 = 3 };
-enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2 };
+enum tf_format { TF_STATE_F32 = 0, TF_STATE_BF16 = 1, TF_STATE_INT8 = 2, TF_STATE_4BIT = 3 };
+// An fp32 master; a master whose upper halves are the bf16 weight; or no master, so that bf16 weights are the only
+// copy.
+enum tf_master { TF_MASTER_WHOLE = 0, TF_MASTER_SPLIT = 1, TF_MASTER_NONE = 2 };
 
 // Consecutive elements of one parameter, with their hyper-parameters. In an update in place every *_in pointer equals
 // the pointer of the same name without _in. In an update out of place all of these pointers differ.
@@ -26,19 +29,19 @@ typedef struct tf_segment {
   const void* grad;          // grad_type
   const void* weight_in;     // read only when the master is split: its upper halves (bf16)
   void* weight;              // weight_type; NULL when weight_type is TF_NONE
-  const void* master_in;     // float, or int16 lower halves when the master is split
+  const void* master_in;     // float; int16 lower halves when the master is split; the bf16 weights without a master
   void* master;              //
-  const void* state_in[2];   // first and second state; NULL where the rule has none
+  const void* state_in[2];   // first and second state; NULL where the rule has none. 4bit: both are in the first
   void* state[2];            //
-  const float* scale_in[2];  // one float per 128 elements, int8 format only
+  const float* scale_in[2];  // one float per 128 elements, int8 and 4bit formats only
   float* scale[2];           //
   int64_t numel;
   int64_t first_index;  // position of element 0 in its parameter: a multiple of 128
   int32_t rule, format, grad_type, weight_type;
-  int32_t split_master;  // not 0: the master is split, and the bf16 weight holds its upper halves
-  float factor;          // the gradient is multiplied by it, for unscaling and clipping
-  float hyper[7];        // see rules.h
-  uint32_t key[2];       // hash of (step, parameter) for stochastic rounding
+  int32_t master_kind;  // tf_master. Without a master, weight_type is TF_NONE
+  float factor;         // the gradient is multiplied by it, for unscaling and clipping
+  float hyper[7];       // see rules.h
+  uint32_t key[2];      // hash of (step, parameter) for stochastic rounding
 } tf_segment;
 
 // Arguments of tf_encode, tf_mean and tf_decode. src/twinflow/codes/code.py describes the format of a row. `exponents`
@@ -114,16 +117,18 @@ TF_PUBLIC int64_t tf_cuda_failure(char* into, int64_t num_bytes);
 
 // Waits of the executor that a test can switch off, to show that each of them is needed.
 enum tf_sync_point {
-  TF_GRAD_READY = 1,    // the copy to the host starts after the gradients are complete
-  TF_ARRIVED = 2,       // the update starts after the gradients are on the host
-  TF_NORMS = 4,         // the clipping decision is read after it is on the host
-  TF_WEIGHT_SLOT = 8,   // a weight slot is reused after its weights are sent
-  TF_WEIGHT_SENT = 16,  // state from which weights are sent is changed after they are sent
-  TF_OLD_WEIGHTS = 32,  // delayed weights are sent after the last use of the old weights
-  TF_SENT = 64,         // a block runs after the copies of its weights are queued
-  TF_FORWARD = 128,     // a block runs after the copies of its weights are complete
-  TF_READERS = 256,     // readers of weights get them after the copies are complete
-  TF_FETCH_ROOM = 512   // fetched weights are copied after the last use of their target memory
+  TF_GRAD_READY = 1,     // the copy to the host starts after the gradients are complete
+  TF_ARRIVED = 2,        // the update starts after the gradients are on the host
+  TF_NORMS = 4,          // the clipping decision is read after it is on the host
+  TF_WEIGHT_SLOT = 8,    // a weight slot is reused after its weights are sent
+  TF_WEIGHT_SENT = 16,   // state from which weights are sent is changed after they are sent
+  TF_OLD_WEIGHTS = 32,   // delayed weights are sent after the last use of the old weights
+  TF_SENT = 64,          // a block runs after the copies of its weights are queued
+  TF_FORWARD = 128,      // a block runs after the copies of its weights are complete
+  TF_READERS = 256,      // readers of weights get them after the copies are complete
+  TF_FETCH_ROOM = 512,   // fetched weights are copied after the last use of their target memory
+  TF_STATE_READ = 1024,  // state changes after a background checkpoint has read it
+  TF_PARAMS_READ = 2048  // parameters change after a background checkpoint has read them
 };
 
 typedef struct tf_settings {
@@ -149,7 +154,7 @@ typedef struct tf_bucket {
   int64_t* steps;  // number of updates of each slice: Python owns the memory, and the executor writes the counts
   int32_t num_slices;
   int32_t type;  // dtype of gradients and weights
-  int32_t rule, format, is_split;
+  int32_t rule, format, master_kind;
   int32_t is_shared;         // ranks share the bucket: its weights are complete when those of all ranks are gathered
   int32_t has_weight_slots;  // new weights are written to a slot; otherwise they are sent from the state
 } tf_bucket;
@@ -209,6 +214,7 @@ typedef struct tf_counters {
   double busy_s;
   int64_t bytes_out, bytes_back, bytes_fetched;
   int64_t num_slots, num_weight_slots, num_unlocked;
+  int64_t num_aside;  // updates that have left the old store to a background checkpoint
 } tf_counters;
 
 typedef struct tf_span {
@@ -280,9 +286,13 @@ TF_PUBLIC void tf_bucket_note_published(tf_executor* executor, int64_t bucket, i
 // copy is in progress.
 TF_PUBLIC tf_event* tf_bucket_weights_copied_event(tf_executor* executor, int64_t bucket);
 TF_PUBLIC tf_event* tf_bucket_published_event(tf_executor* executor, int64_t bucket);
-TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t is_frozen);
-// Waits for an update of a frozen bucket, and returns the bucket.
-TF_PUBLIC int64_t tf_next_wanted(tf_executor* executor, double timeout_s);
+// What a background checkpoint still reads of a bucket (`parts`, a sum of tf_saved). The first call that includes
+// TF_SAVED_STATE keeps the present store for the checkpoint until a call without it: updates write to another store.
+TF_PUBLIC void tf_bucket_freeze(tf_executor* executor, int64_t bucket, int32_t parts);
+enum tf_saved { TF_SAVED_STATE = 1, TF_SAVED_PARAMS = 2 };
+// Waits for buckets that cannot change before the checkpoint has read or copied them. Writes them, and returns their
+// number, at most max_buckets.
+TF_PUBLIC int64_t tf_wanted(tf_executor* executor, double timeout_s, int64_t* buckets, int64_t max_buckets);
 
 TF_PUBLIC int64_t tf_job_new(tf_executor* executor, const tf_job* spec);
 TF_PUBLIC void tf_job_free(tf_executor* executor, int64_t job);
@@ -346,6 +356,9 @@ TF_PUBLIC tf_event* tf_fetch_wait(tf_executor* executor, int64_t fetch);
 // For an optimizer in Python: returns 1 and the next update, or 0 after the timeout.
 TF_PUBLIC int32_t tf_next_update(tf_executor* executor, double timeout_s, tf_update_task* task, uint8_t* present);
 TF_PUBLIC void tf_finish_update(tf_executor* executor, int64_t task, void* const* weights);
+
+// The CRC-32 of zlib. `crc`: that of the bytes before, or 0.
+TF_PUBLIC uint32_t tf_crc32(uint32_t crc, const void* data, int64_t num_bytes);
 
 // Asks the system for huge pages for a buffer that has not been written yet. Never fails.
 TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);

@@ -23,9 +23,11 @@
 namespace tf {
 namespace TF_ISA {
 
-constexpr int kBlock = 128;               // elements that share a scale in the int8 format
+constexpr int kBlock = 128;               // elements that share a scale in the int8 and 4bit formats
 constexpr float kMomentMax = 448.0f;      // largest e4m3 value
 constexpr float kVarianceMax = 61440.0f;  // largest e5m3 value in use: 1.875 * 2^15
+constexpr float kMoment4Max = 64.0f;      // largest value of a 4-bit first state
+constexpr float kVariance4Max = 3072.0f;  // largest value of a 4-bit second state: 1.5 * 2^11
 
 // Calls function(i, count) for each block of n elements. count is a compile-time constant, except for a partial last
 // block.
@@ -183,6 +185,10 @@ struct Key {
   uint32_t first, second;
 };
 
+// The keys of the values of an element that are rounded beside the second state, which uses the key itself.
+static inline Key key_of_moment(Key key) { return {key.first ^ 0x9e3779b9u, key.second ^ 0x7f4a7c15u}; }
+static inline Key key_of_weight(Key key) { return {key.first ^ 0xc2b2ae3du, key.second ^ 0x27d4eb4fu}; }
+
 static inline uint32_t hash(uint32_t index, Key key) {
   uint32_t h = index + key.first;
   h = (h ^ (h >> 16)) * 0x7feb352du;
@@ -208,6 +214,13 @@ TF_INLINE void random_block(uint32_t block, Key key, uint16_t* __restrict into, 
 TF_INLINE uint16_t to_bf16_stochastic(float x, uint16_t random) {
   const uint32_t u = bits(x), rounded = u + random;
   return (uint16_t)((u >= 0x7f7f0000u ? u : rounded) >> 16);
+}
+
+// The same for weights without master, which have a sign. NaN becomes 0x7fc0.
+TF_INLINE uint16_t to_bf16_weight(float x, uint16_t random) {
+  const uint32_t u = bits(x), magnitude = u & 0x7fffffffu, rounded = u + random;
+  const uint32_t number = magnitude >= 0x7f7f0000u ? u : rounded;
+  return (uint16_t)((magnitude > 0x7f800000u ? 0x7fc00000u : number) >> 16);
 }
 
 // ---- 8-bit codes with one fp32 scale for each block of 128
@@ -291,6 +304,63 @@ TF_INLINE void decode_e4m3(const uint8_t* from, float scale, float* into, int n)
 
 TF_INLINE void decode_e5m3(const uint8_t* from, float scale, float* into, int n) {
   decode_codes<false>(from, scale, into, n);
+}
+
+// ---- 4-bit codes, two in a byte: the first state in the lower half, the second in the upper half. Scales as above.
+
+// Between two neighbouring values, the bit pattern of a number is a linear function of the number. Rounding is
+// therefore stochastic if random bits are added to the pattern, and its upper bits are the code. Of the lower bits, the
+// upper 16 are random, and the others are the mean of what they could be.
+
+// First state: sign, and 3 exponent bits: 0, 1, 2, 4 and so on up to 64. 0 stays 0.
+TF_INLINE int32_t encode_moment4(float x, float inverse, uint16_t random) {
+  const uint32_t u = bits(x * inverse), magnitude = u & 0x7fffffffu;
+  const uint32_t small = (uint32_t)((int32_t)(magnitude - (127u << 23)) >> 31);  // all ones below 1, where the
+  const uint32_t moved = bits(value(magnitude) + value(small & (127u << 23)));   // spacing is fixed: 1
+  const int32_t code = (int32_t)((moved - (small & (1u << 23)) + ((uint32_t)random << 7) + 64u) >> 23) - 126;
+  return (code < 7 ? code : 7) | (int32_t)((u >> 28) & 8u);
+}
+
+// Second state, without sign: the powers of two from 1 to 128, then 256, 384, 512, 768 and so on up to 3072. There is
+// no 0.
+TF_INLINE int32_t encode_variance4(float x, float inverse, uint16_t random) {
+  const int32_t scaled = (int32_t)bits(x * inverse), least = 127 << 23;
+  const int32_t u = scaled > least ? scaled : least, bits_of_random = random;
+  const int32_t coarse = ((u + (bits_of_random << 7) + 64) >> 23) - 127;
+  const int32_t fine = ((u + (bits_of_random << 6) + 32) >> 22) - 2 * 135 + 8;
+  const int32_t code = u < (135 << 23) ? coarse : fine;
+  return code < 15 ? code : 15;
+}
+
+struct Pair4 {  // both states of a block, or what belongs to them
+  const float *first, *second;
+};
+
+struct Random4 {
+  const uint16_t *first, *second;
+};
+
+// `keep` is 0 for a state of a block that is not finite, whose codes are 0, and otherwise ~0.
+TF_INLINE void encode_4bit(Pair4 from, const float* inverse, const int32_t* keep, Random4 random,
+                           uint8_t* __restrict into, int n) {
+  alignas(64) int32_t codes[kBlock];
+  const float first = inverse[0], second = inverse[1];
+  const int32_t low = keep[0] & 0x0f, high = keep[1] & 0xf0;
+  for (int i = 0; i < n; ++i)
+    codes[i] = (encode_moment4(from.first[i], first, random.first[i]) & low) |
+               ((encode_variance4(from.second[i], second, random.second[i]) << 4) & high);
+  narrow(codes, into, n);
+}
+
+TF_INLINE void decode_4bit(const uint8_t* __restrict from, float first_scale, float second_scale,
+                           float* __restrict first, float* __restrict second, int n) {
+  for (int i = 0; i < n; ++i) {
+    const uint32_t code = from[i], magnitude = code & 7u, upper = code >> 4;
+    const uint32_t moment = magnitude ? (magnitude + 126u) << 23 : 0u;
+    const uint32_t variance = upper < 8u ? (upper + 127u) << 23 : (upper - 8u + 2u * 135u) << 22;
+    first[i] = value(moment | ((code & 8u) << 28)) * first_scale;
+    second[i] = value(variance) * second_scale;
+  }
 }
 
 }  // namespace TF_ISA

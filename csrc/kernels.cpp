@@ -84,6 +84,7 @@ void stream_fence() {}
 struct alignas(64) Scratch {
   float g[kTile], p[kTile], m[kTile], v[kTile];
   uint16_t weight[kTile], lower[kTile], first[kTile], second[kTile], random[kTile];
+  uint16_t first_random[kTile], weight_random[kTile];
   uint8_t code[2 * kTile];
 };
 
@@ -117,12 +118,34 @@ struct Update {
     });
   }
 
+  void decode_both(float* m, float* v, int64_t at, int n) const {
+    const uint8_t* codes = (const uint8_t*)s.state_in[0] + at;
+    const float *first = s.scale_in[0] + at / kBlock, *second = s.scale_in[1] + at / kBlock;
+    for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
+      decode_4bit(codes + i, first[i / kBlock], second[i / kBlock], m + i, v + i, count);
+    });
+  }
+
+  void encode_both(const float* m, const float* v, int64_t at, int n) const {
+    float first[kTile / kBlock], second[kTile / kBlock];
+    scan(0, kMoment4Max, m, first, at, n);
+    scan(1, kVariance4Max, v, second, at, n);
+    uint8_t* codes = out(s.state[0], t.code, at);
+    for_blocks(n, [&] [[gnu::always_inline]] (int i, int count) {
+      const float a = first[i / kBlock], b = second[i / kBlock];
+      const float inverse[2] = {a == a ? a : 0.0f, b == b ? b : 0.0f};
+      const int32_t keep[2] = {a == a ? -1 : 0, b == b ? -1 : 0};
+      encode_4bit({m + i, v + i}, inverse, keep, {t.first_random + i, t.random + i}, codes + i, count);
+    });
+    flush_out(s.state[0], t.code, at, n);
+  }
+
   // Computes for each block the scale of its codes, and in `inverse` the factor that scales its values into the range
   // of the codes. Both are NaN for a block with an infinity or a NaN. This loop is separate from the encoding, because
   // the computation for a block is a long chain of dependent operations, and the chains of many blocks overlap here.
-  void scan(int which, const float* values, float* inverse, int64_t at, int n) const {
+  void scan(int which, float top, const float* values, float* inverse, int64_t at, int n) const {
     float* scales = s.scale[which] + at / kBlock;
-    const float top = which == 0 ? kMomentMax : kVarianceMax, nan = value(0x7fc00000u);
+    const float nan = value(0x7fc00000u);
     for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
       const float largest = largest_magnitude(values + i, count);
       const bool finite = bits(largest) < 0x7f800000u;
@@ -133,8 +156,8 @@ struct Update {
 
   void encode(const float* m, const float* v, int64_t at, int n) const {
     float first[kTile / kBlock], second[kTile / kBlock];
-    scan(0, m, first, at, n);
-    scan(1, v, second, at, n);
+    scan(0, kMomentMax, m, first, at, n);
+    scan(1, kVarianceMax, v, second, at, n);
     uint8_t *m_codes = out(s.state[0], t.code, at), *v_codes = out(s.state[1], t.code + kTile, at);
     for_blocks(n, [&] [[gnu::always_inline]] (int i, int count) {
       const float a = first[i / kBlock], b = second[i / kBlock];
@@ -184,12 +207,15 @@ struct Update {
   }
 #endif
 
+  Key key() const { return {s.key[0], s.key[1]}; }
+
   // Random bits for the rounding of the second state. A tile starts at a block.
-  void draw(int64_t at, int n) const {
+  void draw(int64_t at, int n) const { draw(key(), t.random, at, n); }
+
+  void draw(Key key, uint16_t* into, int64_t at, int n) const {
     const uint32_t block = (uint32_t)((s.first_index + at) / kBlock);
-    const Key key = {s.key[0], s.key[1]};
     for_blocks(n, [=] [[gnu::always_inline]] (int i, int count) {
-      random_block(block + (uint32_t)(i / kBlock), key, t.random + i, count);
+      random_block(block + (uint32_t)(i / kBlock), key, into + i, count);
     });
   }
 
@@ -213,6 +239,12 @@ struct Update {
       decode(1, t.v, at, n);
       run(rule, grad, master, Fp32{t.m, t.m}, Fp32{t.v, t.v}, keep_first, n);
       encode(t.m, t.v, at, n);
+    } else if (s.format == TF_STATE_4BIT) {
+      draw(at, n);
+      draw(key_of_moment(key()), t.first_random, at, n);
+      decode_both(t.m, t.v, at, n);
+      run(rule, grad, master, Fp32{t.m, t.m}, Fp32{t.v, t.v}, keep_first, n);
+      encode_both(t.m, t.v, at, n);
     } else {
       const Fp32 first = {(const float*)s.state_in[0] + at, out(s.state[0], t.m, at)};
       const Fp32 second = {(const float*)s.state_in[1] + at, out(s.state[1], t.v, at)};
@@ -239,7 +271,14 @@ struct Update {
 
   template <class Rule, class Grad>
   void with_grad(const Rule& rule, const Grad& grad, int64_t at, int n) const {
-    if (s.split_master) {
+    if (s.master_kind == TF_MASTER_NONE) {
+      draw(key_of_weight(key()), t.weight_random, at, n);
+      with_master(rule, grad,
+                  Bf16Weight{(const uint16_t*)s.master_in + at, out(s.master, t.weight, at), t.weight_random}, at, n);
+      flush_out(s.master, t.weight, at, n);
+      return;
+    }
+    if (s.master_kind == TF_MASTER_SPLIT) {
       const Split master = {(const uint16_t*)s.weight_in + at, (const int16_t*)s.master_in + at,
                             out(s.weight, t.weight, at), out(s.master, (int16_t*)t.lower, at)};
       with_master(rule, grad, master, at, n);
@@ -290,8 +329,8 @@ struct Update {
   template <class Rule, class T>
   void choose_loop(const Rule& rule, const T* grad, int64_t at, int n) const {
     const bool has_states = (!Rule::kFirst || s.state[0]) && (!Rule::kSecond || s.state[1]);
-    if (s.format == TF_STATE_F32 && has_states) {
-      if (s.split_master)
+    if (s.format == TF_STATE_F32 && has_states && s.master_kind != TF_MASTER_NONE) {
+      if (s.master_kind == TF_MASTER_SPLIT)
         return out_of_place ? split_fp32<false>(rule, grad, at, n) : split_fp32<true>(rule, grad, at, n);
       if (!out_of_place) return in_place(rule, grad, at, n);
     }

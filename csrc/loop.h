@@ -68,6 +68,16 @@ struct Bf16Stochastic {
   TF_INLINE_MEMBER void put(int i, float x) const { out[i] = to_bf16_stochastic(x, random[i]); }
 };
 
+struct Bf16Weight {  // a weight without master
+  const uint16_t* in;
+  uint16_t* out;
+  const uint16_t* random;
+  TF_INLINE_MEMBER float get(int i) const { return from_bf16(in[i]); }
+  TF_INLINE_MEMBER void put(int i, float x) const { out[i] = to_bf16_weight(x, random[i]); }
+  TF_INLINE_MEMBER uint32_t seen(float) const { return 0; }
+  void mend(uint32_t, int) const {}
+};
+
 struct Nothing {  // a state that the rule does not have
   TF_INLINE_MEMBER float get(int) const { return 0.0f; }
   TF_INLINE_MEMBER void put(int, float) const {}

@@ -42,12 +42,14 @@ class Case:
     kind: str = "plain"  # or "bits": any bit pattern in any buffer; "shifted": no weight is aligned
     options: dict[str, Any] = field(default_factory=dict)
     is_stateless: bool = False  # SGD without momentum
+    has_master: bool = True
 
     @property
     def name(self) -> str:
         parts = (self.rule, self.format, str(self.grad)[6:], str(self.weight)[6:], self.kind)
         options = [f"{key}={value}" for key, value in self.options.items()]
-        return "-".join([*parts, *options, *(["stateless"] if self.is_stateless else [])])
+        flags = {"stateless": self.is_stateless, "no master": not self.has_master}
+        return "-".join([*parts, *options, *(name for name, is_on in flags.items() if is_on)])
 
 
 def _variants() -> list[Case]:
@@ -68,6 +70,7 @@ def _more_variants() -> list[Case]:
     decays = {rule: {"weight_decay": 0.0} for rule in ("adamw", "adam", "lion", "sgd")}
     return [
         *(Case(rule, "fp32", BF16, BF16, options=options) for rule, options in decays.items()),
+        *(Case(*pair, BF16, BF16, kind, has_master=False) for pair in RULE_FORMATS for kind in ("plain", "bits")),
         Case("sgd", "fp32", BF16, BF16, options={"weight_decay": 0.0, "momentum": 0.0}),
         Case("sgd", "bf16", FP16, FP32, "plain", {"momentum": 0.0}, True),
     ]
@@ -79,8 +82,9 @@ _SHIFTED = [replace(case, kind="shifted") for case in _PAIRS[::24]]
 _BITS = [replace(case, kind="bits") for case in _PAIRS[1::24]]
 # Every rule in every format, with dtypes in turn; their pairs, and all of them, are in the matrix.
 _FIRST = [[case for case in _PAIRS if (case.rule, case.format) == pair][i % 3] for i, pair in enumerate(RULE_FORMATS)]
-QUICK = [*_FIRST, *_SHIFTED, *_BITS, *_variants()]  # enough for the interpreter, which takes its time
-DEFAULT = [*QUICK, *_more_variants()]
+_NO_MASTER = [Case("adamw", "4bit", BF16, BF16, has_master=False), Case("lion", "fp32", FP32, BF16, has_master=False)]
+QUICK = [*_FIRST, *_SHIFTED, *_BITS, *_variants(), *_NO_MASTER]  # enough for the interpreter, which takes its time
+DEFAULT = [*QUICK, *(case for case in _more_variants() if case not in QUICK)]
 REST = [
     c for c in (replace(c, kind=kind) for c in _MATRIX for kind in ("plain", "bits", "shifted")) if c not in DEFAULT
 ]
@@ -116,7 +120,8 @@ class Bucket:
         """One piece as the host kernels know it."""
         offset, numel, _ = self.places[index]
         part, weight = self.store.narrow(offset, numel), self.weights[index]
-        return replace(part, master=weight) if weight.dtype == FP32 else replace(part, weight=weight)
+        is_master = weight.dtype == FP32 or not self.store.has_master
+        return replace(part, master=weight) if is_master else replace(part, weight=weight)
 
 
 def make_bucket(case: Case, numels: Sequence[int]) -> Bucket:
@@ -129,14 +134,15 @@ def make_bucket(case: Case, numels: Sequence[int]) -> Bucket:
     states, scales = new_states(rule, case.format, end)
     if case.is_stateless:
         states = (None, None)
-    store = Store(
-        case.format, torch.empty(end, dtype=torch.int16 if case.weight == BF16 else FP32), None, states, scales
-    )
+    master = FP32 if case.weight != BF16 else torch.int16 if case.has_master else BF16
+    store = Store(case.format, torch.empty(end, dtype=master), None, states, scales)
     for tensor in buffers(store).values():
         as_integers(tensor).fill_(-1 if tensor.element_size() > 1 else 255)
     bucket = Bucket(rule, store, [torch.empty(n, dtype=case.weight) for n in numels], places, case.kind == "shifted")
     for i, numel in enumerate(numels):
-        source = make_store(rule, case.format, case.weight, numel, seed=i, split=case.weight == BF16)
+        is_split = case.weight == BF16 and case.has_master
+        master = "fp32" if case.has_master else "none"
+        source = make_store(rule, case.format, case.weight, numel, seed=i, split=is_split, master=master)
         part = bucket.part(i)
         for name, tensor in buffers(part).items():
             tensor.copy_(buffers(source)[name])
@@ -153,7 +159,8 @@ def scramble(store: Store, seed: int) -> None:
         limit = {1: 256, 2: 2**15, 4: 2**31}[tensor.element_size()]
         words.copy_(torch.randint(0 if tensor.element_size() == 1 else -limit, limit, words.shape, generator=generator))
         if tensor.dtype == torch.uint8:
-            words.clamp_(max=247) if name == "second" else words.bitwise_and_(0xFE)
+            if store.format != "4bit":  # every 4-bit code may occur
+                words.clamp_(max=247) if name == "second" else words.bitwise_and_(0xFE)
         elif name == "second":
             words.bitwise_and_(limit - 1)
         elif "scale" in name:  # as a finite block of flushed numbers has them, but for some
@@ -203,7 +210,7 @@ def run_case(case: Case, device: str, numels: Sequence[int] = SMALL) -> None:
     """
     start = make_bucket(case, numels)
     ours, reference_there, on_host = start.to(device), start.to(device), start.to("cpu")
-    fused = FusedUpdate(ours.rule, ours.pieces())
+    fused = FusedUpdate(ours.rule, ours.pieces(), has_master=case.has_master)
     for step in range(1, 2 if case.kind == "bits" else 4):
         host_grads, numbers = make_grads(case, start, step), make_numbers(case, start, step)
         grads = host_grads.to(device)
@@ -228,14 +235,14 @@ def assert_same(case: Case, a: Bucket, b: Bucket, note: str) -> None:
     """Bit by bit, the gaps too; where both are NaN, its sign and payload are not looked at."""
     for i, (x, y) in enumerate(zip(a.weights, b.weights, strict=True)):
         place = f"{note} weight of piece {i}"
-        if case.weight == BF16:  # the halves of a NaN mean nothing by themselves
+        if case.weight == BF16 and case.has_master:  # the halves of a NaN mean nothing by themselves
             lower_a, lower_b = a.part(i).master, b.part(i).master
             equal(join(x, lower_a), join(y, lower_b), place)
             keep = ~x.isnan().cpu()
             equal(lower_a.cpu()[keep], lower_b.cpu()[keep], f"{place}, lower half")
         equal(x, y, place)
     ours, theirs = buffers(a.store), buffers(b.store)
-    if case.weight != FP32 and case.kind == "bits":
+    if case.weight != FP32 and case.has_master and case.kind == "bits":
         ours.pop("master"), theirs.pop("master")  # compared above, but for gaps
     for name, tensor in ours.items():
         equal(tensor, theirs[name], f"{note} {name}")

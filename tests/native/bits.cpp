@@ -75,12 +75,13 @@ int main() {
     tf_set_isa(isa);
     state = 88172645463325252ull;
     for (int rule = 0; rule < (int)rules.size(); ++rule)
-      for (int format = 0; format < 3; ++format)
+      for (int format = 0; format < 4; ++format)
         for (int grad_type = 1; grad_type <= 3; ++grad_type)
           for (int weight_type = 0; weight_type <= 3; ++weight_type)
-            for (int form = 0; form < (weight_type == TF_BF16 ? 6 : 3); ++form) {
+            for (int form = 0; form < (weight_type == TF_BF16 ? 9 : 3); ++form) {
               const int variant = form % 3;
-              const bool split = form >= 3;
+              const int kind = form / 3;  // tf_master
+              const bool split = kind == TF_MASTER_SPLIT, is_own_master = kind == TF_MASTER_NONE;
               auto grad =
                   grad_type == TF_F32 ? raw<float>(n, [] { return number(false); }) : raw<uint16_t>(n, half_bits);
               auto weight =
@@ -91,6 +92,7 @@ int main() {
                 tf_split((const float*)master.data(), (uint16_t*)weight.data(), (int16_t*)lower.data(), (int64_t)n);
                 master = lower;
               }
+              if (is_own_master) master = weight;
               std::vector<uint8_t> states[2], scales[2];
               for (int k = 0; k < 2; ++k) {
                 states[k] = format == TF_STATE_F32
@@ -104,9 +106,10 @@ int main() {
               tf_segment s;
               memset(&s, 0, sizeof s);
               s.grad = grad.data(), s.numel = (int64_t)n, s.first_index = 128 * variant;
-              s.rule = rule, s.format = format, s.grad_type = grad_type, s.weight_type = weight_type;
-              s.split_master = split;
-              s.weight_in = s.weight = weight_type ? weight.data() : nullptr;
+              s.rule = rule, s.format = format, s.grad_type = grad_type;
+              s.weight_type = is_own_master ? (int32_t)TF_NONE : weight_type;
+              s.master_kind = kind;
+              s.weight_in = s.weight = s.weight_type ? weight.data() : nullptr;
               s.master_in = s.master = master.data();
               for (int k = 0; k < 2; ++k) {  // a rule leaves a state alone that it does not have
                 s.state_in[k] = s.state[k] = states[k].data();
@@ -125,7 +128,7 @@ int main() {
               tf_update(&s, 1);
               uint64_t h = 14695981039346656037ull;
               h = hash(states[1], hash(states[0], hash(weight, hash(master, h))));
-              if (format == TF_STATE_INT8) h = hash(scales[1], hash(scales[0], h));
+              if (format == TF_STATE_INT8 || format == TF_STATE_4BIT) h = hash(scales[1], hash(scales[0], h));
               printf("%s %d %d %d %d %d %016llx\n", isa, rule, format, grad_type, weight_type, form,
                      (unsigned long long)h);
             }

@@ -123,10 +123,20 @@ def compiled(
 
     from twinflow.gpu import kernel
 
-    state = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[format]
-    master = {"split": "*i16", "fp16": "*fp32", "fp32": None}[weight]
-    states = [state if name else None for name in RULES[rule].states]
-    types = ["*i64", "*i32", "*fp64", "*i16", master, *states, *["*fp32" if format == "int8" else None] * 2, "i32"]
+    state = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8", "4bit": "*u8"}[format]
+    master = {"split": "*i16", "fp16": "*fp32", "fp32": None, "none": None}[weight]
+    names = (RULES[rule].states[0], None) if format == "4bit" else RULES[rule].states
+    states = [state if name else None for name in names]
+    types = [
+        "*i64",
+        "*i32",
+        "*fp64",
+        "*i16",
+        master,
+        *states,
+        *["*fp32" if format in formats.SCALED else None] * 2,
+        "i32",
+    ]
     constants = [rule, format, weight, 16, 4096 if is_bounded else 1024, is_bounded]
     signature = {
         name: kind or "constexpr"
@@ -143,7 +153,13 @@ def compiled(
 @needs_triton
 @pytest.mark.parametrize(
     ("rule", "format", "weight"),
-    [("adamw", "fp32", "split"), ("adam", "int8", "split"), ("adagrad", "bf16", "fp16"), ("sgd", "fp32", "fp32")],
+    [
+        ("adamw", "fp32", "split"),
+        ("adam", "int8", "split"),
+        ("adamw", "4bit", "none"),
+        ("adagrad", "bf16", "fp16"),
+        ("sgd", "fp32", "fp32"),
+    ],
 )
 def test_compiled_it_neither_fuses_nor_flushes(
     rule: str, format: str, weight: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

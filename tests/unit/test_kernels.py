@@ -48,6 +48,7 @@ def check_cell(
     seed: int,
     offset: int = 0,
     split: bool | None = None,
+    master: str = "fp32",
 ) -> None:
     """In place and out of place against the reference; `offset` moves every buffer off its alignment."""
     name, format, grad_dtype, weight_dtype = cell
@@ -56,7 +57,9 @@ def check_cell(
     options = {**OPTIONS, "nesterov": seed % 2 == 1, "weight_decay": 0.1 * (seed % 3)}
     hyper = rule.hyper(options, step)
     factor = (1.0, 0.37, 2.0**-16, 3.0)[seed % 4]
-    store = make_store(rule, format, weight_dtype, numel + 128 * offset, seed, split).narrow(128 * offset, numel)
+    store = make_store(rule, format, weight_dtype, numel + 128 * offset, seed, split, master).narrow(
+        128 * offset, numel
+    )
     if offset:  # the same values one element further into larger buffers
         store = shifted(store)
     grad = make_gradient(numel + offset, grad_dtype, seed)[offset:]
@@ -108,6 +111,38 @@ def test_the_other_master_equals_its_reference(
         check_cell(cell, numel, seed, seed % 2, split)
 
 
+# Weights without master: every rule and format, with the dtypes of gradients in turn.
+NO_MASTERS = [cell for i, cell in enumerate(c for c in CELLS if c[3] == torch.bfloat16) if i % 3 == i // 3 % 3]
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("cell", NO_MASTERS, ids=cell_name)
+def test_weights_without_master_equal_their_reference(
+    cell: tuple[str, str, torch.dtype, torch.dtype | None], isa: str
+) -> None:
+    native.set_isa(isa)
+    for seed, numel in enumerate((0, 1, 5, 127, 128, 129, 1023, 1025, 4096, 40_001)):
+        check_cell(cell, numel, seed, seed % 2, master="none")
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+def test_weights_without_master_of_any_numbers(isa: str) -> None:
+    """NaN, infinities, the largest bf16 numbers and subnormal numbers, with and without a step."""
+    native.set_isa(isa)
+    for name, rule in RULES.items():
+        for format in rule.formats:
+            for lr in (0.0, 1e-2):
+                store = make_store(rule, format, torch.bfloat16, 5003, 1, master="none")
+                store.master.copy_(any_numbers(5003, 7).bfloat16())
+                expected, grad = clone(store), make_gradient(5003, torch.bfloat16)
+                hyper, key = rule.hyper({**OPTIONS, "lr": lr}, 3), rounding_key(3, 1)
+                reference.update([Segment(rule, hyper, grad, expected, 1.0, key)])
+                native.update([Segment(rule, hyper, grad, store, 1.0, key)])
+                same_but_for_nan(expected, store)
+                nan = as_integers(store.master)[store.master.isnan()]
+                assert (nan == 0x7FC0).all(), name
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("isa", native.isa_names())
 @pytest.mark.parametrize("threads", THREADS)
@@ -125,7 +160,7 @@ def test_matrix(cell: tuple[str, str, torch.dtype, torch.dtype | None], threads:
     check_cell(cell, 1_000_000, 3)
 
 
-PAIRS = pairwise(list(RULES), ("fp32", "bf16", "int8"), FLOATS, (None, *FLOATS), THREADS)
+PAIRS = pairwise(list(RULES), formats.FORMATS, FLOATS, (None, *FLOATS), THREADS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -140,7 +175,7 @@ def test_random_sizes_threads_and_variants(data: st.DataObject) -> None:
     check_cell(cell, numel, data.draw(st.integers(0, 10_000)), data.draw(st.integers(0, 1)), split)
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("format", formats.FORMATS)
 @pytest.mark.parametrize("isa", native.isa_names())
 @pytest.mark.parametrize("threads", THREADS)
 def test_threads_and_variants_change_no_bit(format: str, isa: str, threads: int) -> None:

@@ -31,6 +31,11 @@ from twinflow.rules import formats
 BLOCK = tl.constexpr(formats.BLOCK)
 MOMENT_MAX = tl.constexpr(formats.MOMENT_MAX)
 VARIANCE_MAX = tl.constexpr(formats.VARIANCE_MAX)
+MOMENT4_MAX = tl.constexpr(formats.MOMENT4_MAX)
+VARIANCE4_MAX = tl.constexpr(formats.VARIANCE4_MAX)
+MOMENT_SALT = tl.constexpr(formats.MOMENT_SALT)
+WEIGHT_SALT = tl.constexpr(formats.WEIGHT_SALT)
+NO_SALT = tl.constexpr((0, 0))
 TINY_BITS = tl.constexpr(27 << 23)  # 2**-100, as in rules/rules.py
 
 # Columns of the two tables that update.py fills. A piece is a slice of one parameter in the bucket.
@@ -86,6 +91,14 @@ def to_bf16_stochastic(x, random):
 
 
 @triton.jit
+def to_bf16_weight(x, random):
+    """Round weights without master to bf16, up or down at random. NaN becomes 0x7FC0."""
+    u = bits(x)
+    rounded = tl.where((u & 0x7FFFFFFF) >= 0x7F7F0000, u, u + random) >> 16
+    return tl.where(is_nan(u), 0x7FC0, rounded).to(tl.int16)
+
+
+@triton.jit
 def join(upper, lower):
     """The fp32 numbers from the halves (both int16) that `split` returns."""
     return value((upper.to(tl.int32) << 16) + lower.to(tl.int32))
@@ -100,10 +113,10 @@ def split(x):
 
 
 @triton.jit
-def random_bits(first_block, key_pointer, BLOCKS: tl.constexpr):
+def random_bits(first_block, key_pointer, BLOCKS: tl.constexpr, SALT: tl.constexpr = NO_SALT):
     """16 random bits, as int32, for each element of a tile. The tile starts at block `first_block` of its parameter."""
-    first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True)
-    second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True)
+    first_key = tl.load(key_pointer).to(tl.uint32, bitcast=True) ^ SALT[0]
+    second_key = tl.load(key_pointer + 1).to(tl.uint32, bitcast=True) ^ SALT[1]
     h = first_block.to(tl.uint32) + tl.arange(0, BLOCKS).to(tl.uint32)[:, None] + first_key  # [blocks, 1]
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = ((h ^ (h >> 15)) + second_key) * 0x846CA68B
@@ -169,6 +182,37 @@ def decode_e5m3(codes, scales):
     """Decode e5m3. `code << 7` has the bits of the value in fp16."""
     half = (codes.to(tl.int32) << 7).to(tl.int16)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * scales
+
+
+@triton.jit
+def encode_4bit(m, v, m_random, v_random):
+    """Codes of both states in a byte, rounded stochastically, and the scales of both (formats.py: encode_moment4 and
+    encode_variance4).
+    """
+    inverse, m_scales, is_finite = block_scales(m, MOMENT4_MAX)
+    u = bits(m * inverse)
+    magnitude = value(u & 0x7FFFFFFF)
+    is_small = (u & 0x7FFFFFFF) < (127 << 23)
+    moved = bits(tl.where(is_small, magnitude + 1.0, magnitude)) - tl.where(is_small, 1 << 23, 0)
+    low = tl.minimum(((moved + (m_random << 7) + 64) >> 23) - 126, 7) | ((u >> 28) & 8)
+    codes = tl.where(is_finite, low, 0)
+    inverse, v_scales, is_finite = block_scales(v, VARIANCE4_MAX)
+    u = tl.maximum(bits(v * inverse), 127 << 23)
+    coarse = ((u + (v_random << 7) + 64) >> 23) - 127
+    fine = ((u + (v_random << 6) + 32) >> 22) - (2 * 135 - 8)
+    high = tl.minimum(tl.where(u < (135 << 23), coarse, fine), 15)
+    return (codes | (tl.where(is_finite, high, 0) << 4)).to(tl.uint8), m_scales, v_scales
+
+
+@triton.jit
+def decode_4bit(codes, m_scales, v_scales):
+    """Both states."""
+    code = codes.to(tl.int32)
+    magnitude = code & 7
+    m = value(tl.where(magnitude == 0, 0, (magnitude + 126) << 23) | ((code & 8) << 28))
+    upper = code >> 4
+    v = value(tl.where(upper < 8, (upper + 127) << 23, (upper + (2 * 135 - 8)) << 22))
+    return m * m_scales, v * v_scales
 
 
 @triton.jit
@@ -260,8 +304,9 @@ def update(tiles, numbers, decision, grads, master, first, second, first_scales,
 
     With LOOPS, any number of programs process all tiles in turn. Otherwise there is one program per tile.
 
-    RULE: name of the rule. FORMAT: format of the states. WEIGHT: "split" (bf16, the upper halves), "fp16" or "fp32"
-    (the master itself). ALIGNMENT: of the addresses of weights, in bytes. Tensors of bf16 are passed as int16.
+    RULE: name of the rule. FORMAT: format of the states. WEIGHT: "split" (bf16, the upper halves), "none" (bf16 without
+    a master), "fp16" or "fp32" (the master itself). ALIGNMENT: of the addresses of weights, in bytes. Tensors of bf16
+    are passed as int16.
     """
     program = tl.program_id(0)
     factor = 1.0
@@ -315,20 +360,37 @@ def _update_elements(tile, numbers, factor, buffers, RULE: tl.constexpr, FORMAT:
     mask = index < count if MASKED else tl.full([BLOCKS, BLOCK], True, tl.int1)
     block_mask = block * BLOCK < count if MASKED else tl.full([BLOCKS, 1], True, tl.int1)
     scales_at = at // BLOCK + block
-    ELEMENT: tl.constexpr = tl.int16 if WEIGHT == "split" else tl.float16 if WEIGHT == "fp16" else tl.float32
+    IS_BF16: tl.constexpr = WEIGHT == "split" or WEIGHT == "none"
+    ELEMENT: tl.constexpr = tl.int16 if IS_BF16 else tl.float16 if WEIGHT == "fp16" else tl.float32
     # The hint must be given for the pointer, because a hint for the integer is lost in the conversion.
     weight = tl.multiple_of(weight.to(tl.pointer_type(ELEMENT)), ALIGNMENT) + index
 
     # All tensors are [blocks, 128]. Masked elements are zero and their states stay zero, so they do not change a scale.
     g = _load_gradient(grads + at + index, mask) * (scalar(own, FACTOR) * factor)
     p = _load_weight(weight, master, at + index, mask, WEIGHT)
-    m = _load_state(first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
-    v = _load_state(second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
+    if FORMAT == "4bit":
+        m_scales = tl.load(first_scales + scales_at, mask=block_mask, other=0.0)  # [blocks, 1]
+        v_scales = tl.load(second_scales + scales_at, mask=block_mask, other=0.0)
+        m, v = decode_4bit(tl.load(first + at + index, mask=mask, other=0), m_scales, v_scales)
+    else:
+        m = _load_state(first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
+        v = _load_state(second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
     p, m, v = apply(g, p, m, v, own + HYPER, RULE)
-    _store_weight(p, weight, master, at + index, mask, WEIGHT)
-    if first is not None:
+    if WEIGHT == "none":
+        random = random_bits(first_block, own + KEY, BLOCKS, WEIGHT_SALT)
+        tl.store(weight, to_bf16_weight(p, random), mask=mask)
+    else:
+        _store_weight(p, weight, master, at + index, mask, WEIGHT)
+    if FORMAT == "4bit":
+        m_random = random_bits(first_block, own + KEY, BLOCKS, MOMENT_SALT)
+        v_random = random_bits(first_block, own + KEY, BLOCKS)
+        codes, m_scales, v_scales = encode_4bit(m, v, m_random, v_random)
+        tl.store(first + at + index, codes, mask=mask)
+        tl.store(first_scales + scales_at, m_scales, mask=block_mask)
+        tl.store(second_scales + scales_at, v_scales, mask=block_mask)
+    elif first is not None:
         _store_state(m, 0, first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
-    if second is not None:
+    if second is not None and FORMAT != "4bit":
         random = random_bits(first_block, own + KEY, BLOCKS)
         _store_state(v, random, second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
 
@@ -345,6 +407,8 @@ def _load_weight(weight, master, at, mask, WEIGHT: tl.constexpr):
         p = tl.load(weight, mask=mask, other=0.0)
     elif WEIGHT == "fp16":
         p = tl.load(master + at, mask=mask, other=0.0)
+    elif WEIGHT == "none":
+        p = from_bf16(tl.load(weight, mask=mask, other=0))
     else:
         tl.static_assert(WEIGHT == "split")
         upper = tl.load(weight, mask=mask, other=0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.launch import is_interpreting, on_device
-from twinflow.rules.formats import BLOCK, Key
+from twinflow.rules.formats import BLOCK, SCALED, Key
 from twinflow.rules.rule import Hyper, Rule
 from twinflow.rules.segment import Store, check_format
 
@@ -27,13 +27,14 @@ _NUMBER_COLUMNS = 12  # as in kernel.py
 _VECTOR_BYTES = 16  # the widest load of a thread
 _MAX_KNOWN = 8  # stores of one bucket, which has one for each staging buffer
 _WEIGHTS = {torch.bfloat16: "split", torch.float16: "fp16", torch.float32: "fp32"}
-_MASTERS = {"split": torch.int16, "fp16": torch.float32}
+_MASTERS = {"split": torch.int16, "fp16": torch.float32}  # of weights that are not their own master
 
 
 class Piece(NamedTuple):
     """A slice of a bucket (a group of parameters with flat buffers) that belongs to one parameter."""
 
-    # flat weight that the update writes: bf16 (upper halves of a split master), fp16, or fp32 (the master)
+    # flat weight that the update writes: bf16 (upper halves of a split master, or a weight without master), fp16, or
+    # fp32 (the master)
     weight: Tensor
     offset: int  # in the bucket's flat buffers (gradients, master, states); a multiple of 128
     numel: int
@@ -115,10 +116,16 @@ class FusedUpdate:
 
     `max_programs` limits the number of programs and leaves the rest of the device to other kernels. Without it, there
     is one program per tile. `max_programs` and `tile` (elements of a tile) do not change the bits of the result.
+    `has_master`: False for bf16 weights without a master.
     """
 
     def __init__(
-        self, rule: Rule, pieces: Sequence[Piece], max_programs: int | None = None, tile: int | None = None
+        self,
+        rule: Rule,
+        pieces: Sequence[Piece],
+        max_programs: int | None = None,
+        tile: int | None = None,
+        has_master: bool = True,
     ) -> None:
         from twinflow.gpu import kernel
 
@@ -130,7 +137,8 @@ class FusedUpdate:
         self._pieces = tuple(pieces)  # keeps the weights alive
         self._end = max(piece.offset + piece.numel for piece in pieces)
         self._device = weight.device
-        self._weight = _WEIGHTS[weight.dtype]
+        assert has_master or weight.dtype == torch.bfloat16, weight.dtype
+        self._weight = _WEIGHTS[weight.dtype] if has_master else "none"
         is_aligned = all(piece.weight.data_ptr() % _VECTOR_BYTES == 0 for piece in pieces)
         self._alignment = _VECTOR_BYTES if is_aligned else weight.element_size()
         table = _tile_table(pieces, self._tile)
@@ -151,7 +159,7 @@ class FusedUpdate:
         factor and by the factor in `numbers`.
 
         `store` has the flat buffers of the whole bucket. Its weight is not used. Its master is not used if weights are
-        fp32. `grads` is flat, in bf16, fp16 or fp32.
+        their own master. `grads` is flat, in bf16, fp16 or fp32.
         """
         if numbers:
             self.rows.is_updated[:] = 0
@@ -207,7 +215,7 @@ class FusedUpdate:
         known = self._known.get(id(store))
         if known is None:
             self._check(store)
-            master = store.master if self._weight != "fp32" else None
+            master = store.master if self._weight in _MASTERS else None
             buffers = tuple(_without_bf16(tensor) for tensor in (master, *store.states, *store.scales))
             # Known stores are kept alive, because a new store could get the id of a freed one.
             if len(self._known) >= _MAX_KNOWN:
@@ -218,15 +226,16 @@ class FusedUpdate:
     def _check(self, store: Store) -> None:
         rule = self._rule
         check_format(rule, store.format)
-        if self._weight != "fp32":
+        assert store.has_master == (self._weight != "none"), self._weight
+        if self._weight in _MASTERS:
             assert store.master.dtype == _MASTERS[self._weight], store.master.dtype
             self._check_buffer(store.master, self._end)
-        for name, state, scales in zip(rule.states, store.states, store.scales, strict=True):
+        for which, (name, state, scales) in enumerate(zip(rule.states, store.states, store.scales, strict=True)):
             may_be_none = name is None or (rule.state_option is not None and self.rows.are_stateless)
-            assert (state is None and may_be_none) or (state is not None and name is not None), name
+            assert store.has_state(which) == (name is not None) or may_be_none, name
             if state is not None:
                 self._check_buffer(state, self._end)
-            if state is not None and store.format == "int8":
+            if store.has_state(which) and store.format in SCALED:
                 assert scales is not None
                 self._check_buffer(scales, -(-self._end // BLOCK))
 

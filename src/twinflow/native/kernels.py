@@ -7,9 +7,11 @@ Arguments are checked before a buffer is modified (`check=False` omits this). A 
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ __all__ = [
     "advise_huge",
     "available",
     "cast",
+    "crc32",
     "get_threads",
     "huge_zeros",
     "isa",
@@ -39,7 +42,8 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2}
+FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "4bit": 3}
+MASTER_KINDS = {torch.float32: 0, torch.int16: 1, torch.bfloat16: 2}  # by dtype of the master; tf_master of csrc/api.h
 
 
 def update(segments: Sequence[Segment], check: bool = True) -> None:
@@ -85,7 +89,7 @@ def _fill(entry: CSegment, segment: Segment) -> None:
     entry.first_index, entry.factor, entry.key = segment.first_index, segment.factor, segment.key
     entry.hyper[: len(segment.hyper)] = segment.hyper
     entry.weight_type = DTYPE_CODES[store.weight.dtype] if store.weight is not None else 0
-    entry.split_master = store.is_split
+    entry.master_kind = MASTER_KINDS[store.master.dtype]
     entry.weight_in, entry.master_in, entry.state_in, entry.scale_in = pointers(store)
     entry.weight, entry.master, entry.state, entry.scale = pointers(segment.target or store)
 
@@ -186,6 +190,15 @@ def advise_huge(tensor: Tensor) -> Tensor:
     if library is not None and tensor.device.type == "cpu" and tensor.numel():
         library.tf_advise_huge(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """The result of `zlib.crc32`. `value`: the result for the bytes before `data`."""
+    library = load().library
+    if library is None:
+        return zlib.crc32(data, value)
+    found: int = library.tf_crc32(value, np.frombuffer(data, np.uint8).ctypes.data, len(data))
+    return found
 
 
 def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 5
+API_VERSION = 6
 FILE_NAME = "libtwinflow.so"
 
 
@@ -37,7 +37,7 @@ class CSegment(ctypes.Structure):
         (c_void_p, "grad weight_in weight master_in master"),
         (c_void_p * 2, "state_in state scale_in scale"),
         (c_int64, "numel first_index"),
-        (c_int32, "rule format grad_type weight_type split_master"),
+        (c_int32, "rule format grad_type weight_type master_kind"),
         (c_float, "factor"),
         (c_float * 7, "hyper"),
         (c_uint32 * 2, "key"),
@@ -78,6 +78,7 @@ _SIGNATURES: Signatures = {
     "tf_segment_size": ([], c_int64),
     "tf_packing_size": ([], c_int64),
     "tf_advise_huge": ([c_void_p, c_int64], None),
+    "tf_crc32": ([c_uint32, c_void_p, c_int64], c_uint32),
 }
 
 

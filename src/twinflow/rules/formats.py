@@ -6,14 +6,20 @@ and run on any device. csrc/codecs.h and gpu/kernel.py give the same bits.
 | fp32 | fp32 | fp32 | fp32 or split | fp32 |
 | bf16 | bf16, nearest | bf16, stochastic | split | fp32 |
 | int8 | e4m3, nearest | e5m3, stochastic | split | fp32 |
+| 4bit | e3m0, stochastic | 4 bits without 0, stochastic | split | fp32 |
+
+Without a master (`master="none"`), a bf16 weight is the only copy. The update computes in fp32, and the new weight is
+rounded stochastically.
 
 A split master stores the fp32 bits u as upper = bf16 of u (ties away from zero), which is the weight itself, and lower
 = int16(u), with u = (upper << 16) + lower. Each block of 128 elements, counted from the start of the parameter, has one
-fp32 scale for its 8-bit codes.
+fp32 scale for its codes of 8 or 4 bits. The two 4-bit codes of an element share a byte: the code of the momentum is the
+lower half.
 
 The variance is rounded stochastically: at b2 = 0.999 its decay in a step is less than half a unit in the last place of
-bf16 or of an 8-bit code, so that rounding to nearest would undo the decay. The random bits are a hash of (step,
-parameter, index). They depend neither on the machine nor on the number of threads nor on the division into segments.
+bf16 or of a code, so that rounding to nearest would undo the decay. For the same reason the 4-bit momentum and a weight
+without master are rounded stochastically. The random bits are a hash of (step, parameter, index), with another hash for
+each kind of value. They depend neither on the machine nor on the number of threads nor on the division into segments.
 """
 
 from __future__ import annotations
@@ -23,10 +29,15 @@ from torch import Tensor
 
 from twinflow.rules.rules import fp32
 
-FORMATS = ("fp32", "bf16", "int8")
+FORMATS = ("fp32", "bf16", "int8", "4bit")
+AUTOMATIC = ("fp32", "bf16", "int8")  # the formats that an automatic choice may use
+SCALED = ("int8", "4bit")  # the formats with scales
+MASTERS = ("fp32", "none")  # whether bf16 weights have an fp32 master
 BLOCK = 128
 MOMENT_MAX = 448.0  # largest e4m3 value
 VARIANCE_MAX = 61440.0  # largest e5m3 value in use, 1.875 * 2**15
+MOMENT4_MAX = 64.0  # largest value of a 4-bit momentum; the smallest above 0 is 1
+VARIANCE4_MAX = 3072.0  # largest value of a 4-bit variance, 1.5 * 2**11; the smallest is 1
 _MASK = 0xFFFFFFFF
 
 Key = tuple[int, int]
@@ -93,6 +104,17 @@ def rounding_key(step: int, parameter: int) -> Key:
     return z & _MASK, z >> 32
 
 
+# Differences between the keys for values of one element that are rounded independently.
+# The variance uses the key itself.
+MOMENT_SALT: Key = (0x9E3779B9, 0x7F4A7C15)
+WEIGHT_SALT: Key = (0xC2B2AE3D, 0x27D4EB4F)
+
+
+def salted(key: Key, salt: Key) -> Key:
+    """The key of another value of the same elements."""
+    return key[0] ^ salt[0], key[1] ^ salt[1]
+
+
 def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
     """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
 
@@ -115,6 +137,16 @@ def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
     u = bits(x)
     rounded = u + random_bits(first_index, x.numel(), key, x.device)
     return _as_bf16(torch.where(u >= 0x7F7F0000, u, rounded) >> 16)
+
+
+def to_bf16_weight(x: Tensor, first_index: int, key: Key) -> Tensor:
+    """Round weights without master up or down at random, with the weight as mean. The key is salted here. Finite
+    numbers never become infinite. NaN becomes 0x7FC0.
+    """
+    u = bits(x)
+    rounded = u + random_bits(first_index, x.numel(), salted(key, WEIGHT_SALT), x.device)
+    upper = torch.where((u & 0x7FFFFFFF) >= 0x7F7F0000, u, rounded) >> 16
+    return _as_bf16(torch.where(x.isnan(), 0x7FC0, upper))
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -168,3 +200,62 @@ def decode_e5m3(codes: Tensor, scales: Tensor) -> Tensor:
     """The numbers that these codes and scales stand for."""
     values = (codes.to(torch.int16) << 7).view(torch.float16).float()
     return values * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+# 4-bit codes. Between two neighbouring values, the bit pattern of an fp32 number is a linear function of the number.
+# The upper bits of the sum of this pattern and random bits are therefore the code, rounded stochastically. Of the lower
+# bits, the upper 16 are random, and the others are the mean of what they could be.
+
+
+def encode_moment4(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
+    """Codes (uint8 below 16: sign, and 3 bits of exponent; rounded stochastically) and scales.
+
+    The values are 0, 1, 2, 4, 8, 16, 32 and 64. 0 stays 0. The key is salted here.
+    """
+    inverse, scales = _scales(x, MOMENT4_MAX)
+    scaled = x * inverse
+    magnitude = scaled.abs()
+    small = magnitude < 1.0
+    u = bits(torch.where(small, magnitude + 1.0, magnitude)) - torch.where(small, 1 << 23, 0)
+    random = random_bits(first_index, x.numel(), salted(key, MOMENT_SALT), x.device)
+    code = (((u + (random << 7) + 64) >> 23) - 126).clamp(max=7) | ((bits(scaled) >> 28) & 8)
+    return torch.where(inverse.isnan(), 0, code).to(torch.uint8), scales
+
+
+def decode_moment4(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers that the lower halves of these bytes and the scales stand for."""
+    code = codes.to(torch.int64)
+    magnitude = code & 7
+    patterns = torch.where(magnitude == 0, 0, (magnitude + 126) << 23) | ((code & 8) << 28)
+    return _value(patterns) * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def encode_variance4(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
+    """Codes (uint8 below 16; rounded stochastically) and scales, for x >= 0.
+
+    The values are the powers of two from 1 to 128, and 256, 384, 512, 768, 1024, 1536, 2048 and 3072. There is no 0:
+    values below 1/3072 of the largest one in the block become 1/3072 of it.
+    """
+    inverse, scales = _scales(x, VARIANCE4_MAX)
+    u = bits((x * inverse).clamp(min=1.0))
+    random = random_bits(first_index, x.numel(), key, x.device)
+    coarse = ((u + (random << 7) + 64) >> 23) - 127
+    fine = ((u + (random << 6) + 32) >> 22) - 2 * 135 + 8
+    code = torch.where(u < 135 << 23, coarse, fine).clamp(max=15)
+    return torch.where(inverse.isnan(), 0, code).to(torch.uint8), scales
+
+
+def decode_variance4(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers that the upper halves of these bytes and the scales stand for. With the scale 0 they are 0."""
+    code = codes.to(torch.int64) >> 4
+    patterns = torch.where(code < 8, (code + 127) << 23, (code - 8 + 2 * 135) << 22)
+    return _value(patterns) * scales.repeat_interleave(BLOCK)[: codes.numel()]
+
+
+def nearest4(values: Tensor, which: int) -> Tensor:
+    """The codes nearest to scaled values of the momentum (0) or variance (1): the same again for decoded values."""
+    u = bits(values.abs().clamp(min=1.0))
+    coarse = (u + (1 << 22)) >> 23
+    if which == 0:
+        return torch.where(values.abs() < 0.5, 0, coarse - 126) | ((bits(values) >> 28) & 8)
+    return torch.where(u < 135 << 23, coarse - 127, ((u + (1 << 21)) >> 22) - 2 * 135 + 8)

@@ -31,7 +31,7 @@ def update(segments: Sequence[Segment]) -> None:
             for which, values in enumerate(new_states):
                 if values is not None:
                     encode_state(target, which, values, segment.first_index + start, segment.key)
-            encode_master(target, master)
+            encode_master(target, master, segment.first_index + start, segment.key)
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> list[float]:

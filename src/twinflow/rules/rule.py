@@ -17,7 +17,7 @@ from twinflow.errors import invalid_value
 if TYPE_CHECKING:  # reading a config imports the rules, and must not import torch, which takes seconds
     from torch import Tensor
 
-OptionValue = float | bool | tuple[float, float]
+OptionValue = float | bool | str | tuple[float, ...]
 Options = Mapping[str, object]  # a param group; it also holds parameters and entries of schedulers
 Hyper = tuple[float, ...]
 
@@ -30,6 +30,9 @@ class Values(Enum):
     START = "a number >= 0 that fits in fp32"
     BETAS = "two numbers in [0, 1)"
     FLAG = "True, False"
+    COUNT = "a whole number from 1 to 99"
+    POLYNOMIAL = "three finite numbers"
+    CHOICE = "one of its names"
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,21 @@ class Option:
     text: str  # description for documentation and command line
     values: Values = Values.AMOUNT
     in_config: OptionValue | None = None  # DeepSpeed's default, if it differs
+    choices: tuple[str, ...] = ()  # allowed values of a CHOICE
 
     def check(self, value: object) -> None:
         """Raise ValueError for a value out of range. Flags are not checked here; the caller checks them."""
         if self.values is Values.BETAS:
             check_betas(value)
+        elif self.values is Values.CHOICE:
+            if value not in self.choices:
+                raise invalid_value(self.name, value, self.choices)
+        elif self.values is Values.COUNT:
+            if not (_number(value).is_integer() and 1 <= _number(value) < 100):
+                raise invalid_value(self.name, value, Values.COUNT.value)
+        elif self.values is Values.POLYNOMIAL:
+            if not isinstance(value, (tuple, list)) or len(value) != 3 or not all(map(_is_finite, value)):
+                raise invalid_value(self.name, value, Values.POLYNOMIAL.value)
         elif self.values is not Values.FLAG:
             least = -math.inf if self.values is Values.NUMBER else 0.0
             number = _number(value)
@@ -68,6 +81,10 @@ def _number(value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # other types raise
     except (TypeError, ValueError):
         return math.nan
+
+
+def _is_finite(value: object) -> bool:
+    return math.isfinite(_number(value))
 
 
 def number(options: Options, name: str) -> float:
@@ -125,6 +142,13 @@ class Rule:
     train: Mapping[str, OptionValue] = field(default_factory=dict)  # defaults of `twinflow train`
     # whether the size of a step depends on lr and not on the gradient; wide models then need a smaller lr
     is_normalized: bool = False
+    # For a rule that updates whole matrices: the rule of all other parameters, which are in param groups of their own
+    # (`use_muon` is False).
+    elementwise: Rule | None = None
+
+    def of(self, group: Options) -> Rule:
+        """The rule that updates the parameters of a param group."""
+        return self if self.elementwise is None or group["use_muon"] else self.elementwise
 
     @property
     def all_options(self) -> tuple[Option, ...]:

@@ -122,7 +122,7 @@ ADAMW = Rule(
     title="AdamW",
     code=0,
     states=("exp_avg", "exp_avg_sq"),
-    formats=("fp32", "bf16", "int8"),
+    formats=("fp32", "bf16", "int8", "4bit"),
     options=(Option("lr", 1e-3, "learning rate"), BETAS, EPS, replace(DECAY, default=1e-2), BIAS),
     num_scalars=7,
     hyper=adamw_hyper,

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.rules import formats
-from twinflow.rules.formats import BLOCK, FORMATS, Key
+from twinflow.rules.formats import BLOCK, FORMATS, MASTERS, SCALED, Key
 from twinflow.rules.rule import Hyper, Rule
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8, "4bit": torch.uint8}
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -32,6 +32,8 @@ class Store:
     """Flat buffers of one segment: master weight, weight of the model, states and their scales.
 
     A split master has its upper halves in `weight`, which is bf16, and its lower halves in `master`, which is int16.
+    Without a master, `master` is the bf16 weight itself, and `weight` is None. The first state of the 4-bit format has
+    the codes of both states, and the second is None.
     """
 
     format: str
@@ -44,6 +46,15 @@ class Store:
     def is_split(self) -> bool:
         """Whether the master weight is stored as two halves."""
         return self.master.dtype == torch.int16
+
+    @property
+    def has_master(self) -> bool:
+        """False if bf16 weights are the only copy."""
+        return self.master.dtype != torch.bfloat16
+
+    def has_state(self, which: int) -> bool:
+        """Whether the store has the first (0) or the second (1) state."""
+        return self.states[0 if self.format == "4bit" else which] is not None
 
     def narrow(self, start: int, numel: int) -> Store:
         """Views of the elements [start, start + numel). `start` must be a multiple of 128."""
@@ -87,10 +98,10 @@ class Segment:
 
 
 def state_numels(rule: Rule, format: str, numel: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Numbers of elements of the two states and of their two scales."""
+    """Numbers of elements of the two states and of their two scales. 4-bit codes of both states are in the first."""
     first, second = (numel if name else 0 for name in rule.states)
-    blocks = -(-numel // BLOCK) if format == "int8" else 0
-    return (first, second), (blocks if first else 0, blocks if second else 0)
+    blocks = -(-numel // BLOCK) if format in SCALED else 0
+    return (first, 0 if format == "4bit" else second), (blocks if first else 0, blocks if second else 0)
 
 
 def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) -> tuple[Pair, Pair]:
@@ -98,11 +109,13 @@ def new_states(rule: Rule, format: str, numel: int, zeros: Zeros = torch.zeros) 
     check_format(rule, format)
     numels, blocks = state_numels(rule, format, numel)
 
-    def make(counts: tuple[int, int], dtype: torch.dtype) -> Pair:
-        a, b = (zeros(n, dtype=dtype) if name else None for n, name in zip(counts, rule.states, strict=True))
+    def make(counts: tuple[int, int], dtype: torch.dtype, names: tuple[str | None, str | None]) -> Pair:
+        a, b = (zeros(n, dtype=dtype) if name else None for n, name in zip(counts, names, strict=True))
         return (a, b)
 
-    return make(numels, _STATE_DTYPES[format]), make(blocks, torch.float32) if format == "int8" else (None, None)
+    names = (rule.states[0], None) if format == "4bit" else rule.states
+    scales = make(blocks, torch.float32, rule.states) if format in SCALED else (None, None)
+    return make(numels, _STATE_DTYPES[format], names), scales
 
 
 def splits_master(format: str, weight_dtype: torch.dtype | None) -> bool:
@@ -111,15 +124,27 @@ def splits_master(format: str, weight_dtype: torch.dtype | None) -> bool:
 
 
 def new_store(
-    rule: Rule, format: str, values: Tensor, weight: Tensor | None = None, *, split: bool | None = None
+    rule: Rule,
+    format: str,
+    values: Tensor,
+    weight: Tensor | None = None,
+    *,
+    split: bool | None = None,
+    master: str = "fp32",
 ) -> Store:
     """A store with states of zeros for the flat fp32 `values`. `values` becomes the master itself unless the master is
     split.
 
     Updates write the rounded weight to the flat tensor `weight`. This function writes `weight` only if the master is
     split. `split`: whether a bf16 weight holds the upper halves of the master. Default: the result of `splits_master`.
+    With the master "none", the bf16 `weight` gets the rounded values and is the only copy.
     """
     zeros = partial(torch.zeros, device=values.device)
+    if check_master(master) == "none":
+        if weight is None or weight.dtype != torch.bfloat16:
+            raise no_master("The weight", weight.dtype if weight is not None else None)
+        weight.copy_(formats.to_bf16(values))
+        return Store(format, weight, None, *new_states(rule, format, values.numel(), zeros))
     store = Store(format, values, weight, *new_states(rule, format, values.numel(), zeros))
     dtype = weight.dtype if weight is not None else None
     if not (splits_master(format, dtype) if split is None else split):
@@ -140,6 +165,28 @@ def check_format(rule: Rule, format: str) -> None:
         raise invalid_value(
             "states", format, rule.formats, f"Use one of these formats, which the rule {rule.name!r} supports."
         )
+
+
+def check_master(master: object) -> str:
+    """Raise ValueError unless `master` is "fp32" or "none"."""
+    if not isinstance(master, str) or master not in MASTERS:
+        raise invalid_value("master", master, MASTERS)
+    return master
+
+
+def is_own_master(dtype: torch.dtype, master: str) -> bool:
+    """Whether weights of this dtype are their own master, so that the state has no other copy of them."""
+    return dtype == torch.float32 or master == "none"
+
+
+def no_master(name: str, dtype: torch.dtype | None) -> ValueError:
+    """The error for a weight that needs an fp32 master but shall have none."""
+    return incompatible(
+        f"{name}, of dtype {dtype},",
+        'master="none"',
+        "only bf16 weights can be rounded stochastically, and so be trained without an fp32 copy",
+        'Convert the model with .bfloat16(), or use master="fp32".',
+    )
 
 
 def check_tensor(label: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
@@ -180,7 +227,10 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
     label = f"{segment.name}: {prefix}"
     if store.weight is not None:
         check_tensor(f"{label}weight", store.weight, FLOATS, numel)
-    check_tensor(f"{label}master", store.master, (torch.float32, torch.int16), numel)
+    check_tensor(f"{label}master", store.master, (torch.float32, torch.int16, torch.bfloat16), numel)
+    if not store.has_master and store.weight is not None:
+        remedy = "Pass the bf16 weights as the master, and None as the weight."
+        raise invalid_value(f"{label}weight", "a tensor", [None], remedy)
     if store.is_split and (store.weight is None or store.weight.dtype != torch.bfloat16):
         dtype = store.weight.dtype if store.weight is not None else None
         remedy = "Pass a bf16 weight, which stores the upper halves of the split master."
@@ -190,7 +240,7 @@ def _check_store(segment: Segment, store: Store, prefix: str, numel: int) -> Non
         state, scale = store.states[i], store.scales[i]
         # If a rule may have no states, its first scalar is the option that decides this.
         stateless = segment.rule.state_option is not None and state is None and segment.hyper[0] == 0.0
-        if name is not None and not stateless:
+        if name is not None and not stateless and not (store.format == "4bit" and i == 1):
             if state is None:
                 raise invalid_value(f"{label}{name}", None, "a tensor", "Make the store with new_store().")
             check_tensor(f"{label}{name}", state, (_STATE_DTYPES[store.format],), numels[i])
@@ -227,19 +277,27 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def decode_state(store: Store, which: int) -> Tensor | None:
     """The first (which=0) or second (which=1) state as fp32; None if the store does not have it."""
-    state, scale = store.states[which], store.scales[which]
-    if state is None or store.format != "int8":
+    state, scale = store.states[0 if store.format == "4bit" else which], store.scales[which]
+    if state is None or store.format not in SCALED:
         return state.float() if state is not None else None
     assert scale is not None
+    if store.format == "4bit":
+        return formats.decode_moment4(state, scale) if which == 0 else formats.decode_variance4(state, scale)
     return formats.decode_e4m3(state, scale) if which == 0 else formats.decode_e5m3(state, scale)
 
 
 def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
     """Write fp32 `values` to a state of the store, in its format. Does nothing if the store lacks this state."""
-    state, scale = store.states[which], store.scales[which]
+    state, scale = store.states[0 if store.format == "4bit" else which], store.scales[which]
     if state is None:
         return
-    if store.format == "int8":
+    if store.format == "4bit":
+        assert scale is not None
+        encode = formats.encode_moment4 if which == 0 else formats.encode_variance4
+        codes, scales = encode(values, first_index, key)
+        _put_4bit(state, which, codes)
+        scale.copy_(scales)
+    elif store.format == "int8":
         assert scale is not None
         codes, scales = formats.encode_e4m3(values) if which == 0 else formats.encode_e5m3(values, first_index, key)
         state.copy_(codes)
@@ -250,33 +308,45 @@ def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0,
         state.copy_(values)
 
 
+def _put_4bit(state: Tensor, which: int, codes: Tensor) -> None:
+    """Write the codes of one state to its half of each byte."""
+    state.bitwise_and_(0xF0 if which == 0 else 0x0F).bitwise_or_(codes if which == 0 else codes << 4)
+
+
 def encode_saved(store: Store, which: int, values: Tensor, scale: Tensor | None) -> None:
-    """Write fp32 `values` that were decoded from this format before. With their `scale`, the 8-bit codes are the same
-    again.
+    """Write fp32 `values` that were decoded from this format before. With their `scale`, the codes are the same again.
 
     A new encoding would compute the scale from the largest decoded value, and its last bit might differ.
     """
-    state, own_scale = store.states[which], store.scales[which]
+    state, own_scale = store.states[0 if store.format == "4bit" else which], store.scales[which]
     if scale is None or own_scale is None or state is None:
         return encode_state(store, which, values)
     own_scale.copy_(scale)
     each = scale.repeat_interleave(BLOCK)[: values.numel()]
     # the value of a code, with a rounding error far below the distance between two codes
     ratio = torch.where(each > 0, values / each, 0.0)
+    if store.format == "4bit":
+        code = formats.nearest4(ratio, which)
+        return _put_4bit(state, which, torch.where(each.isnan(), 0, code).to(torch.uint8))
     codes = ratio.to(torch.float8_e4m3fn).view(torch.uint8) if which == 0 else ratio.half().view(torch.int16) >> 7
     state.copy_(codes)
 
 
 def decode_master(store: Store) -> Tensor:
-    """The master weight as fp32."""
+    """The master weight, or the weight if there is no master, as fp32."""
     if not store.is_split:
-        return store.master
+        return store.master.float()
     assert store.weight is not None
     return formats.join(store.weight, store.master)
 
 
-def encode_master(store: Store, values: Tensor) -> None:
-    """Write fp32 `values` as the master, and the rounded values as the weight if the store has one."""
+def encode_master(store: Store, values: Tensor, first_index: int = 0, key: Key = (0, 0)) -> None:
+    """Write fp32 `values` as the master, and the rounded values as the weight if the store has one. Without a master,
+    the weight is rounded stochastically.
+    """
+    if not store.has_master:
+        store.master.copy_(formats.to_bf16_weight(values, first_index, key))
+        return
     if store.is_split:
         assert store.weight is not None
         upper, lower = formats.split(values)

@@ -35,6 +35,7 @@ from twinflow.offload.sharing import OwnBuckets, Shards, SharedBuckets
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.topology import DATA
 from twinflow.zero.compression import Compression, Exchanges
+from twinflow.zero.matrices import RowExchange
 from twinflow.zero.parts import part_of, widen
 from twinflow.zero.publisher import Publisher
 from twinflow.zero.reducer import NormReducer, Reducer, Wire
@@ -106,6 +107,10 @@ class Team:
         self.world = self.calls.world
         self.rank = self.calls.rank
         self.exchanges: Exchanges | None = None  # compressed exchanges; None before the switch to them
+        self._matrices: Group | None = None  # for Muon with `fully_shard`
+        self._row_exchange: RowExchange | None = None
+        self._backend = backend_for(device)
+        self._ranks = ranks
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -115,6 +120,8 @@ class Team:
             between_threads["fetch"] = self.fetch
         if self._replica is not None:
             between_threads |= {"replica": self._replica, "everyone": self.everyone}
+        if self._matrices is not None:
+            between_threads["matrices"] = self._matrices
         return {**between_threads, "calls": self.calls, "saves": self.saves}
 
     @property
@@ -126,6 +133,15 @@ class Team:
     def is_partitioned(self) -> bool:
         """Whether this rank has only a part of the state."""
         return self.zero.stage >= 1 and self.world > 1
+
+    def row_exchange(self) -> RowExchange | None:
+        """Starts the exchange of rows of matrices, for Muon. None if each rank has whole matrices."""
+        if self.zero.shares_buckets or self.world == 1:
+            return None
+        if self._row_exchange is None:
+            self._matrices = new_group(self._backend, self._ranks, self.zero.timeout)
+            self._row_exchange = RowExchange(self._matrices)
+        return self._row_exchange
 
     def set_exchanges(self, exchanges: Exchanges | None) -> None:
         """Starts compressed communication, or ends it (None)."""
@@ -169,8 +185,14 @@ class Team:
 
     def _give_up_with(self, executor: Executor) -> None:
         """Lets threads stop waiting for other ranks when the executor of this rank is closing or has failed."""
+
+        def gives_up() -> bool:
+            return executor.is_closing or executor.error is not None
+
         for group in self.groups.values():
-            group.give_up_when(lambda: executor.is_closing or executor.error is not None)
+            group.give_up_when(gives_up)
+        if self._row_exchange is not None:
+            self._row_exchange.give_up_when(gives_up)
 
     def _start(
         self,

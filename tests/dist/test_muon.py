@@ -1,0 +1,59 @@
+"""Muon on several ranks: the results of one process, and each matrix is orthogonalised by one rank."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import muon_cases
+import pytest
+import torch
+from dist_support import run_ranks
+from twin_support import matrix_but
+
+
+@cache
+def alone() -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(0, muon_cases.train, None, {"ratio": 1.0})[0]
+    return found
+
+
+CELLS = list(itertools.product((1, 2, 4), (0, 1, 2, 3), (1.0, 0.5)))
+QUICK = [(1, 1, 1.0), (2, 1, 0.5), (2, 0, 1.0), (4, 2, 1.0), (4, 3, 0.5)]
+
+
+@pytest.mark.parametrize(("world", "stage", "ratio"), matrix_but(QUICK, CELLS))
+def test_ranks_are_as_one_process(world: int, stage: int, ratio: float) -> None:
+    ranks = run_ranks(world, muon_cases.train, stage, {"ratio": ratio, "early": stage >= 2})
+    truth = alone()
+    for found in ranks:
+        for name, values in truth["weights"].items():
+            torch.testing.assert_close(
+                torch.tensor(found["weights"][name]), torch.tensor(values), rtol=0, atol=1e-6, msg=name
+            )
+    own = sorted(name for found in ranks for name in found["own"])
+    assert own == sorted(truth["own"] * (world if stage in (0, 3) else 1))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_during_backward(stage: int) -> None:
+    """Without clipping, an update with its exchange of rows begins as soon as its gradients are complete."""
+    options = {"ratio": 0.5, "early": True, "max_grad_norm": None}
+    truth = run_ranks(0, muon_cases.train, None, {"ratio": 1.0, "max_grad_norm": None})[0]
+    for found in run_ranks(2, muon_cases.train, stage, options):
+        for name, values in truth["weights"].items():
+            torch.testing.assert_close(
+                torch.tensor(found["weights"][name]), torch.tensor(values), rtol=0, atol=1e-6, msg=name
+            )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_continues_on_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, muon_cases.save, stage, str(tmp_path))
+    straight = run_ranks(1, muon_cases.resume, stage, "")[0]
+    for world in (1, 2):
+        for found in run_ranks(world, muon_cases.resume, stage, str(tmp_path)):
+            for name, values in straight.items():
+                torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), rtol=0, atol=1e-6, msg=name)
