@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,47 @@ _FAILED = "A copy or an update in the background failed. Build a new optimizer a
 _PAGE = 4096
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _LARGE_BYTES = 1 << 26  # malloc does not take such a size from its heap, so the buffer shares no pages with others
+_COPIED_NUMEL = 1 << 24  # elements of page-locked memory through which `to_host` copies
 Work = Callable[[], object]
 Mark = float | torch.cuda.Event  # a point in the model's work: a time on the CPU, an event on a GPU
+
+
+class SpareMemory(Protocol):
+    """Something that uses host memory only as long as nothing else needs it."""
+
+    def make_room(self, num_bytes: int) -> None: ...
+
+
+_spare_memory: weakref.WeakSet[SpareMemory] = weakref.WeakSet()
+
+
+def holds_spare_memory(holder: SpareMemory) -> None:
+    """From now on `holder` is asked to release memory before large host buffers are allocated."""
+    _spare_memory.add(holder)
+
+
+def make_room(num_bytes: int) -> None:
+    """Asks holders of spare memory to release what a new host buffer needs. Without this, a buffer that is larger than
+    the free memory would end the process, although memory could be released.
+    """
+    for holder in tuple(_spare_memory):
+        holder.make_room(num_bytes)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """`values` in host memory. A contiguous tensor of a GPU is copied through page-locked memory to huge pages by all
+    threads, which takes a fraction of the time of `values.cpu()`.
+    """
+    if not values.is_cuda or not values.is_contiguous():
+        return values.cpu()
+    host = advise_huge(torch.empty_like(values, device="cpu"))
+    source, into = values.view(-1), host.view(-1)
+    locked = torch.empty(min(_COPIED_NUMEL, len(source)), dtype=values.dtype, pin_memory=True)
+    for at in range(0, len(source), _COPIED_NUMEL):
+        chunk = locked[: len(source) - at]
+        chunk.copy_(source[at : at + len(chunk)])
+        into[at : at + len(chunk)].copy_(chunk)
+    return host
 
 
 class Event:
@@ -169,6 +208,8 @@ class Device:
         """Allocate zeros in host memory for asynchronous copies (page-locked on a GPU). They live until `close` or
         `release`.
         """
+        if numel * dtype.itemsize >= _LARGE_BYTES:
+            make_room(numel * dtype.itemsize)
         return hide_from_children(advise_huge(torch.empty(numel, dtype=dtype))).zero_()
 
     def release(self, tensor: Tensor) -> None:
@@ -334,6 +375,8 @@ class CudaDevice(Device):
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory and page-lock exactly its size. torch's pinned allocator rounds up to a power of two."""
         nbytes = numel * dtype.itemsize
+        if nbytes >= _LARGE_BYTES:
+            make_room(nbytes)
         raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
         start = -raw.data_ptr() % _PAGE
         tensor = raw[start : start + nbytes].view(dtype)

@@ -11,6 +11,7 @@ from param_offload_support import AWAY, check_same, gpt, loss_of, movable, move,
 
 from twinflow.offload.sync import FETCH_ROOM, FORWARD
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.optim.twin_build import materialised
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 LARGE = {"hidden": 256, "num_heads": 4, "num_layers": 12}
@@ -117,6 +118,24 @@ def test_a_result_changes_without_this_sync_point(point: str) -> None:
     calm, _ = train(make, True, steps=3, loss=loss)
     found, _ = train(make, True, steps=3, loss=loss, watch=hasty)
     assert found != calm
+
+
+def test_building_takes_the_memory_of_one_block() -> None:
+    """Also where the outermost module initialises all others, as in models of transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=12, num_attention_heads=4, vocab_size=512
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    numels = [p.numel() for p in model.parameters()]
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    outside = sum(numels) - 12 * block
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = materialised(model, is_for_host=True)
+    assert all(p.device.type == "cpu" for p in made.parameters())
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (outside + 2 * block)
 
 
 def test_memory_is_that_of_a_few_blocks() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.models.gpt import GPT, INIT_STD, GPTConfig
+from twinflow.offload import materialize as materialize_module
 from twinflow.offload.materialize import build, materialize
 
 CONFIG = GPTConfig(vocab_size=64, context=16, num_layers=3, hidden=32, num_heads=4)
@@ -331,49 +332,30 @@ def test_init_comes_before_hugging_faces_way() -> None:
     assert all(param.eq(2).all() for param in model.parameters())
 
 
-def recorder(model: nn.Module) -> tuple[list[tuple[str, list[str]]], Callable[[nn.Module, list[nn.Parameter]], None]]:
-    """Calls of `each` by name, with the values they saw checked against the end's by the test."""
-    calls: list[tuple[str, list[str]]] = []
-    names = {id(module): name for name, module in model.named_modules()}
+@pytest.mark.parametrize("make", [lambda: GPT(CONFIG), lambda: nn.Sequential(Pretrained(), Pretrained(), Pretrained())])
+def test_blocks_move_to_their_home_one_after_the_other(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set takes the place of the second device, which this machine does not have."""
+    model = on_meta(make)
+    blocks = model.blocks if isinstance(model, GPT) else model
+    block = max(sum(p.numel() for p in block.parameters()) for block in blocks)  # type: ignore[union-attr, operator]
+    outside = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in blocks.parameters())  # type: ignore[union-attr]
+    at_home: set[nn.Parameter] = set()
+    on_device: list[int] = []
+    monkeypatch.setattr(
+        materialize_module._Builder, "bring_home", lambda _, module: at_home.update(module.parameters())
+    )
 
-    def each(module: nn.Module, params: list[nn.Parameter]) -> None:
-        assert all(not param.is_meta and not param.isnan().any() for param in params)
-        own = {id(param): name for name, param in module.named_parameters(recurse=False)}
-        calls.append((names[id(module)], [own[id(param)] for param in params]))
+    def init(module: nn.Module) -> None:
+        made = [p for p in model.parameters() if not p.is_meta and p not in at_home]
+        on_device.append(sum(p.numel() for p in made))
+        for param in module.parameters(recurse=False):
+            nn.init.ones_(param)
 
-    return calls, each
-
-
-def test_each_sees_every_new_parameter_once_and_at_once() -> None:
-    model = on_meta(lambda: GPT(CONFIG))
-    assert isinstance(model, GPT)
-    calls, each = recorder(model)
-    alive: list[int] = []
-
-    def watch(module: nn.Module, params: list[nn.Parameter]) -> None:
-        each(module, params)
-        assert all(param.dtype == torch.bfloat16 for param in params)
-        alive.append(sum(not param.is_meta for param in model.parameters()))
-
-    materialize(model, CPU, torch.bfloat16, gpt_init(model), watch)
-    assert calls[0] == ("token_embedding", ["weight"])
-    assert calls[2:4] == [
-        ("blocks.0.attention_norm", ["weight", "bias"]),
-        ("blocks.0.attention.qkv", ["weight", "bias"]),
-    ]
-    assert [name for name, _ in calls][-1] == "norm", "the tied head has nothing of its own"
-    assert sum(len(names) for _, names in calls) == len(list(model.parameters()))
-    assert alive == [1, 2, *range(4, alive[-1] + 1, 2)], "nothing is made before its turn"
-
-
-@pytest.mark.parametrize("make", [lambda: nn.TransformerEncoderLayer(16, 4, 32), Pretrained])
-def test_each_sees_final_values(make: Callable[[], nn.Module]) -> None:
-    """Also where a module around one changes it afterwards: attention its projection, _init_weights a whole model."""
-    seen: list[tuple[nn.Parameter, Tensor]] = []
-    model = build(make, CPU, each=lambda _, params: seen.extend((param, param.clone()) for param in params))
-    assert {param for param, _ in seen} == set(model.parameters())
-    for param, value in seen:
-        assert torch.equal(param, value)
+    materialize(model, CPU, torch.bfloat16, init, home=CPU)
+    assert block // 2 < max(on_device) <= outside + block
+    assert at_home == set(model.parameters())
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -46,6 +46,7 @@ class Param:
     buckets: list[Bucket] = field(default_factory=list)
     _places: list[Place] = field(default_factory=list)
     first: int = 0  # start of this rank's part in the flattened parameter; 0 if this rank has all of it
+    unit: int | None = None  # for a matrix that Muon updates: the number of its unit (plan.py)
     guard: threading.Lock = field(default_factory=threading.Lock)  # several streams write to parts of the parameter
     taken: TakenGradient | None = None  # the tensor that replaces the gradient in `.grad` after the gradient was taken
     watched: Tensor | None = None  # a gradient that was not taken; a TakenGradient in `.grad` detects uses by the user

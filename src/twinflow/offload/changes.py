@@ -12,7 +12,6 @@ callers of `adopt` and `move` wait before the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -167,10 +166,10 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
         param.note_write()
 
 
-def move(bucket: Bucket, place: str, updater: Updater, options: Sequence[Options]) -> None:
-    """Move a bucket's state to another place. Raises MemoryError, and changes nothing, if that place is full."""
+def move(bucket: Bucket, plan: BucketPlan, updater: Updater, options: Sequence[Options]) -> None:
+    """Move a bucket's state to the place in `plan`. Raises MemoryError, and changes nothing, if that place is full."""
     assert not bucket.added
-    old, before, plan = bucket.updater, bucket.store, replace(bucket.plan, place=place)
+    old, before = bucket.updater, bucket.store
     try:
         store = updater.new_store(plan)
     except RuntimeError as error:  # torch reports full memory as a RuntimeError

@@ -5,10 +5,10 @@ buffers of one bucket's optimizer state. The master is the fp32 copy of a parame
 split master is stored as two halves of 16 bits.
 
 The parameters are part of the state ("aliased"): a bf16 parameter is the upper half of its split master, an fp32
-parameter is its own master, and an fp16 parameter has a separate fp32 master. With Adam's two states in fp32, a
-resident bucket therefore needs 10 bytes for each bf16 element beside the weight itself, and its update copies no
-weights. With a delayed update the weights must not change for one more step, so the state has separate buffers for the
-new weights. It also has these buffers if a parameter is not contiguous.
+parameter and a bf16 parameter without master are their own masters, and an fp16 parameter has a separate fp32 master.
+With Adam's two states in fp32, a resident bucket therefore needs 10 bytes for each bf16 element beside the weight
+itself, and its update copies no weights. With a delayed update the weights must not change for one more step, so the
+state has separate buffers for the new weights. It also has these buffers if a parameter is not contiguous.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from twinflow.offload.plan import BucketPlan
 from twinflow.offload.staging import Stage
 from twinflow.rules import Rule, reference
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Segment, Store, new_states
+from twinflow.rules.segment import Segment, Store, is_own_master, new_states
 
 
 class DeviceUpdater:
@@ -50,14 +50,16 @@ class DeviceUpdater:
         keeps_states: bool = True,
         keeps_weights: bool = False,
         max_programs: int | None = None,
+        master: str = "fp32",
     ) -> None:
         self.rule = rule
         self.format = format
+        self.master = master
         self.keeps_states = keeps_states  # False: SGD without momentum has no states
         self.keeps_weights = keeps_weights  # the state has its own buffers for weights
         self.max_programs = max_programs  # largest number of Triton programs of an update; None: no limit
         self._device = device
-        self._hypers = Hypers(rule, format)
+        self._hypers = Hypers(rule, has_keys=format != "fp32" or master == "none")
         self._is_fused = gpu.is_available()
         self._has_run = False
         self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # by bucket: parameter addresses, kernel for them
@@ -70,12 +72,12 @@ class DeviceUpdater:
         """Allocates zeros on the device. The master is a meta tensor if the parameters are their own master."""
         zeros = partial(torch.zeros, device=self._device)
         states = new_states(self.rule, self.format, plan.numel, zeros) if self.keeps_states else ((None, None),) * 2
-        is_aliased, is_wide = self.is_aliased(plan), plan.dtype == torch.float32
-        weight = None if is_aliased or is_wide else zeros(plan.numel, dtype=plan.dtype)
-        if is_wide and is_aliased:
-            master = torch.empty(plan.numel, dtype=torch.float32, device="meta")
-        else:
-            master = zeros(plan.numel, dtype=torch.int16 if plan.dtype == torch.bfloat16 else torch.float32)
+        is_aliased = self.is_aliased(plan)
+        if is_own_master(plan.dtype, self.master):
+            device = torch.device("meta") if is_aliased else self._device
+            return Store(self.format, torch.zeros(plan.numel, dtype=plan.dtype, device=device), None, *states)
+        weight = None if is_aliased else zeros(plan.numel, dtype=plan.dtype)
+        master = zeros(plan.numel, dtype=torch.int16 if plan.dtype == torch.bfloat16 else torch.float32)
         return Store(self.format, master, weight, *states)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -103,12 +105,18 @@ class DeviceUpdater:
         """A function that updates the state in `store`."""
         grads = task.grads
         assert grads is not None
-        if grads.device.type == "cuda" and self._is_fused:
-            return partial(self._update_fused, store, task, grads, factor, decision)
-        numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
-        return partial(self._update_plainly, task.bucket, store, grads, numbers, decision)
+        return partial(self.writer(store, task, factor, grads.device), grads, decision)
 
-    def _update_fused(self, store: Store, task: Task, grads: Tensor, factor: float, decision: Tensor | None) -> None:
+    def writer(
+        self, store: Store, task: Task, factor: float, device: torch.device
+    ) -> Callable[[Tensor, Tensor | None], None]:
+        """A function that updates the state in `store` with the given gradients and clipping decision."""
+        if device.type == "cuda" and self._is_fused:
+            return partial(self._update_fused, store, task, factor)
+        numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
+        return partial(self._update_plainly, task.bucket, store, numbers)
+
+    def _update_fused(self, store: Store, task: Task, factor: float, grads: Tensor, decision: Tensor | None) -> None:
         """Updates with the bucket's Triton kernel, or without Triton if the first launch fails.
 
         The kernel's tables are allocated on the stream that runs the kernel, because memory of another stream may still
@@ -129,7 +137,7 @@ class DeviceUpdater:
             )
             self._is_fused = False
             numbers = {i: self._hypers.of(task, i, factor) for i in task.present}
-            self._update_plainly(task.bucket, store, grads, numbers, decision)
+            self._update_plainly(task.bucket, store, numbers, grads, decision)
         self._has_run = True
 
     def _fused_of(self, bucket: Bucket) -> FusedUpdate:
@@ -138,12 +146,15 @@ class DeviceUpdater:
         if found is None or found[0] != bucket.addresses:
             weights = zip(self._weights(bucket), bucket.slices, strict=True)
             pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
-            found = (bucket.addresses, FusedUpdate(self.rule, pieces, self.max_programs))
+            found = (
+                bucket.addresses,
+                FusedUpdate(self.rule, pieces, self.max_programs, has_master=self.master != "none"),
+            )
             self._fused[bucket.plan.index] = found
         return found[1]
 
     def _update_plainly(
-        self, bucket: Bucket, store: Store, grads: Tensor, numbers: Mapping[int, Numbers], decision: Tensor | None
+        self, bucket: Bucket, store: Store, numbers: Mapping[int, Numbers], grads: Tensor, decision: Tensor | None
     ) -> None:
         """Updates without Triton: by the native kernels on the CPU, by the torch reference on a GPU."""
         found = []
@@ -238,7 +249,8 @@ class DeviceUpdater:
         if not self.is_aliased(bucket.plan):
             return store
         target = bucket.targets[index]
-        return replace(store, master=target) if bucket.plan.dtype == torch.float32 else replace(store, weight=target)
+        is_master = is_own_master(bucket.plan.dtype, self.master)
+        return replace(store, master=target) if is_master else replace(store, weight=target)
 
 
 def _param_values(bucket: Bucket, index: int) -> Tensor:

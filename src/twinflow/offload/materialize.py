@@ -15,7 +15,7 @@ These rules make the initial values correct:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from twinflow.device import to_host
 from twinflow.errors import invalid_value
 
 Init = Callable[[nn.Module], None]
-Each = Callable[[nn.Module, list[nn.Parameter]], None]
 
 
 def build(
@@ -34,20 +34,26 @@ def build(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     init: Init | None = None,
-    each: Each | None = None,
+    home: torch.device | None = None,
+    stays: Collection[Tensor] = (),
 ) -> nn.Module:
     """Return a model with memory. `model`: a module on the meta device, or a function such as `lambda: GPT(config)`.
 
     The function is called under `torch.device("meta")`. The other arguments are those of `materialize`.
     """
-    if not isinstance(model, nn.Module):
-        check_maker(model)
-        with torch.device("meta"):
-            made = model()
-        if not isinstance(made, nn.Module):
-            raise invalid_value("The result of the function model()", made, "an nn.Module")
-        model = made
-    return materialize(model, device, dtype, init, each)
+    return materialize(on_meta(model), device, dtype, init, home, stays)
+
+
+def on_meta(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the module, or call the function that builds it under `torch.device("meta")`."""
+    if isinstance(model, nn.Module):
+        return model
+    check_maker(model)
+    with torch.device("meta"):
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise invalid_value("The result of the function model()", made, "an nn.Module")
+    return made
 
 
 def check_maker(model: object) -> None:
@@ -70,7 +76,8 @@ def materialize(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     init: Init | None = None,
-    each: Each | None = None,
+    home: torch.device | None = None,
+    stays: Collection[Tensor] = (),
 ) -> nn.Module:
     """Allocate and initialise on `device` every tensor of `model` that is on the meta device. Returns `model`.
 
@@ -81,9 +88,13 @@ def materialize(
     initialiser fills.
 
     `dtype` is the dtype of floating-point parameters. They are initialised in fp32 and then cast. Buffers keep their
-    dtype. Tensors that are not on the meta device do not change. `each(module, params)` is called when the new
-    parameters of a module are final. If no enclosing module has an initialiser, this is right after the module's own
-    initialisation. Otherwise it is after the initialiser of the outermost enclosing module that has one.
+    dtype. Tensors that are not on the meta device do not change.
+
+    With `home`, parameters are initialised on `device` and then move to the device `home`, so that `device` never has
+    all of them. The members of the outermost ModuleLists and Sequentials move one after the other, when they are
+    complete, and the other parameters at the end. If the initialiser of an enclosing module changes parameters that
+    have moved, it computes their values on `home`. `stays`: parameters (on the
+    meta device) that do not move.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -91,7 +102,9 @@ def materialize(
     if dtype is not None and not dtype.is_floating_point:
         raise invalid_value("dtype", dtype, "a floating-point dtype, such as torch.bfloat16")
     real = {tensor for module in model.modules() for tensor in _own(module) if not tensor.is_meta}
-    _Builder(device, dtype, init, each, real).visit(model, "", None, reached=False)
+    builder = _Builder(device, dtype, init, home, real, stays)
+    builder.visit(model, "", None, is_in_list=False)
+    builder.bring_home(model)
     _check_attributes(model)
     return model
 
@@ -119,32 +132,34 @@ class _Builder:
     device: torch.device
     dtype: torch.dtype | None
     init: Init | None
-    each: Each | None
+    home: torch.device | None
     real: set[Tensor]  # tensors that had memory before
+    stays: Collection[Tensor]  # meta tensors that do not move to `home`
     made: dict[Tensor, Tensor] = field(default_factory=dict)  # new tensors by their meta tensor; tied weights stay tied
-    finished: list[tuple[nn.Module, list[nn.Parameter]]] = field(default_factory=list)  # not yet passed to `each`
     seen: set[nn.Module] = field(default_factory=set)
 
-    def visit(self, module: nn.Module, path: str, around: Init | None, reached: bool) -> bool:
+    def visit(self, module: nn.Module, path: str, around: Init | None, is_in_list: bool) -> bool:
         """Build the children, then the module itself. Returns whether at least one tensor was allocated.
 
-        `around`: the `_init_weights` of the nearest enclosing model that has one. `reached`: the initialiser of an
-        enclosing module runs after this module is built.
+        `around`: the `_init_weights` of the nearest enclosing model that has one. `is_in_list`: the module is inside a
+        member of a ModuleList or Sequential.
         """
         if module in self.seen:
             return False
         self.seen.add(module)
         around = _init_weights(module) or around
         runs = self._has_init(module, around)
-        fresh_below = [
-            self.visit(child, f"{path}.{name}" if path else name, around, reached or runs)
-            for name, child in module.named_children()
-        ]
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and not is_in_list
+        fresh_below = []
+        for name, child in module.named_children():
+            fresh_below.append(self.visit(child, f"{path}.{name}" if path else name, around, is_in_list or is_list))
+            if is_list:
+                self.bring_home(child)
         label = f"{path or 'the model'} ({type(module).__name__})"
         fresh = self._make(module, label)
         if fresh or (any(fresh_below) and runs):
             self._initialise(module, label, fresh, around)
-        self._finish(module, fresh, reached)
+        self._cast(fresh)
         return bool(fresh) or any(fresh_below)
 
     def _has_init(self, module: nn.Module, around: Init | None) -> bool:
@@ -203,22 +218,22 @@ class _Builder:
             if _is_poisoned(entry.tensor):
                 raise _not_filled(label, entry, has_init=first is not None or reset is not None)
 
-    def _finish(self, module: nn.Module, fresh: list[_Fresh], reached: bool) -> None:
-        """Cast the new parameters, and call `each` with the parameters that no initialiser will change any more."""
-        params = []
+    def _cast(self, fresh: list[_Fresh]) -> None:
+        """Cast new parameters to the dtype of the model."""
         for entry in fresh:
             tensor = entry.tensor
             self.made[entry.meta] = tensor
-            if isinstance(tensor, nn.Parameter):
-                if self.dtype is not None and tensor.is_floating_point():
-                    tensor.data = tensor.data.to(self.dtype)  # keeps the parameter object, as nn.Module.to does
-                params.append(tensor)
-        if params:
-            self.finished.append((module, params))
-        if not reached and self.each is not None:
-            finished, self.finished = self.finished, []
-            for owner, its in finished:
-                self.each(owner, its)
+            if isinstance(tensor, nn.Parameter) and self.dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(self.dtype)  # keeps the parameter object, as nn.Module.to does
+
+    def bring_home(self, module: nn.Module) -> None:
+        """Move the new parameters of a module, and of the modules inside, to `home`."""
+        if self.home is None:
+            return
+        stays = {self.made[meta] for meta in self.stays if meta in self.made}
+        for param in module.parameters():
+            if param not in self.real and param not in stays:
+                param.data = to_host(param.data) if self.home.type == "cpu" else param.data.to(self.home)
 
 
 def _init_weights(module: nn.Module) -> Init | None:

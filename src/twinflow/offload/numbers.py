@@ -38,9 +38,9 @@ class _Slices(NamedTuple):
 class Hypers:
     """Computes a rule's hyperparameters. Slices of a job with the same param group and step count share the result."""
 
-    def __init__(self, rule: Rule, format: str) -> None:
+    def __init__(self, rule: Rule, has_keys: bool) -> None:
         self._rule = rule
-        self._has_keys = format != "fp32"  # fp32 states are not rounded
+        self._has_keys = has_keys  # False if nothing is rounded stochastically
         self._slices: dict[Bucket, _Slices] = {}
         self._options: Sequence[Options] = ()  # options of the last job
         self._known: dict[tuple[int, int], Hyper] = {}  # by group and step, for `_options`

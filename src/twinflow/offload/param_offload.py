@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from twinflow.device import Device
+from twinflow.device import Device, to_host
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
@@ -750,7 +750,7 @@ def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.de
 
     The parameters become expanded scalars on the device, which need no memory.
     """
-    values = {param: param.detach().to("cpu").contiguous() for param in params}
+    values = {param: to_host(param.detach()).contiguous() for param in params}
     for param in params:
         param.data = torch.zeros((), dtype=param.dtype, device=where).expand(param.shape)
     for module in model.modules():

@@ -54,14 +54,39 @@ def whole_blocks(params: Sequence[ParamSpec], parts: Sequence[Sequence[Part]]) -
     """The parts, changed so that each block has one place: the one that has had more of its elements (of equal numbers:
     the host). Parameters outside of all blocks do not change.
     """
-    resident: dict[int, int] = {}  # by block: elements on the device, minus elements on the host
-    for param, cuts in zip(params, parts, strict=True):
+    return _whole(params, parts, [param.block if param.block != ROOT else None for param in params])
+
+
+def whole_units(params: Sequence[ParamSpec], parts: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """The parts, changed so that each unit of matrices has one place, as `whole_blocks` does it for blocks."""
+    return _whole(params, parts, [param.unit for param in params])
+
+
+def _whole(
+    params: Sequence[ParamSpec], parts: Sequence[Sequence[Part]], keys: Sequence[int | None]
+) -> list[list[Part]]:
+    """The parts, changed so that parameters with the same key have one place. Those with the key None do not change."""
+    resident: dict[int | None, int] = {}  # by key: elements on the device, minus elements on the host
+    for key, cuts in zip(keys, parts, strict=True):
         more = sum(part.numel if part.place == RESIDENT else -part.numel for part in cuts)
-        resident[param.block] = resident.get(param.block, 0) + more
+        resident[key] = resident.get(key, 0) + more
     return [
-        [*cuts] if param.block == ROOT else [Part(0, param.numel, RESIDENT if resident[param.block] > 0 else HOST)]
-        for param, cuts in zip(params, parts, strict=True)
+        [*cuts] if key is None else [Part(0, param.numel, RESIDENT if resident[key] > 0 else HOST)]
+        for param, cuts, key in zip(params, parts, keys, strict=True)
     ]
+
+
+def clip(plans: Sequence[BucketPlan], params: Sequence[ParamSpec]) -> list[BucketPlan]:
+    """The plans without the elements that this rank does not have. They were made for the rank with the most elements
+    of each parameter, so that all ranks have the same buckets of matrices.
+    """
+    found: list[BucketPlan] = []
+    for plan in plans:
+        cuts = ((piece, min(piece.numel, params[piece.param].numel - piece.start)) for piece in plan.slices)
+        slices = tuple(replace(piece, numel=numel) for piece, numel in cuts if numel > 0)
+        if slices:
+            found.append(replace(plan, index=len(found), slices=slices))
+    return found
 
 
 def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:

@@ -7,12 +7,15 @@ size.
 With compressed communication, neighbouring elements of a bucket share a scale. Copies of a parameter on several
 pipeline or tensor ranks must then have the same neighbours on all these ranks. Parameters are therefore in the same
 bucket only if their `ParamSpec.shared` is equal.
+
+Matrices that Muon orthogonalises in one batch form a unit. Whether a matrix is in a batch with others may change the
+last bits of the result, so units depend on the model alone, and a unit is never divided over buckets (except by ZeRO).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +31,7 @@ HOST = "host"  # state in host memory, updated by the CPU
 RESIDENT = "resident"  # state in device memory, updated by the device
 STREAMED = "streamed"  # state in host memory, copied to the device for each update and back
 PLACES = (HOST, RESIDENT, STREAMED)
+MATRICES = "matrices"  # part of the name of an updater
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class ParamSpec:
     is_contiguous: bool = True
     is_counted: bool = True  # part of the gradient norm; False for a copy of another rank's parameter
     shared: str = ""  # a name that is equal on all pipeline or tensor ranks with a copy of the parameter; see above
+    unit: int | None = None  # for a matrix that Muon updates: the number of its unit; see above
 
 
 class Part(NamedTuple):
@@ -74,6 +79,18 @@ class BucketPlan:
     place: str = HOST  # one of PLACES
     can_alias: bool = True  # all parameters are contiguous, so that views of them can be part of the state
     is_counted: bool = True  # part of the gradient norm
+    is_matrix: bool = False  # Muon updates the parameters, always on the device
+
+    def at(self, place: str) -> BucketPlan:
+        """The plan with another place. A bucket of matrices that is to be on the host is streamed instead."""
+        if self.is_matrix and place == HOST:
+            place = STREAMED if self.can_alias else RESIDENT
+        return replace(self, place=place)
+
+    @property
+    def updater(self) -> str:
+        """The name of its updater: the place, and whether the parameters are matrices."""
+        return f"{self.place} {MATRICES}" if self.is_matrix else self.place
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
@@ -96,26 +113,30 @@ def plan_buckets(
     max_numel: int = BUCKET_NUMEL,
     parts: Sequence[Sequence[Part]] | None = None,
     keeps_whole: bool = False,
+    num_parts: int = 1,
 ) -> list[BucketPlan]:
     """Packs all parameters into buckets of at most `max_numel` elements, in the order of parameters and blocks.
 
     If a parameter is larger than `max_numel` and cannot be split, it gets a larger bucket of its own. `parts` gives the
     place of each parameter's elements; by default all states are on the host. With `keeps_whole`, the parts of
     parameters in blocks are not split, and a part larger than `max_numel` gets a larger bucket.
+    Ranks will divide each bucket into `num_parts` parts of whole matrices, which a larger bucket lets them do evenly.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
     kinds: dict[_Kind, list[tuple[int, Part]]] = {}
     for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
         for part in cuts:
-            kind = _Kind(param.shared, param.block, param.dtype, part.place, param.is_contiguous, param.is_counted)
+            flags = param.is_contiguous, param.is_counted, param.unit is not None
+            kind = _Kind(param.shared, param.block, param.dtype, part.place, *flags)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
-        size = _even(members, max_numel)
+        size = _even(members, max_numel * num_parts if kind.is_matrix else max_numel)
         is_whole = keeps_whole and kind.block != ROOT
         for slices in _fit(members, size) if is_whole else _pack(params, members, size):
             numel = slices[-1].offset + padded(slices[-1].numel)
-            buckets.append(BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[3:]))
+            plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[3:])
+            buckets.append(plan.at(plan.place))
     return buckets
 
 
@@ -128,6 +149,7 @@ class _Kind(NamedTuple):
     place: str
     can_alias: bool
     is_counted: bool
+    is_matrix: bool
 
 
 def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:
@@ -157,20 +179,29 @@ def _fit(members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[S
 def _pack(params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]], max_numel: int) -> Iterable[list[Slice]]:
     slices: list[Slice] = []
     used = 0
-    for index, part in members:
+    for index, part, together in _by_unit(params, members):
         start, left, can_split = part.start, part.numel, params[index].can_split
         while left:
             room = max_numel - used
-            if not can_split and left > room and slices:
-                room = 0
-            if room == 0:
+            if slices and (room <= 0 if can_split else together > max(room, 0)):
                 yield slices
                 slices, used, room = [], 0, max_numel
             numel = min(left, room) if can_split else left
             slices.append(Slice(index, start, numel, used))
             used, start, left = used + padded(numel), start + numel, left - numel
-            if used >= max_numel:
-                yield slices
-                slices, used = [], 0
     if slices:
         yield slices
+
+
+def _by_unit(params: Sequence[ParamSpec], members: Iterable[tuple[int, Part]]) -> Iterable[tuple[int, Part, int]]:
+    """The members of each unit one after the other, each with the number of elements that must go into its bucket: all
+    of the unit for its first member, none for the others.
+    """
+    units: dict[tuple[int, int], list[tuple[int, Part]]] = {}
+    for index, part in members:
+        unit = params[index].unit
+        units.setdefault((0, unit) if unit is not None else (1, index), []).append((index, part))
+    for (kind, _), found in units.items():
+        total = sum(padded(part.numel) for _, part in found)
+        for k, (index, part) in enumerate(found):
+            yield index, part, part.numel if kind else total * (k == 0)

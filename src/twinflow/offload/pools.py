@@ -90,14 +90,22 @@ def num_gradient_slots(settings: Settings, num_buckets: int) -> int:
     return num_buckets if settings.delayed_update or holds_on_host else min(settings.num_slots, num_buckets)
 
 
+def runs_ahead(executor: Executor, settings: Settings) -> bool:
+    """Whether updates run before the clipping decision, if there is memory for it."""
+    return settings.may_run_ahead and settings.limits.any and executor.can_run_ahead
+
+
 def prepare_speculative_stores(
     stores: SpeculativeStores, executor: Executor, settings: Settings, buckets: Sequence[Bucket]
 ) -> None:
-    """Makes speculative stores within their limit of memory, if updates can run before the clipping decision."""
-    if not (settings.may_run_ahead and settings.limits.any and executor.can_run_ahead):
+    """Makes speculative stores within their limits of memory, for updates before the clipping decision and for those
+    beside background checkpoints.
+    """
+    is_ahead, is_saved = runs_ahead(executor, settings), stores.saved_bytes > 0 and executor.can_run_ahead
+    if not (is_ahead or is_saved or stores.num_bytes):
         return
     hosted = [bucket for bucket in buckets if not bucket.is_on_device]
-    stores.prepare(hosted)
+    stores.prepare(hosted if is_ahead else [], hosted if is_saved else [])
     if any(bucket.updater.needs_weight_slot(bucket.plan) for bucket in hosted):
         # One more slot for each store. Slots that were added for earlier stores are used again or released.
         num_added = max(0, executor.counters.num_weight_slots - executor.num_weight_slots)

@@ -41,7 +41,8 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
     Raises MemoryError if the other place has too little memory. Nothing has changed then.
     """
     runtime.wait_for_readers()
-    if place == bucket.plan.place:
+    plan = bucket.plan.at(place)
+    if plan.place == bucket.plan.place:
         return
     last = runtime.steps.last
     has_unsent = runtime.executor.take_unsent(bucket)  # weights of a delayed update that were not copied to the device
@@ -49,7 +50,7 @@ def move(runtime: Runtime, bucket: Bucket, place: str) -> None:
         last.unsent = [task for task in last.unsent if task.bucket is not bucket]
         has_unsent = True
     try:
-        changes.move(bucket, place, runtime.updaters[place], runtime.options())
+        changes.move(bucket, plan, runtime.updaters[plan.updater], runtime.options())
     finally:  # also if there was too little memory
         if has_unsent and last is not None:
             _hold_back(runtime, last, bucket)

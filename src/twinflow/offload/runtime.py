@@ -46,7 +46,7 @@ from twinflow.device import Device
 from twinflow.errors import incompatible, wrong_state
 from twinflow.offload import changes, refusals, weight_guard
 from twinflow.offload.blocks import Block
-from twinflow.offload.bucket import Param, Updater, new_bucket, note_step
+from twinflow.offload.bucket import Bucket, Param, Updater, new_bucket, note_step
 from twinflow.offload.collector import Collector
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.executor import Executor, Held
@@ -97,10 +97,12 @@ class Runtime:
         option_names: frozenset[str] | None = None,
         owner: Callable[[], object | None] | None = None,
         where: torch.device | None = None,
+        on_bucket: Callable[[Bucket], None] | None = None,
     ) -> None:
         """`options` returns the options of each param group. `option_names`: the options that an update depends on;
         None means all of them. `owner`: a weak reference to the optimizer, so that the model's hooks do not keep the
-        optimizer alive. `where`: the device of the model, needed only without trained parameters."""
+        optimizer alive. `where`: the device of the model, needed only without trained parameters. `on_bucket` is called
+        with each bucket before the state of the next one is allocated."""
         self.device = device
         self._where = where
         self.updaters = updaters
@@ -112,10 +114,12 @@ class Runtime:
         host = updaters[HOST]
         rule = host.rule if isinstance(host, RuleUpdater) else None
         self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device)
-        self.buckets = [
-            new_bucket(params, plan, whole, updaters[plan.place], self._offloads_params(plan), executor)
-            for plan, whole in zip(plans, wholes, strict=True)
-        ]
+        self.buckets: list[Bucket] = []
+        for plan, whole in zip(plans, wholes, strict=True):
+            bucket = new_bucket(params, plan, whole, updaters[plan.updater], self._offloads_params(plan), executor)
+            self.buckets.append(bucket)
+            if on_bucket is not None:
+                on_bucket(bucket)
         self._by_tensor: dict[Tensor, Param] = {param.tensor: param for param in params}
         self._waits = WeightWaits(device, executor, params, self.buckets)
         self._hooks: ModelHooks | None = None
@@ -620,6 +624,8 @@ class Runtime:
         `keep`: a master weight that rounds to the value of its parameter is not changed. `values`: the values of
         offloaded parameters.
         """
+        for bucket in {bucket: None for param in params for bucket in param.buckets}:
+            self.frozen.wait_until_read(bucket)
         changes.adopt(params, keep, values or {})
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ belongs to the implementation, which gives this rank's part to the executor or t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -97,6 +97,30 @@ class Sharing(Protocol):
 
     def forget(self) -> None:
         """Forget weights that are not published yet. Call it only while no update is under way."""
+        ...
+
+
+class MatrixExchange(Protocol):
+    """Orthogonalises matrices of which each rank has some rows (stage 3): one rank gathers all rows of a matrix.
+
+    All ranks must orthogonalise the same matrices in the same order. Updates run on several streams, which are threads
+    on a CPU. An update therefore takes a turn when it is queued, and runs the exchange when its turn comes.
+    """
+
+    def take_turn(self) -> int:
+        """Return the number of the next exchange."""
+        ...
+
+    def orthogonalise(
+        self,
+        turn: int,
+        rows: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        work: Callable[[Mapping[int, Tensor]], None],
+    ) -> None:
+        """Replace this rank's rows of matrices with the given whole shapes. `work` orthogonalises, in place, the whole
+        matrices that this rank gets, by their index.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twinflow import native
 from twinflow.rules import Rule, formats
-from twinflow.rules.formats import BLOCK, rounds_to
+from twinflow.rules.formats import BLOCK, SCALED, rounds_to
 from twinflow.rules.segment import Store, decode_state, encode_saved
 from twinflow.state_dict import tensor_of
 
@@ -22,9 +22,9 @@ _CHUNK = 1 << 22  # elements that are converted at once; it limits the memory of
 
 
 def read(rule: Rule, store: Store) -> dict[str, Tensor]:
-    """Master and states as flat fp32 tensors by name, and the scales of 8-bit states.
+    """Master and states as flat fp32 tensors by name, and the scales of states that have them.
 
-    With the scales, `write` restores the same 8-bit codes. Tensors that are fp32 in the store are returned as views.
+    With the scales, `write` restores the same codes. Tensors that are fp32 in the store are returned as views.
     """
     keys = ["master", *(name for name in rule.states if name is not None)]
     values = {key: found.float() for key in keys if (found := read_one(rule, store, key)) is not None}
@@ -33,22 +33,25 @@ def read(rule: Rule, store: Store) -> dict[str, Tensor]:
 
 
 def read_one(rule: Rule, store: Store, key: str) -> Tensor | None:
-    """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
+    """The value that `read` returns under `key`, except that a bf16 state or weight is not converted to fp32."""
     if key == "master":
         return _master(store)
     which = rule.states.index(key.removesuffix("_scale"))
     if key.endswith("_scale"):
         return store.scales[which]
-    return decode_state(store, which) if store.format == "int8" else store.states[which]
+    return decode_state(store, which) if store.format in SCALED else store.states[which]
 
 
 def write(rule: Rule, whole: Store, values: Mapping[str, object]) -> None:
-    """Writes values that `read` has returned into a store, which may have another format than the one read."""
+    """Writes values that `read` has returned into a store, which may have another format than the one read.
+
+    Scales are valid only for the format in which they were read.
+    """
     for at, store in _chunks(whole):
         numel, device = store.master.numel(), store.master.device
         set_master(store, tensor_of(values, "master")[at : at + numel].to(device).float())
         for which, name in enumerate(rule.states):
-            if name is not None and name in values and store.states[which] is not None:
+            if name is not None and name in values and store.has_state(which):
                 scale = tensor_of(values, f"{name}_scale") if f"{name}_scale" in values else None
                 cut = scale[at // BLOCK : -(-(at + numel) // BLOCK)].to(device) if scale is not None else None
                 encode_saved(store, which, tensor_of(values, name)[at : at + numel].to(device).float(), cut)
@@ -59,13 +62,15 @@ def write_master(whole: Store, values: Tensor, keep: bool) -> None:
     for at, store in _chunks(whole):
         given = _on(store.master.device, values[at : at + store.master.numel()])
         if not keep:
-            set_master(store, given.float())
+            set_master(store, given)
         elif not (store.is_split and _are_same(store.weight, given)):
             set_master(store, _adopted(_master(store), given))
 
 
 def _adopted(master: Tensor, given: Tensor) -> Tensor:
-    """`given` as fp32, or `master` in elements that round to it. On the host, `master` is overwritten."""
+    """`given` as fp32, or `master` in elements that round to it. On the host, an fp32 `master` is overwritten."""
+    if master.dtype == torch.bfloat16:  # the weights themselves
+        return given.float()
     if master.device.type != "cpu":
         return torch.where(rounds_to(master, given), master, given.float())
     native.adopt(master, given)
@@ -107,12 +112,18 @@ def clear(store: Store, value: float) -> None:
 
 
 def set_master(store: Store, values: Tensor) -> None:
-    """Sets the master to fp32 values. The values are split if the master is stored in two halves."""
+    """Sets the master to `values`. They are split if the master is stored in two halves, and rounded to nearest if bf16
+    weights have no master.
+    """
     if not store.is_split:
         store.master.copy_(values)
         return
     assert store.weight is not None
-    upper, lower = split(values)
+    if values.dtype == store.weight.dtype:  # the lower half of a bf16 value is 0
+        store.weight.copy_(values)
+        store.master.zero_()
+        return
+    upper, lower = split(values.float())
     store.weight.copy_(upper)
     store.master.copy_(lower)
 

@@ -26,7 +26,7 @@ from twinflow.offload.plan import BucketPlan
 from twinflow.offload.staging import Stage
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Store
+from twinflow.rules.segment import Store, is_own_master
 
 _ALIGN = 512  # every tensor of a state starts at a multiple of this number of bytes
 
@@ -38,12 +38,23 @@ class StreamedUpdater:
     is_all_in_store = True
     reads_decision = True
 
-    def __init__(self, rule: Rule, format: str, device: Device, where: torch.device, keeps_states: bool = True) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        format: str,
+        device: Device,
+        where: torch.device,
+        keeps_states: bool = True,
+        there: DeviceUpdater | None = None,
+        master: str = "fp32",
+    ) -> None:
+        """`there` updates the state that was copied to the device. Default: a `DeviceUpdater` of the rule."""
         self.rule = rule
+        self._master = master
         self._device = device
         self._where = where
-        self._there = DeviceUpdater(rule, format, where, keeps_states)
-        self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states)
+        self._there = there or DeviceUpdater(rule, format, where, keeps_states, master=master)
+        self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states, master=master)
         self._raw: dict[int, Tensor] = {}  # by bucket: all of its state in one tensor, so that one copy moves it
         self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # by bucket and stage: buffer address, state in it
 
@@ -54,7 +65,7 @@ class StreamedUpdater:
         return self._view(plan, raw)
 
     def _view(self, plan: BucketPlan, raw: Tensor) -> Store:
-        """A store whose tensors are consecutive in `raw`. An fp32 parameter is its own master and is not in `raw`."""
+        """A store whose tensors are consecutive in `raw`. A parameter that is its own master is not in `raw`."""
         shape, at = self._shapes.new_store(plan), 0
 
         def take(like: Tensor | None) -> Tensor | None:
@@ -65,14 +76,15 @@ class StreamedUpdater:
             at += _aligned(part.numel() * part.element_size())
             return part
 
-        master = shape.master if plan.dtype == torch.float32 else take(shape.master)
+        master = shape.master if is_own_master(plan.dtype, self._master) else take(shape.master)
         assert master is not None
         states, scales = (take(shape.states[0]), take(shape.states[1])), (take(shape.scales[0]), take(shape.scales[1]))
         return Store(shape.format, master, None, states, scales)
 
     def _nbytes(self, plan: BucketPlan) -> int:
         shape = self._shapes.new_store(plan)
-        parts = [*shape.states, *shape.scales, *([] if plan.dtype == torch.float32 else [shape.master])]
+        own = [] if is_own_master(plan.dtype, self._master) else [shape.master]
+        parts = [*shape.states, *shape.scales, *own]
         return sum(_aligned(t.numel() * t.element_size()) for t in parts if t is not None)
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
@@ -146,7 +158,8 @@ class StreamedUpdater:
         """The state of one slice with a copy of its parameter."""
         piece, own = bucket.slices[index], bucket.targets[index].detach().cpu().clone()
         store = bucket.store.narrow(piece.offset, piece.numel)
-        return replace(store, master=own) if bucket.plan.dtype == torch.float32 else replace(store, weight=own)
+        is_master = is_own_master(bucket.plan.dtype, self._master)
+        return replace(store, master=own) if is_master else replace(store, weight=own)
 
 
 def _copy(into: Tensor, source: Tensor) -> None:

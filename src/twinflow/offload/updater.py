@@ -20,7 +20,7 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import BucketPlan
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Store, new_states
+from twinflow.rules.segment import Store, is_own_master, new_states
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -32,10 +32,17 @@ class RuleUpdater:
     is_all_in_store = True
 
     def __init__(
-        self, rule: Rule, format: str, device: Device, keeps_states: bool = True, offloads_params: bool = False
+        self,
+        rule: Rule,
+        format: str,
+        device: Device,
+        keeps_states: bool = True,
+        offloads_params: bool = False,
+        master: str = "fp32",
     ) -> None:
         self.rule = rule
         self.format = format
+        self.master = master
         self.keeps_states = keeps_states  # False: SGD without momentum has no states
         self.offloads_params = offloads_params  # the state has the only copy of the weights
         self._device = device
@@ -43,16 +50,16 @@ class RuleUpdater:
     def new_store(self, plan: BucketPlan) -> Store:
         """Allocates zeros.
 
-        The part from which weights are copied to the device is page-locked: the master of an fp32 parameter, or the
-        upper half of the split master of a bf16 parameter. The master of an fp16 parameter does not contain its
-        weights. They are copied from a slot of the executor. If the state has the only copy of the weights, they are
-        copied from a page-locked tensor in the store instead.
+        The part from which weights are copied to the device is page-locked: the master of an fp32 parameter, the weight
+        of a bf16 parameter without master, or the upper half of the split master of a bf16 parameter. The master of an
+        fp16 parameter does not contain its weights. They are copied from a slot of the executor. If the state has the
+        only copy of the weights, they are copied from a page-locked tensor in the store instead.
         """
         states: tuple[Pair, Pair] = ((None, None), (None, None))
         if self.keeps_states:
             states = new_states(self.rule, self.format, plan.numel, hidden_zeros)
-        if plan.dtype == torch.float32:
-            return Store(self.format, self._device.pinned(plan.numel, torch.float32), None, *states)
+        if is_own_master(plan.dtype, self.master):
+            return Store(self.format, self._device.pinned(plan.numel, plan.dtype), None, *states)
         if plan.dtype == torch.bfloat16:
             weight = self._device.pinned(plan.numel, torch.bfloat16)
             return Store(self.format, hidden_zeros(plan.numel, dtype=torch.int16), weight, *states)
@@ -66,7 +73,7 @@ class RuleUpdater:
                 self.clear(bucket, i, options)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
-        slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
+        slices.clear(self.store_of(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
         """True for fp16, whose master does not contain the weights, unless the store has a copy of the weights."""
@@ -74,23 +81,23 @@ class RuleUpdater:
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """Master and states of one slice as flat fp32 tensors. fp32 tensors are returned as views."""
-        return slices.read(self.rule, self._slice(bucket, index))
+        return slices.read(self.rule, self.store_of(bucket, index))
 
     def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
         """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
-        return slices.read_one(self.rule, self._slice(bucket, index), key)
+        return slices.read_one(self.rule, self.store_of(bucket, index), key)
 
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
-        slices.write(self.rule, self._slice(bucket, index), values)
+        slices.write(self.rule, self.store_of(bucket, index), values)
         self._round(bucket, index)
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        slices.write_master(self._slice(bucket, index), values, keep)
+        slices.write_master(self.store_of(bucket, index), values, keep)
         self._round(bucket, index)
 
     def _round(self, bucket: Bucket, index: int) -> None:
         """Rounds the fp32 master into the separate weights of the state, if it has such a master and such weights."""
-        store = self._slice(bucket, index)
+        store = self.store_of(bucket, index)
         if store.weight is not None and not store.is_split:
             native.cast(store.weight, store.master)
 
@@ -103,7 +110,8 @@ class RuleUpdater:
             if tensor is not None:
                 self._device.release(tensor)
 
-    def _slice(self, bucket: Bucket, index: int) -> Store:
+    def store_of(self, bucket: Bucket, index: int) -> Store:
+        """Views of one slice's part of the present store."""
         piece = bucket.slices[index]
         return bucket.store.narrow(piece.offset, piece.numel)
 

@@ -38,6 +38,7 @@ from twinflow.dist.agree import gather_json
 from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.early import WATCHED_STEPS
+from twinflow.offload.muon import update_flops
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.step_timer import StepMarks
@@ -69,7 +70,9 @@ _CLIP_CHANGE: Final = 0.3  # by how much the share of clipped steps must change
 _FIRST_REST: Final = 64  # steps from one choice to the next at least; doubles with each choice
 _LONGEST_REST: Final = 4096
 _DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (share, least bytes)
-_VARIED: Final = 0.1  # if the times of steps differ by more, the sizes of inputs vary, and so does the memory of steps
+# If the times of backwards differ by more, the sizes of inputs vary, and so does the memory of steps. The times of
+# whole steps also vary if updates and copies share the bandwidth of the host's memory.
+_VARIED: Final = 0.1
 _GROWTH: Final = 0.25  # then so much of the memory that steps need stays free in addition, for larger inputs
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
 
@@ -218,7 +221,8 @@ class AutoPlacement:
         self._is_quiet = False
         if num_watched not in (_NUM_FEW, _NUM_MANY + 1):
             return
-        times = [found.step_s for found in self._read(self._watched)]
+        found = self._read(self._watched)
+        times = [each.step_s for each in found]
         is_clear = max(times) <= (1.0 + _AGREE) * min(times)
         # The step of a move is long, and the host is done with its updates before the next one begins. The first step
         # that is watched may therefore be shorter than all later ones.
@@ -226,6 +230,9 @@ class AutoPlacement:
         is_known = (is_clear or is_rising) and len(set(self._clipped)) == 1
         if not is_known and num_watched == _NUM_FEW:
             return
+        if not is_known:
+            backwards = sorted(each.backward_s for each in found)
+            self._is_varied |= backwards[-2] > (1.0 + _VARIED) * backwards[0]  # one step may have been disturbed
         step_s = self._mean(times) if not is_known else min(times) if is_clear else times[1]
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
         self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
@@ -235,8 +242,6 @@ class AutoPlacement:
         """The mean time of a step. The few watched steps count as many clipped steps as there were for longer."""
         clipped = [time for time, after in zip(times, self._after_clipped, strict=True) if after]
         others = [time for time, after in zip(times, self._after_clipped, strict=True) if not after]
-        same = sorted(clipped if len(clipped) > len(others) else others)
-        self._is_varied |= same[-2] > (1.0 + _VARIED) * same[0]  # one step may have been disturbed
         share = self._clipped_share if clipped and others else float(bool(clipped))
         return share * _typical(clipped) + (1.0 - share) * _typical(others)
 
@@ -312,7 +317,7 @@ class AutoPlacement:
         items = items_of(self._units, timing, is_early=self._runtime.settings.early)
         for i in input_side_first(items):
             left -= self._unit_bytes(self._units[i], RESIDENT) + int(items[i].numel * beside)
-            items[i] = replace(items[i], place=RESIDENT if left >= 0 else HOST)
+            items[i] = items[i].at(RESIDENT if left >= 0 else HOST)
         assert self._rates is not None
         rates = _scaled(self._rates, self._speed)
         decision = self._decision(self._ahead_numel(items, size, self._room()))
@@ -370,12 +375,12 @@ class AutoPlacement:
 
     def _by_bucket(self, places: Sequence[str]) -> tuple[str, ...]:
         """The place of each bucket, from the place of each unit."""
-        found = {b.plan.index: place for unit, place in zip(self._units, places, strict=True) for b in unit}
+        found = {b.plan.index: b.plan.at(p).place for unit, p in zip(self._units, places, strict=True) for b in unit}
         return tuple(found[bucket.plan.index] for bucket in self._runtime.buckets)
 
     def _unit_bytes(self, unit: Sequence[Bucket], place: str) -> int:
         """Bytes of a unit's state in a place, on the device with the weights that are there because of it."""
-        return sum(self._state_bytes(replace(bucket.plan, place=place)) for bucket in unit)
+        return sum(self._state_bytes(bucket.plan.at(place)) for bucket in unit)
 
     def _places(self) -> tuple[str, ...]:
         return tuple(bucket.plan.place for bucket in self._runtime.buckets)
@@ -546,7 +551,7 @@ class AutoPlacement:
             if over <= 0 or needed > spare:
                 break
             for bucket in unit:
-                places[bucket.plan.index] = HOST
+                places[bucket.plan.index] = bucket.plan.at(HOST).place
             over, spare = over - self._unit_bytes(unit, RESIDENT), spare - needed
         return places if tuple(places) != self._places() else None
 
@@ -572,7 +577,8 @@ def items_of(units: Sequence[Sequence[Bucket]], timing: Timing, is_early: bool) 
     for i, unit in enumerate(units):
         block, x, _ = places.get(i, (-1, 0.0, 0.0))  # parameters outside all blocks are needed first
         ready = (1.0 - x) * timing.backward_s if is_early else timing.backward_s
-        items.append(Item(_numel(unit), unit[0].plan.place, ready, x * timing.forward_s, block))
+        products = sum(update_flops(bucket) for bucket in unit)
+        items.append(Item(_numel(unit), unit[0].plan.place, ready, x * timing.forward_s, block, products))
     return items
 
 

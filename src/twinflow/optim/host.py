@@ -61,6 +61,9 @@ class HostOptimizer(Optimizer):
         given.apply_defaults()
         defaults = {name: value for name, value in given.arguments.items() if name not in ("params", "states")}
         check_format(self.rule, states)
+        if states not in formats_of(self.rule):
+            remedy = "Use TwinOptimizer, which supports 4-bit states."
+            raise invalid_value("states", states, formats_of(self.rule), remedy)
         self.rule.check(defaults)
         self.states = states
         self._versions: dict[Tensor, int] = {}  # each parameter's version when its master was last fitted to it
@@ -338,8 +341,15 @@ def signature_of(rule: Rule) -> Signature:
     return Signature([Parameter("params", positional), *options, Parameter("states", by_name, default="fp32")])
 
 
+def formats_of(rule: Rule) -> list[str]:
+    """The state formats of the host optimizer of a rule. In torch's dict of states, each state has its own tensor, and
+    4-bit states share one.
+    """
+    return [name for name in rule.formats if name != "4bit"]
+
+
 def _host_class(rule: Rule) -> type[HostOptimizer]:
-    formats = ", ".join(f'"{format}"' for format in rule.formats)
+    formats = ", ".join(f'"{format}"' for format in formats_of(rule))
     about = {
         "rule": rule,
         "__doc__": f"{rule.title} for CPU tensors; `states` is one of {formats}.",

@@ -57,6 +57,7 @@ class Lamb(Optimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
         }
         super().__init__(params, defaults)
+        self.coeffs: list[float] = []  # the ratios of norms of the last step, of each parameter with a gradient
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -68,13 +69,16 @@ class Lamb(Optimizer):
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Updates every parameter that has a gradient."""
         loss = loss_of(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
+        self.coeffs = [
+            self._update(param, param.grad, group)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         return loss
 
-    def _update(self, param: Tensor, grad: Tensor, group: Options) -> None:
+    def _update(self, param: Tensor, grad: Tensor, group: Options) -> float:
+        """Updates a parameter and returns its ratio of norms."""
         state, (b1, b2), eps = self.state[param], numbers(group, "betas"), number(group, "eps")
         if not state:
             state["step"] = 0
@@ -94,3 +98,4 @@ class Lamb(Optimizer):
         if of_weights > 0.0 and of_move > 0.0:
             ratio = min(max(of_weights / of_move, number(group, "min_coeff")), number(group, "max_coeff"))
         param.add_(move, alpha=-step_size * ratio)
+        return ratio

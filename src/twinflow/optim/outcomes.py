@@ -8,6 +8,7 @@ next loss needs its scale.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -28,9 +29,11 @@ class Outcomes(Optimizer):
     rule: Rule | None  # one of twinflow's rules; None: the user's optimizer
     rule_name: str
     states: str  # format of the states
+    master: str  # "none": bf16 weights have no fp32 master
     ratio: float | str
     tuning: Tuning
     zero: Zero | None
+    matrix_groups: Sequence[int]  # the indices of the param groups whose parameters Muon updates
     team: Team | None = None  # the ranks that share the work
     is_stateless = False  # the state is only a master copy: SGD without momentum
     scale_rule: LossScale  # the loss scale with its rule of change, before the outcome of the last step is read

@@ -61,7 +61,7 @@ def read_whole(tensor: Tensor, key: str, call: str) -> Tensor | None:
     the first step.
     """
     optimizer, param = need_owner(tensor)
-    _check_key(optimizer, key)
+    _check_key(optimizer, param, key)
     _meet(optimizer, param, call)
     _settle(optimizer, param)
     whole, has_some = _gather(optimizer, param, _own_slices(optimizer, param, key), _is_partitioned(optimizer))
@@ -75,7 +75,7 @@ def write_whole(tensor: Tensor, key: str, value: Tensor, call: str) -> None:
     """
     optimizer, param = need_owner(tensor)
     _check_shape(param, value, tuple(param.tensor.shape))
-    _check_key(optimizer, key)
+    _check_key(optimizer, param, key)
     _meet(optimizer, param, call)
     _prepare_write(optimizer, param)
     flat = value.detach().reshape(-1)
@@ -113,7 +113,7 @@ def write_whole_gradient(tensor: Tensor, value: Tensor, call: str) -> None:
 
 def read_local(tensor: Tensor, key: str) -> Tensor | None:
     optimizer, param = need_owner(tensor)
-    _check_key(optimizer, key)
+    _check_key(optimizer, param, key)
     _settle(optimizer, param)
     return _joined(_own_slices(optimizer, param, key), param)
 
@@ -121,7 +121,7 @@ def read_local(tensor: Tensor, key: str) -> Tensor | None:
 @torch.no_grad()
 def write_local(tensor: Tensor, key: str, value: Tensor, call: str) -> None:
     optimizer, param = need_owner(tensor)
-    _check_key(optimizer, key)
+    _check_key(optimizer, param, key)
     if key == MASTER and _is_partitioned(optimizer) and not (param.is_sharded or _is_on_host(optimizer, param)):
         remedy = "Use safe_set_full_fp32_param() on all ranks, or stage 3."
         stage = optimizer.zero.stage if optimizer.zero is not None else 0
@@ -315,8 +315,9 @@ def _check_shape(param: Param, value: Tensor, wanted: tuple[int, ...]) -> None:
         raise invalid_value(f"The shape of the value for {param.name}", tuple(value.shape), [wanted])
 
 
-def _check_key(optimizer: TwinOptimizer, key: str) -> None:
+def _check_key(optimizer: TwinOptimizer, param: Param, key: str) -> None:
     if key == MASTER or optimizer.rule is None:
         return
-    if key not in (allowed := [name for name in optimizer.rule.states if name]):
+    states = optimizer.rule.of(optimizer.param_groups[param.group]).states
+    if key not in (allowed := [name for name in states if name]):
         raise invalid_value("optim_state_key", key, allowed)

@@ -33,6 +33,7 @@ from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.outcomes import Outcomes
 from twinflow.parallel.shard import TensorShard, shard_of
+from twinflow.rules.formats import SCALED
 from twinflow.rules.rule import number, numbers
 from twinflow.state_dict import StateDict, int_of, tensor_of, value_of
 from twinflow.zero import Team
@@ -263,13 +264,15 @@ def check(optimizer: Outcomes, delayed_update: bool) -> None:
     """Raises ValueError for options that conflict with compressed communication."""
     found = {
         "rule": optimizer.rule is None or optimizer.rule.name != "adamw",
-        "states": optimizer.states == "int8",
+        "states": optimizer.states in SCALED,
+        "master": optimizer.master == "none",
         "ratio": optimizer.ratio == "auto",
         "delayed_update": delayed_update,
         "streamed": optimizer.tuning.streamed,
         "max_grad_value": optimizer.max_grad_value is not None,
     }
-    refuse("1-bit Adam", found, rule=optimizer.rule_name, streamed=optimizer.tuning.streamed)
+    streamed = optimizer.tuning.streamed
+    refuse("1-bit Adam", found, rule=optimizer.rule_name, states=optimizer.states, streamed=streamed)
     refuse("A list of parameters", {"compression": optimizer.model is None})
 
 

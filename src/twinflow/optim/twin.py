@@ -26,9 +26,9 @@ from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
 from twinflow.offload.param_offload import check_values
-from twinflow.offload.placement import place_by_ratio, stream, whole_blocks
+from twinflow.offload.placement import clip, place_by_ratio, stream, whole_blocks, whole_units
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, plan_buckets
-from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores
+from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores, runs_ahead
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
 from twinflow.offload.runtime import Runtime
@@ -38,9 +38,9 @@ from twinflow.offload.torch_state import host_options
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.weight_guard import check_free, plain
+from twinflow.optim import muon_groups, twin_state
 from twinflow.optim import twin_build as build
 from twinflow.optim import twin_checks as checks
-from twinflow.optim import twin_state
 from twinflow.optim.auto import AutoPlacement, host_share
 from twinflow.optim.closure import loss_of
 from twinflow.optim.loss_scale import LossScale, static
@@ -53,13 +53,14 @@ from twinflow.parallel.pipeline import PipelineModule
 from twinflow.planner.formats import reserved_bytes
 from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
-from twinflow.rules import RULES
-from twinflow.rules.segment import check_format
+from twinflow.rules import ALL_RULES
+from twinflow.rules.segment import check_format, check_master
 from twinflow.state_dict import ParamEntry, StateDict
 from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
 from twinflow.zero.building import make_whole
 from twinflow.zero.gathered import add_homes
+from twinflow.zero.matrices import most_numel
 from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams, keep_in_place
 from twinflow.zero.start import own_host_bytes
 
@@ -91,7 +92,8 @@ class TwinOptimizer(Outcomes):
 
     Where the state is:
 
-    - `states`: the format of the states, "fp32", "bf16" or "int8". A user's optimizer has "fp32".
+    - `states`: the format of the states, "fp32", "bf16", "int8" or "4bit". A user's optimizer has "fp32".
+    - `master`: "none": bf16 weights have no fp32 master, and updates round them stochastically. This changes results.
     - `ratio`: the share of the state on the host, from 0 to 1. The device keeps and updates the rest at the same time.
       "auto" measures the first steps and chooses the fastest placement that fits into memory. The default is "auto" for
       a model on a GPU that is trained by one of twinflow's rules, and 1 if "auto" cannot be used: with parameters only,
@@ -140,6 +142,7 @@ class TwinOptimizer(Outcomes):
         *,
         param_groups: Iterable[ParamEntry] | None = None,
         states: str = "fp32",
+        master: str = "fp32",
         ratio: float | str | None = None,
         placement: str = "auto",
         max_grad_norm: float | None = None,
@@ -161,21 +164,28 @@ class TwinOptimizer(Outcomes):
             host_threads = check_threads(host_threads, "host_threads")
         if isinstance(model, nn.Module):
             check_values(model.named_parameters())
-        made = build.materialised(model, offload_params)
+        # With these arguments the placement of blocks is known before the model is built.
+        known_ratio = 1.0
+        if isinstance(ratio, (int, float)) and param_groups is None and zero is None and isinstance(rule, str):
+            checks.check_ratio(ratio, placement, None)
+            known_ratio = float(ratio)
+        made, self._stays = build.materialised(model, offload_params, known_ratio, placement)
         self.model = made if isinstance(made, nn.Module) else None
         groups = checks.groups_of(made, param_groups)
         self.rule = None
         self._recipe: Recipe | None = None  # or the user's optimizer
         if isinstance(rule, str):
-            if rule not in RULES:
-                raise invalid_value("rule", rule, RULES)
-            self.rule = RULES[rule]
+            if rule not in ALL_RULES:
+                raise invalid_value("rule", rule, ALL_RULES)
+            self.rule = ALL_RULES[rule]
             self.rule_name = rule
             check_format(self.rule, states)
+            if self.rule.elementwise is not None:
+                groups, options = muon_groups.split(groups, options, self.model)
             defaults = self.rule.with_defaults(options)
             checks.check_group(self.rule, defaults)
         else:
-            checks.check_foreign(rule, states, param_groups, zero)
+            checks.check_foreign(rule, states, master, param_groups, zero)
             self._recipe = Recipe(rule, groups, options)
             groups, defaults, self.rule_name = [*self._recipe.groups], self._recipe.defaults, self._recipe.name
         if not isinstance(rule, Optimizer):  # schedulers may have added keys to the groups of an instance
@@ -183,8 +193,10 @@ class TwinOptimizer(Outcomes):
         super().__init__(cast(ParamsT, groups), defaults)  # torch checks the groups
         checks.check_groups(self.rule, self.param_groups)
         self._num_groups = len(self.param_groups)
+        self.matrix_groups = muon_groups.of_matrices(self.rule, self.param_groups)
         native.set_threads(host_threads if host_threads is not None else build.own_threads(default_threads(os.environ)))
         self.states = states
+        self.master = check_master(master)
         self.tuning = tuning or Tuning()
         checks.check_tuning(self.tuning, delayed_update)
         self._is_default_ratio = ratio is None
@@ -194,6 +206,7 @@ class TwinOptimizer(Outcomes):
         self.ratio = ratio
         self.placement = placement
         self._auto: AutoPlacement | None = None
+        self._saved_bytes: int | None = 0  # see `reserve_for_saves`
         self._moved_away: dict[int, str] = {}  # by bucket: the place of state that `offload_state` has moved
         self.trace = Trace()
         self.scale_rule = loss_scale or static(1.0)
@@ -211,6 +224,8 @@ class TwinOptimizer(Outcomes):
         )
         self._settings = checks.check_settings(given, self.model)
         checks.check_model(self.model, zero)
+        if self.matrix_groups:
+            checks.check_muon(self._settings, self.master)
         checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # switch to compressed communication
@@ -229,16 +244,18 @@ class TwinOptimizer(Outcomes):
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             trained = [param for group in self.param_groups for param in group["params"]]
-            aside = build.set_aside(self.model, trained, takes_quantised=self.zero is None or not self.zero.parks)
+            aside = build.set_aside(self.model, trained, self.zero is None or not self.zero.parks, self._stays)
         else:
             # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
             frozen = self.model.parameters() if self.model is not None else ()
             make_whole([*(tensor for _, tensor, _ in self._named()), *frozen])
-        params, specs, order = build.params_of(self.model, self._named(), self._recipe is None, aside, self.zero)
+        splits, matrix_groups = self._recipe is None, self.matrix_groups
+        params, specs, order = build.params_of(self.model, self._named(), splits, aside, self.zero, matrix_groups)
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
         checks.check_params(params, self.zero, aside is not None)
+        checks.check_no_master(params, self.master)
         where = params[0].tensor.device
         if self.zero is not None:
             self.team = Team(self.zero, where)
@@ -252,6 +269,10 @@ class TwinOptimizer(Outcomes):
                 # Each rank keeps only its own part of the sum over several backwards.
                 self.tuning = replace(self.tuning, sums="host")
         device, room = device_for(where, self.trace), build.find_room(params, self.team)
+        if aside is not None and self._recipe is None and (self.team is None or self.team.world == 1):
+            whole = aside.values.whole  # without weights that are read from their files later
+            room = build.with_weights(room, self._stays, [whole[t] for t in trained if t in whole])
+        self._stays = set()
         if self._is_default_ratio and room.device_bytes is None:
             self.ratio = 1.0  # the model is on a CPU, which has no other memory
         kind, ratio = self.kind, self.ratio
@@ -259,10 +280,18 @@ class TwinOptimizer(Outcomes):
             kind = replace(kind, weight_bytes=aside.weight_bytes(specs, self.team.world if self.team else 1))
         if isinstance(ratio, str):
             self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
-        parts = place_by_ratio(specs, order, ratio, self.placement)
+        planned, world = specs, self.team.world if self.team is not None else 1
+        has_rows = bool(self.matrix_groups) and params[0].is_sharded
+        if has_rows:
+            checks.check_rows(params, world)  # all ranks plan for the most rows that a rank has
+            numels = (most_numel(param.tensor, world) for param in params)
+            planned = [replace(spec, numel=numel) for spec, numel in zip(specs, numels, strict=True)]
+        parts = whole_units(planned, place_by_ratio(planned, order, ratio, self.placement))
         if aside is not None:  # a block is fetched, or all of it stays on the device
             parts = whole_blocks(specs, parts)
-        plans = stream(plan_buckets(specs, self.tuning.bucket_numel, parts, aside is not None), self.tuning.streamed)
+        num_parts = self.team.num_parts if self.team is not None else 1
+        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts)
+        plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
@@ -274,7 +303,7 @@ class TwinOptimizer(Outcomes):
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
-            kind.new_updaters(device, where),
+            kind.new_updaters(device, where, self.team.row_exchange() if has_rows and self.team is not None else None),
             params,
             plans,
             self._settings,
@@ -283,6 +312,7 @@ class TwinOptimizer(Outcomes):
             shards,
             option_names=frozenset(self.defaults) if self.rule is not None else None,
             owner=me,
+            on_bucket=aside.fill if aside is not None else None,
         )
         if aside is not None:
             gather = self.team.fetch if self.team and self.team.world > 1 else None
@@ -326,17 +356,29 @@ class TwinOptimizer(Outcomes):
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
         """Allocates buffers for updates that run before the clipping decision, within the user's limit of memory."""
+        stores, executor = runtime.speculative_stores, runtime.executor
+        # Stores made before will be made again or released, so their memory is free.
+        left = max(0, own_host_bytes() + stores.num_bytes - executor.unmade_bytes)
+        reserve = reserved_bytes(left)
         max_bytes = self.tuning.shadow_bytes
-        least_free = 0
+        least_free = reserve // 2 if max_bytes is None else 0
         if max_bytes is None:
-            # Stores made before will be made again or released, so their memory is free.
-            stored = runtime.speculative_stores.num_bytes
-            left = max(0, own_host_bytes() + stored - runtime.executor.unmade_bytes)
-            max_bytes = left - reserved_bytes(left)
-            least_free = reserved_bytes(left) // 2
-        stores = runtime.speculative_stores
-        stores.set_limit(max_bytes, least_free)
-        prepare_speculative_stores(stores, runtime.executor, runtime.settings, runtime.buckets)
+            max_bytes = left - reserve
+        saved_bytes = self._saved_bytes
+        if saved_bytes is None:
+            hosted = [bucket for bucket in runtime.buckets if not bucket.is_on_device]
+            ahead = sum(map(stores.nbytes, hosted)) if runs_ahead(executor, runtime.settings) else 0
+            saved_bytes = max(0, left - reserve - min(ahead, max_bytes)) // 2
+        stores.set_limit(max_bytes, saved_bytes, least_free)
+        prepare_speculative_stores(stores, executor, runtime.settings, runtime.buckets)
+
+    def reserve_for_saves(self, max_bytes: int | None) -> None:
+        """Allocates buffers with which updates beside a background checkpoint need no copies of state.
+
+        `max_bytes`: host memory for these buffers; None: half of the free memory.
+        """
+        self._saved_bytes = max_bytes
+        self._make_speculative_stores(self.runtime)
 
     @property
     def kind(self) -> StateKind:
@@ -353,6 +395,7 @@ class TwinOptimizer(Outcomes):
             keeps_weights,
             self._settings.offload_params,
             self.tuning,
+            master=self.master,
         )
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter, int]]:
@@ -388,7 +431,7 @@ class TwinOptimizer(Outcomes):
         on_device = sum(kind.nbytes(plan) for plan in plans if plan.place == RESIDENT)
         lines = [
             f"rule: {self.rule_name}",
-            f"states: {self.states}",
+            f"states: {self.states}{', without master weights' if self.master == 'none' else ''}",
             f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
             f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
             f"memory of the state: {build.in_bytes(on_host)} on the host, {build.in_bytes(on_device)} on the device",
@@ -497,6 +540,7 @@ class TwinOptimizer(Outcomes):
                 f"there are {len(self.param_groups)} groups, and the optimizer was built with {self._num_groups}",
                 "Build a new TwinOptimizer with all groups.",
             )
+        muon_groups.check_unchanged(rule, self.param_groups, self.matrix_groups)
         for group in self.param_groups if rule is not None else ():
             assert rule is not None
             checks.check_complete(rule, group)

@@ -8,7 +8,7 @@ bucket's state is the host, the device ("resident"), or the host with updates on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
 from twinflow.offload.blocks import find_blocks, num_owners, owners
-from twinflow.offload.bucket import Param, Updater
+from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.materialize import build
+from twinflow.offload.materialize import build, on_meta
+from twinflow.offload.muon import MuonUpdater, Units
 from twinflow.offload.param_offload import take_aside
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.placement import place_by_ratio, whole_blocks
+from twinflow.offload.plan import HOST, MATRICES, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.sharing import MatrixExchange
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
@@ -59,6 +62,7 @@ class StateKind:
     keeps_weights: bool = False  # the state has separate buffers for new weights
     offloads_params: bool = False  # the state has the only copy of the weights, in their dtype
     tuning: Tuning = field(default_factory=Tuning)
+    master: str = "fp32"  # "none": bf16 weights have no fp32 master
     # With `offloads_params`, by block: bytes of its weights for each element of its state. They are on the device if
     # the state of the block is there.
     weight_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -71,16 +75,22 @@ class StateKind:
         """
         if self.rule is None:
             return int(formats.state_bytes("fp32").host * plan.numel)
-        num_states = 0 if self.is_stateless else sum(name is not None for name in self.rule.states)
+        rule = self.rule if plan.is_matrix else self.rule.elementwise or self.rule
+        num_states = 0 if self.is_stateless else sum(name is not None for name in rule.states)
         keeps_weights = self.keeps_weights or not plan.can_alias
-        each = formats.state_bytes(self.format, _NAMES[plan.dtype], keeps_weights, num_states)
+        each = formats.state_bytes(self.format, _NAMES[plan.dtype], keeps_weights, num_states, self.master)
         extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
         if plan.place == RESIDENT:
             extra = int(self.weight_bytes.get(plan.block, 0.0) * plan.numel)
         return int(getattr(each, plan.place) * plan.numel) + extra
 
-    def new_updaters(self, device: Device, where: torch.device) -> dict[str, Updater]:
-        """The `Updater` of each place. An updater allocates, reads and writes the state of buckets."""
+    def new_updaters(
+        self, device: Device, where: torch.device, exchange: MatrixExchange | None = None
+    ) -> dict[str, Updater]:
+        """The updaters by name (`BucketPlan.updater`). An updater allocates, reads and writes the state of buckets.
+
+        `exchange`: see `MuonUpdater`.
+        """
         if self.recipe is not None:
             return {
                 HOST: TorchUpdater(self.recipe, device),
@@ -88,14 +98,18 @@ class StateKind:
                 STREAMED: StreamedTorchUpdater(self.recipe, device, where),
             }
         assert self.rule is not None
-        keeps_states = not self.is_stateless
-        return {
-            HOST: RuleUpdater(self.rule, self.format, device, keeps_states, self.offloads_params),
-            RESIDENT: DeviceUpdater(
-                self.rule, self.format, where, keeps_states, self.keeps_weights, self.tuning.update_programs
-            ),
-            STREAMED: StreamedUpdater(self.rule, self.format, device, where, keeps_states),
+        keeps_states, rule = not self.is_stateless, self.rule.elementwise or self.rule
+        programs, master = self.tuning.update_programs, self.master
+        updaters: dict[str, Updater] = {
+            HOST: RuleUpdater(rule, self.format, device, keeps_states, self.offloads_params, master),
+            RESIDENT: DeviceUpdater(rule, self.format, where, keeps_states, self.keeps_weights, programs, master),
+            STREAMED: StreamedUpdater(rule, self.format, device, where, keeps_states, master=master),
         }
+        if rule is not self.rule:
+            there = MuonUpdater(self.rule, self.format, where, programs, exchange)
+            streamed = StreamedUpdater(self.rule, self.format, device, where, there=there)
+            updaters |= {f"{RESIDENT} {MATRICES}": there, f"{STREAMED} {MATRICES}": streamed}
+        return updaters
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,17 @@ def find_room(params: Sequence[Param], team: Team | None) -> Free:
         return Free(on_device, on_host)
     least_device, least_host = team.least([-1.0 if on_device is None else on_device, on_host])
     return Free(None if least_device < 0 else int(least_device), int(least_host))
+
+
+def with_weights(room: Free, on_device: Iterable[Tensor], on_host: Iterable[Tensor]) -> Free:
+    """The free memory, including that of weights that the sizes of the state count too: those that are on the device
+    already, and those on the host that `Aside.fill` releases while it fills the state.
+    """
+    device, host = (sum(t.numel() * t.element_size() for t in tensors) for tensors in (on_device, on_host))
+    return Free(
+        None if room.device_bytes is None else room.device_bytes + device,
+        room.host_bytes + host if room.host_bytes else 0,
+    )
 
 
 def tensors_of(model: nn.Module, aside: Aside | None = None) -> list[Tensor]:
@@ -182,6 +207,19 @@ class Aside:
             if isinstance(param, nn.Parameter) and param in self.values:
                 param.data = self.values.pop(param).to(param.device)
 
+    def fill(self, bucket: Bucket) -> None:
+        """Writes the weights of a bucket into its new state and drops them, so that the host never has all weights
+        twice. Weights of which other ranks have parts are left to `Runtime.adopt`.
+        """
+        if not (bucket.offloads_params and isinstance(bucket.updater, RuleUpdater)):
+            return
+        for i, (param, piece) in enumerate(zip(bucket.params, bucket.slices, strict=True)):
+            values = self.values.whole.get(param.tensor)
+            if values is not None and values.numel() == piece.numel:
+                bucket.updater.write_master(bucket, i, values.reshape(-1), keep=False)
+                del self.values.whole[param.tensor], values
+                param.note_write()
+
     def clear(self) -> None:
         """Drops the values, once they are in the optimizer's state."""
         self.values.whole.clear()
@@ -193,8 +231,14 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def set_aside(model: nn.Module, trained: Iterable[nn.Parameter] | None, takes_quantised: bool) -> Aside:
-    """Takes the weights of blocks, trained or frozen, from the model. Moves the rest to the GPU if there is one.
+def set_aside(
+    model: nn.Module,
+    trained: Iterable[nn.Parameter] | None,
+    takes_quantised: bool,
+    stays: Collection[Tensor] = (),
+) -> Aside:
+    """Takes the weights of blocks, trained or frozen, from the model, but not those in `stays`. Moves the rest to the
+    GPU if there is one.
 
     Raises ValueError if no block has a parameter to train. `trained=None`: the model is not trained.
     """
@@ -212,7 +256,10 @@ def set_aside(model: nn.Module, trained: Iterable[nn.Parameter] | None, takes_qu
     for param, block in frozen_in.items():
         if not is_quantised(param) or (takes_quantised and is_wrapper(param)):
             frozen.setdefault(block, []).append(moved.get(param, param))
-    every = [*found, *(param for params in frozen.values() for param in params if not is_quantised(param))]
+    every = [
+        *(param for param in found if param not in stays),
+        *(param for params in frozen.values() for param in params if not is_quantised(param)),
+    ]
     rows = take_rows(every)
     make_whole(model.parameters())  # the weights outside of blocks
     for tensor in rows:
@@ -227,13 +274,18 @@ def params_of(
     splits_params: bool,
     aside: Aside | None = None,
     zero: Zero | None = None,
+    matrix_groups: Sequence[int] = (),
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
-    """The `Param` of each parameter, their specs for the plan of buckets, and their order in the model."""
+    """The `Param` of each parameter, their specs for the plan of buckets, and their order in the model.
+
+    `matrix_groups`: the param groups that Muon updates.
+    """
     shared = _shared_by_axes(model, zero)
     blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
     ties = num_owners(model) if model is not None else {}
     position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
+    units = Units()
     params: list[Param] = []
     specs: list[ParamSpec] = []
     for name, tensor, group in named:
@@ -243,8 +295,11 @@ def params_of(
         is_flat = local.is_contiguous() or (aside is not None and tensor in aside.values)
         block = block_of.get(tensor, ROOT)
         can_split, is_counted = is_flat and splits_params, not is_copy(tensor)
-        what = shared.get(tensor, "")
-        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted, what))
+        what, unit = shared.get(tensor, ""), None
+        if group in matrix_groups:
+            can_split = False
+            unit = params[-1].unit = units.of(tensor.shape, block, group, tensor.dtype, is_flat)
+        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted, what, unit))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
 
@@ -348,24 +403,36 @@ def in_bytes(nbytes: float) -> str:
     return f"{nbytes / unit:.1f} {name}"
 
 
-def materialised(model: Model, is_for_host: bool = False) -> nn.Module | Iterable[ParamEntry]:
+def materialised(
+    model: Model, is_for_host: bool = False, ratio: float = 1.0, placement: str = "auto"
+) -> tuple[nn.Module | Iterable[ParamEntry], set[Tensor]]:
     """The model with memory: builds it if `model` is a function or a module on the meta device.
 
-    `is_for_host`: each submodule is initialised on the GPU, which is faster, and moved to the host.
+    `is_for_host`: each block is initialised on the GPU, which is faster, and moved to the host. A block that has its
+    state on the device with this `ratio` and `placement` stays there, because the host may not have room for the whole
+    model. The trained parameters of these blocks are the second result.
     """
-    if isinstance(model, nn.Module):
-        if not any(p.is_meta for p in model.parameters()):
-            return model
-    elif not callable(model):
-        return model
-    each = to_host if is_for_host else None
-    return build(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), each=each)
+    if not isinstance(model, nn.Module) and not callable(model):
+        return model, set()
+    if isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters()):
+        return model, set()
+    shapes = on_meta(model)
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not is_for_host:
+        return build(shapes, where), set()
+    names = _resident_names(shapes, ratio, placement) if ratio < 1.0 else []
+    stays = {shapes.get_parameter(name) for name in names}
+    made = build(shapes, where, home=torch.device("cpu"), stays=stays)
+    return made, {made.get_parameter(name) for name in names}
 
 
-def to_host(_: nn.Module, params: list[nn.Parameter]) -> None:
-    """Moves parameters to host memory."""
-    for param in params:
-        param.data = param.data.cpu()
+def _resident_names(model: nn.Module, ratio: float, placement: str) -> list[str]:
+    """The trained parameters of blocks that have their state on the device. The model may be on the meta device."""
+    named = [(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
+    _, specs, order = params_of(model, named, splits_params=True)
+    parts = whole_blocks(specs, place_by_ratio(specs, order, ratio, placement))
+    pairs = zip(specs, parts, strict=True)
+    return [spec.name for spec, cuts in pairs if spec.block != ROOT and cuts[0].place == RESIDENT]
 
 
 def own_threads(num_threads: int) -> int:

@@ -27,9 +27,10 @@ from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.rules import RULES, Rule
-from twinflow.rules.segment import FLOATS
+from twinflow.rules.segment import FLOATS, no_master
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
+from twinflow.zero.matrices import rows_of
 
 _PARTITION = "Call twinflow.zero.partition(model, zero) before building the optimizer, and not fully_shard()."
 _NONE_TO_TRAIN = "There is no parameter to train: none requires a gradient. Call requires_grad_() on some parameters."
@@ -130,7 +131,7 @@ def _check_option(name: str, value: object, usual: object) -> None:
     elif isinstance(usual, tuple):  # `rule.check` checks the length
         for i, item in enumerate(value if isinstance(value, (tuple, list)) else ()):
             _check_option(f"{name}[{i}]", item, usual[0])
-    elif not is_number(value):  # `rule.check` checks the range
+    elif not isinstance(usual, str) and not is_number(value):  # `rule.check` checks the range
         raise invalid_value(name, value, "a number")
 
 
@@ -255,7 +256,9 @@ def _trainable(groups: list[ParamEntry], keeps_empty: bool = False) -> list[Para
     return kept
 
 
-def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None) -> None:
+def check_foreign(
+    rule: object, states: str, master: str, param_groups: Iterable[ParamEntry] | None, zero: Zero | None
+) -> None:
     """Checks a user's optimizer as `rule`, and the arguments that depend on this optimizer."""
     if not isinstance(rule, Optimizer) and not callable(rule):
         names = ", ".join(map(repr, RULES))
@@ -267,8 +270,20 @@ def check_foreign(rule: object, states: str, param_groups: Iterable[ParamEntry] 
     if states != "fp32":
         remedy = "Omit states, because the torch.optim.Optimizer that is passed as rule has its own state format."
         raise invalid_value("states", states, ["fp32"], remedy)
+    if master != "fp32":
+        remedy = (
+            "Omit master, because the torch.optim.Optimizer that is passed as rule updates fp32 copies of the weights."
+        )
+        raise invalid_value("master", master, ["fp32"], remedy)
     if isinstance(rule, Optimizer) and param_groups is not None:
         raise conflict("TwinOptimizer", "groups of an instance")
+
+
+def check_no_master(params: Iterable[Param], master: str) -> None:
+    """Raises ValueError if parameters that need an fp32 master shall have none."""
+    for param in params if master == "none" else ():
+        if param.tensor.dtype != torch.bfloat16:
+            raise no_master(f"The parameter {param.name}", param.tensor.dtype)
 
 
 def check_tuning(tuning: Tuning, delayed_update: bool) -> None:
@@ -343,6 +358,20 @@ def check_param_offload(
         "delayed_update": settings.delayed_update,
     }
     refuse("Weights on the host", found, streamed=settings.tuning.streamed, rules=", ".join(RULES))
+
+
+def check_muon(settings: Settings, master: str) -> None:
+    """Raises ValueError for options that conflict with Muon."""
+    chosen = {"offload_params": settings.offload_params, "delayed_update": settings.delayed_update}
+    refuse("Muon", chosen | {"master": master == "none"})
+
+
+def check_rows(params: Sequence[Param], world: int) -> None:
+    """Raises ValueError for a matrix of which a rank would have no rows, with ZeRO stage 3."""
+    for param in params:
+        num_rows = param.tensor.shape[0] if param.tensor.dim() else 1
+        few = param.unit is not None and not rows_of(num_rows, world - 1, world)
+        refuse("Muon", {"few rows": few}, name=param.name, num_rows=num_rows, world=world)
 
 
 def check_settings(settings: Settings, model: nn.Module | None) -> Settings:

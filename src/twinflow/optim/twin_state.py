@@ -2,13 +2,13 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.
 
-The dict contains only parameters that have been updated. 8-bit states are saved with their scales, so that loading into
-the same format gives the same codes.
+The dict contains only parameters that have been updated. States with scales are saved with their scales, so that
+loading into the same format gives the same codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from twinflow.errors import invalid_value
-from twinflow.offload import reconfigure
+from twinflow.offload import reconfigure, slices
 from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
+from twinflow.optim.muon_groups import check_unchanged
 from twinflow.optim.outcomes import Outcomes
 from twinflow.optim.switch import KEYS, Switch, read_state
 from twinflow.optim.twin_checks import check_groups, is_flag, number_of
 from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
+from twinflow.rules.segment import Store
 from twinflow.state_dict import Entry, PartOf, StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
 from twinflow.zero.compression import VarianceWatch
 
@@ -103,6 +106,7 @@ def head(optimizer: Outcomes, switch: Switch | None) -> StateDict:
         "version": VERSION,
         "rule": optimizer.rule_name,
         "states": optimizer.states,
+        "master": optimizer.master,
         "num_steps": optimizer.num_steps,
         "num_skipped": optimizer.num_skipped,
         "num_jobs": runtime.steps.num_jobs,
@@ -125,20 +129,23 @@ def stream(optimizer: Outcomes) -> Iterator[tuple[str, StateDict]]:
         if optimizer.rule is None:  # the entry of a user's optimizer has its own tensors and needs no conversion
             entry = _read_param(optimizer, param)
             yield param.name, {key: _as_streams(f"{param.name}/{key}", value) for key, value in entry.items()}
-        elif param.is_sharded or any(bucket.is_shared for bucket, _ in pieces):
+            continue
+        rule = optimizer.rule.of(optimizer.param_groups[param.group])
+        if param.is_sharded or any(bucket.is_shared for bucket, _ in pieces):
             for piece in pieces:
-                yield param.name, _streamed(optimizer.rule, param, [piece], is_part=True)
+                yield param.name, _streamed(rule, param, [piece], is_part=True)
         else:
-            yield param.name, _streamed(optimizer.rule, param, pieces, is_part=False)
+            yield param.name, _streamed(rule, param, pieces, is_part=False)
 
 
 def _specs(rule: Rule, param: Param, bucket: Bucket) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor in a parameter's entry."""
     store, shape = bucket.store, tuple(param.tensor.shape)
-    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (torch.float32, shape)}
-    for name, state, scale in zip(rule.states, store.states, store.scales, strict=True):
-        if name is not None and state is not None:
-            specs[name] = (torch.float32 if scale is not None else state.dtype, shape)
+    master = torch.float32 if store.has_master else torch.bfloat16
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"master": (master, shape)}
+    for which, (name, state, scale) in enumerate(zip(rule.states, store.states, store.scales, strict=True)):
+        if name is not None and store.has_state(which):
+            specs[name] = (torch.float32 if scale is not None or state is None else state.dtype, shape)
             # Quantization blocks of rows, or of a tensor rank's part, differ from those of the whole parameter.
             if scale is not None and not param.is_sharded and shard_of(param.tensor) is None:
                 specs[f"{name}_scale"] = (torch.float32, (-(-param.tensor.numel() // BLOCK),))
@@ -149,12 +156,15 @@ def _streamed(rule: Rule, param: Param, pieces: Sequence[tuple[Bucket, int]], is
     """The entry of a parameter, or of one slice of it (`is_part`)."""
     (bucket, index), streams = pieces[0], {}
     piece = bucket.slices[index]
+    readers = [_reader(rule, *one) for one in pieces]
     for key, (dtype, dims) in _specs(rule, param, bucket).items():
         part, shape = None, dims
         if is_part:
             unit = _unit(key)
             part, shape = PartOf(dims, (param.first + piece.start) // unit), (-(-piece.numel // unit),)
-        streams[key] = Entry(f"{param.name}/{key}", dtype, shape, partial(_read, pieces, key, dtype, shape), part)
+        streams[key] = Entry(
+            f"{param.name}/{key}", dtype, shape, partial(_read, pieces, readers, key, dtype, shape), part
+        )
     return {"step": bucket.steps[index], **streams}
 
 
@@ -163,15 +173,58 @@ def _unit(key: str) -> int:
     return BLOCK if key.endswith("_scale") else 1
 
 
-def _read(pieces: Sequence[tuple[Bucket, int]], key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+_Reader = Callable[[str], Tensor]  # returns the master, a state or its scales of one slice
+
+
+def _reader(rule: Rule, bucket: Bucket, index: int) -> _Reader:
+    """Reads the present state of a slice, also after an update has given the bucket another store."""
+    if isinstance(bucket.updater, RuleUpdater):
+        return partial(_read_kept, rule, bucket.updater.store_of(bucket, index))
+    return partial(read_state, bucket, index)
+
+
+def _read_kept(rule: Rule, store: Store, key: str) -> Tensor:
+    found = slices.read_one(rule, store, key)
+    assert found is not None
+    return found
+
+
+def _read(
+    pieces: Sequence[tuple[Bucket, int]],
+    readers: Sequence[_Reader],
+    key: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Tensor:
     """One tensor of an entry, joined from slices."""
     if len(pieces) == 1:
-        return read_state(*pieces[0], key).view(shape)
+        return readers[0](key).view(shape)
     whole = torch.empty(shape, dtype=dtype)
-    for bucket, i in pieces:
-        found, start = read_state(bucket, i, key), bucket.slices[i].start // _unit(key)
+    for (bucket, i), read in zip(pieces, readers, strict=True):
+        found, start = read(key), bucket.slices[i].start // _unit(key)
         whole.view(-1)[start : start + found.numel()] = found
     return whole
+
+
+def weight_reader(param: Param) -> Callable[[], Tensor] | None:
+    """Returns a function that reads the present weights of a parameter from its state, also after an update.
+
+    None if the state of the whole parameter is not on this host, or does not contain exactly these weights.
+    """
+    stores = []
+    pieces = _pieces(param)
+    for bucket, index in pieces:
+        if not isinstance(bucket.updater, RuleUpdater) or bucket.is_shared or bucket.offloads_params:
+            return None
+        store = bucket.updater.store_of(bucket, index)
+        stores.append(store.master if bucket.plan.dtype == torch.float32 else store.weight)
+    if not stores or param.is_sharded or param.is_written:
+        return None
+    values = [store for store in stores if store is not None]
+    if len(values) < len(stores):  # the fp32 master of an fp16 parameter
+        return None
+    shape = param.tensor.shape
+    return lambda: (values[0] if len(values) == 1 else torch.cat(values)).view(shape)
 
 
 def _as_streams(name: str, value: object) -> object:
@@ -217,6 +270,8 @@ def restore(
     known = set(source.names())
     # With an unsent update or compressed communication, masters differ from the weights by more than rounding.
     is_exchanged = optimizer.can_compress and saved_groups(saved)[0].get("is_exchanged")
+    # Each format has scales of its own. Without them, states are encoded again.
+    drops_scales = saved.get("states", optimizer.states) != optimizer.states
     weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:
         for bucket, i in _pieces(param):
@@ -228,7 +283,7 @@ def restore(
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
                 values = source.cut(param.name, param.first + piece.start, piece.numel)
-                if param.is_sharded:
+                if param.is_sharded or drops_scales:
                     values = {key: value for key, value in values.items() if not key.endswith("_scale")}
                 bucket.updater.write(bucket, i, values)
             else:
@@ -284,6 +339,7 @@ def check(optimizer: Outcomes, switch: Switch | None, saved: Mapping[str, object
     _check_members([[next(names) for _ in params_of(group)] for group in own], saved["param_groups"])
     groups = [{**group, **new} for group, new in zip(own, saved_groups(saved), strict=True)]  # as they will be
     check_groups(optimizer.rule, groups, "state_dict: ")
+    check_unchanged(optimizer.rule, groups, optimizer.matrix_groups)
     _check_entries(params, source, optimizer.rule, groups)
     rule = optimizer.rule
     if rule is not None and optimizer.is_stateless and any(rule.keeps_states(group) for group in groups):
@@ -395,7 +451,8 @@ def _plain_entries(state: object, rule: Rule | None) -> dict[str, Mapping[str, o
     """The entries of a state dict by parameter name, after a check of the types of entries and values."""
     if not isinstance(state, Mapping):
         raise _wrong_type("state", state, "a dict with an entry for each parameter name")
-    tensors = {"master", *(rule.states if rule is not None else ())}
+    rules = [one for one in (rule, rule.elementwise if rule is not None else None) if one is not None]
+    tensors = {"master", *(state for one in rules for state in one.states)}
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
             raise _wrong_type(f"state of {name}", entry, "a dict")
@@ -434,8 +491,9 @@ def _check_entries(
             )
         shapes, param = source.shapes(name), own[name]
         needed = ["master"]
-        if rule is not None and rule.keeps_states(groups[param.group]):
-            needed += [state for state in rule.states if state]
+        group = groups[param.group]
+        if rule is not None and rule.keeps_states(group):
+            needed += [state for state in rule.of(group).states if state]
         for key in needed:
             if key not in shapes:
                 raise ValueError(
