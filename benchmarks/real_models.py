@@ -42,6 +42,7 @@ SHAPES = {
     "qwen2.5-7b": (3584, 28, 18944, 28, 4, 152064, False),
     "llama3-8b": (4096, 32, 14336, 32, 8, 128256, False),
     "13b": (5120, 40, 13824, 40, 40, 32000, False),
+    "llama2-70b": (8192, 80, 28672, 64, 8, 32000, False),
     "tiny": (64, 3, 128, 4, 2, 512, True),
 }
 
@@ -67,11 +68,18 @@ class Row:
 WAYS = ("eager", "compiled", "float8")
 
 
-def bare(shape: str) -> torch.nn.Module:
-    """The model in bf16 (fp32 without a GPU) on torch's present default device."""
+def sizes_of(shape: str) -> tuple[int, int, int, int, int, int, bool]:
+    """The sizes of a shape. `llama2-70b@16` is the shape llama2-70b with 16 layers."""
+    name, _, layers = shape.partition("@")
+    hidden, depth, *rest = SHAPES[name]
+    return hidden, int(layers or depth), *rest
+
+
+def bare(shape: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """The model in bf16 (fp32 without a GPU), or in `dtype`, on torch's present default device."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    hidden, layers, inner, heads, kv_heads, vocabulary, tied = SHAPES[shape]
+    hidden, layers, inner, heads, kv_heads, vocabulary, tied = sizes_of(shape)
     is_qwen = shape.startswith(("qwen", "tiny"))
     kinds = (Qwen2Config, Qwen2ForCausalLM) if is_qwen else (LlamaConfig, LlamaForCausalLM)
     config = kinds[0](
@@ -87,7 +95,7 @@ def bare(shape: str) -> torch.nn.Module:
     )
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if CUDA else torch.float32)
+    torch.set_default_dtype(dtype or (torch.bfloat16 if CUDA else torch.float32))
     model: torch.nn.Module = kinds[1](config)
     torch.set_default_dtype(before)
     return model
@@ -239,10 +247,13 @@ def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> 
     limits = {"qwen2.5-1.5b": 1.10 if way == "compiled" else 1.08, "qwen2.5-0.5b": 1.15, "3b": 1.03}
     limits |= {"llama3-8b": 1.05, "13b": 1.06}
     settings: list[Setting] = []
-    for ratio in options.ratios:
+    for text in options.ratios:
+        ratio, _, clipped = text.partition(":")
         value: Any = ratio if ratio == "auto" else float(ratio)
         limit = limits.get(shape) if ratio in ("auto", "0") else None
-        settings.append(Setting(f"ratio {ratio}", {"ratio": value, "max_grad_norm": NEVER}, base, limit))
+        limit = 1.08 if clipped and limit is not None else limit
+        name = f"ratio {ratio}" + (", every step clipped" if clipped else "")
+        settings.append(Setting(name, {"ratio": value, "max_grad_norm": ALWAYS if clipped else NEVER}, base, limit))
     if options.full:
         update_s = numel / rate
         bound = max(base, update_s)
@@ -332,7 +343,7 @@ def busy_row(label: str, optimizer: Any, step: Callable[[], None], seconds: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["qwen2.5-1.5b:eager", "qwen2.5-1.5b:compiled", "3b:eager"])
-    parser.add_argument("--ratios", nargs="*", default=["0", "auto"])
+    parser.add_argument("--ratios", nargs="*", default=["0", "auto"], help="auto:clipped clips every step")
     parser.add_argument("--full", action="store_true", help="all state on the host too, without clipping and clipped")
     parser.add_argument("--only", default="", help="only settings whose name holds this text")
     parser.add_argument("--bucket-numel", type=int, nargs="+", help="sizes of buckets to compare, in elements")

@@ -24,10 +24,12 @@ from twinflow.checkpoint import Entry, save
 from twinflow.checkpoint.save import plan_parts
 from twinflow.cli.plan_input import CORES, DRAM_RATE, RAM, PlanOptions, choose_model
 from twinflow.codes.code import BLOCK, CODES
+from twinflow.dist.group import Group, alone
 from twinflow.offload.param_offload import BLOCKS_AHEAD
 from twinflow.offload.placement import place_by_ratio
 from twinflow.offload.plan import HOST, ParamSpec
 from twinflow.parallel.schedules import interleaved, one_f_one_b, zbv
+from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.simulate import StageTime, simulate
 from twinflow.parallel.topology import PipeModelDataParallelTopology
 from twinflow.planner.cases import Setting, all_cases
@@ -460,7 +462,7 @@ def formats(p: Picture) -> None:
     """Bytes for each parameter on the host, by state format
 
     Weight and lower half of the master take 2 bytes each in every format. Momentum and variance take 4 bytes each
-    with fp32, 2 with bf16 and about 1 with int8.
+    with fp32, 2 with bf16, about 1 with int8 and half a byte with 4bit.
     """
     scale = (WIDTH - 2 * EDGE - 130) / state_bytes("fp32").host
     for i, name in enumerate(STATES):
@@ -493,6 +495,47 @@ def activations(p: Picture) -> None:
                 p.box(x + 23, y + 26, wide - 27, 42, AMBER if row == 0 or layer == at else "", str(layer), "bare")
     p.legend([(BLUE, "input, on the GPU"), (AMBER, "activations, on the GPU"), (TEAL, "input, on the host")])
     p.note("Backward has freed layers 6 to 8. Layer 5 runs its backward now.")
+
+
+def long_sequences(p: Picture) -> None:
+    """Tokens and heads of two ranks that share a sequence of 16 tokens
+
+    Rank 0 and rank 1 have the first and the second half of the tokens. With ulysses each rank computes the attention of
+    half of the heads over all tokens. With ring each rank has a chunk from the start and one from the end, and keys and
+    values travel.
+    """
+    count, fills = 16, (BLUE, VIOLET)
+    wide = (WIDTH - 2 * EDGE) / count
+
+    def tokens(y: float, is_zigzag: bool) -> None:
+        ranks = SequenceRanks(_Two(), alone(), alone(), "ring", 0, is_zigzag)
+        for rank in range(2):
+            for start, stop in ranks.chunks(count, rank):
+                for i in range(start, stop):
+                    p.box(EDGE + i * wide, y, wide - 3, 34, fills[rank], str(i))
+
+    p.text(EDGE, 24, "ulysses: layers on the tokens of a rank", "bold")
+    tokens(34, False)
+    p.arrow(WIDTH / 2, 70, WIDTH / 2, 92)
+    p.text(WIDTH / 2 + 10, 87, "exchange", "soft")
+    for rank, fill in enumerate(fills):
+        heads = f"rank {rank}: heads {4 * rank} to {4 * rank + 3}, all tokens"
+        p.box(EDGE, 96 + rank * 38, WIDTH - 2 * EDGE, 32, fill, heads)
+    p.text(EDGE, 204, "ring: layers on the tokens of a rank", "bold")
+    tokens(214, True)
+    p.arrow(WIDTH / 2, 250, WIDTH / 2, 272)
+    p.text(WIDTH / 2 + 10, 267, "keys and values travel", "soft")
+    for rank, fill in enumerate(fills):
+        text = f"rank {rank}: its queries, keys of rank {rank}, then of rank {1 - rank}"
+        p.box(EDGE, 276 + rank * 38, WIDTH - 2 * EDGE, 32, fill, text)
+    p.legend([(BLUE, "rank 0"), (VIOLET, "rank 1")])
+
+
+class _Two(Group):
+    """A group of two ranks that does not communicate."""
+
+    def __init__(self) -> None:
+        super().__init__(None, (0, 1), is_on_host=True)
 
 
 def checkpoints(p: Picture) -> None:
@@ -588,6 +631,7 @@ PAGES: Final[dict[Callable[[Picture], None], str]] = {  # the page that shows ea
     onebit: "onebit.md",
     formats: "formats.md",
     activations: "activations.md",
+    long_sequences: "long-sequences.md",
     checkpoints: "checkpoints.md",
     choosing: "choosing.md",
     plan: "plan.md",

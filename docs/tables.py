@@ -29,10 +29,10 @@ from twinflow.parallel.support import LIMITS, Combination, broken
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Bytes, Memory, Run, bytes_of, fits, placed_at
 from twinflow.planner.fit import Wish, choose_fit
-from twinflow.planner.formats import STATES, WEIGHT_BYTES, state_bytes
+from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES, state_bytes
 from twinflow.planner.machines import GPUS, Host, Machine, rates_of
 from twinflow.planner.models import ModelCost, from_hf
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES, RULES
 
 DOCS: Final = Path(__file__).parent
 WORKS: Final = "works"
@@ -123,7 +123,7 @@ def key_tables() -> str:
 def option_tables() -> str:
     """The table of docs/config.md with the params of optimizers and schedules. Update rules are in docs/rules.md."""
     lines = ["| type | params (defaults) |", "|---|---|"]
-    others = {name: section for name, section in OPTIMIZERS.items() if name not in RULES}
+    others = {name: section for name, section in OPTIMIZERS.items() if name not in ALL_RULES}
     for name, section in (*others.items(), *SCHEDULES.items()):
         found = [key for key in keys(section) if key.rule.kind == HONOURED]
         lines.append(f"| `{name}` | {', '.join(f'`{dotted(key.path)}` {_shown(key)}' for key in found)} |")
@@ -134,10 +134,11 @@ def rule_table() -> str:
     """The table of docs/rules.md: each update rule with its options and defaults."""
     lines = ["| rule | class for CPU tensors | options (defaults) | in a config | in `twinflow train` | states |"]
     lines.append("|---|---|---|---|---|---|")
-    for name, rule in RULES.items():
+    for name, rule in ALL_RULES.items():
         in_config = {key.path[-1]: key.default for key in keys(OPTIMIZERS[name]) if key.rule.kind == HONOURED}
         others = {key: value for key, value in in_config.items() if value != rule.defaults.get(key)}
-        cells = [f"`{name}`", f"`Host{rule.title}`", _listed(rule.defaults), _listed(others), _listed(rule.train)]
+        host_class = f"`Host{rule.title}`" if name in RULES else "none"
+        cells = [f"`{name}`", host_class, _listed(rule.defaults), _listed(others), _listed(rule.train)]
         lines.append(f"| {' | '.join([*cells, ', '.join(rule.formats)])} |")
     return "\n".join(lines) + "\n"
 
@@ -480,14 +481,17 @@ def bytes_table() -> str:
     rows = []
     for weights in WEIGHT_BYTES:
         sizes = [state_bytes(states, weights) for states in STATES]
-        rows.append([weights, *(f"{size.resident:.3g} / {size.host:.3g}" for size in sizes)])
-    return markdown(["weights", *(f"{states} state" for states in STATES)], rows)
+        cells = [f"{size.resident:.3g} / {size.host:.3g}" for size in sizes]
+        least = state_bytes(STATES[-1], weights, master="none")
+        cells.append(f"{least.resident:.3g} / {least.host:.3g}" if weights == "bf16" else "-")
+        rows.append([weights, *cells])
+    return markdown(["weights", *(f"{states} state" for states in STATES), f"{STATES[-1]} state, no master"], rows)
 
 
 def ratio_tables() -> str:
     """Memory on one GPU and its host, by model and ratio, one table for each state format."""
     parts = []
-    for states in STATES:
+    for states in AUTOMATIC:
         rows = []
         for name, model in models().items():
             sizes = [both(used(run_of(model, states), ratio)) for ratio in RATIOS]
@@ -521,7 +525,7 @@ def cards_table() -> str:
 
 def least_ram(model: ModelCost, card: str) -> str:
     cells = []
-    for states in STATES:
+    for states in AUTOMATIC:
         run = run_of(model, states)
         sizes = (size for size in RAM_GB if fits(run, Memory(GPUS[card].memory_bytes, size * 10**9)))
         cells.append(str(next(sizes, "-")))

@@ -75,12 +75,13 @@ class Clock:
 
     def take(self) -> StepMarks:
         share = float(self.num_steps > 0 and self.clipped(self.num_steps - 1))  # updates of the step before
-        step_s = self.step_s(share=share, is_quiet=self.is_quiet) * self.disturbed(self.num_steps)
+        factor = self.disturbed(self.num_steps)
+        step_s = self.step_s(share=share, is_quiet=self.is_quiet) * factor
         start = self.now
         self.now = end = start + step_s
         self.num_steps += 1
         self.is_quiet = False
-        backward = end - self.timing.backward_s
+        backward = end - self.timing.backward_s * factor
         num_parts = self.timing.micro_batches
         return StepMarks(start, (start if num_parts == 1 else backward - self.timing.forward_s, backward), end, end)
 

@@ -83,6 +83,7 @@ class Simulation:
 
     def __init__(self, case: Case, norms: Sequence[float] = ()) -> None:
         self.norms = norms
+        self.is_corrected = case.options.get("bias_correction", True)
         self.case, self.world, self.code = case, case.world, CODES[case.options.get("code", "1bit")]
         self.flats = list(layout(case))
         self.num_steps = self.num_skipped = 0
@@ -211,8 +212,8 @@ class Simulation:
         """Step size, eps and what is left of a weight, with both biases in the first two."""
         options = self.options(flat)
         b1, b2 = options["betas"]
-        second = math.sqrt(1.0 - b2 ** max(1, flat.seen[i]))
-        size = options["lr"] * second / (1.0 - b1 ** flat.steps[i])
+        second = math.sqrt(1.0 - b2 ** max(1, flat.seen[i])) if self.is_corrected else 1.0
+        size = options["lr"] * second / (1.0 - b1 ** flat.steps[i] if self.is_corrected else 1.0)
         return size, EPS * second, 1.0 - options["lr"] * options["weight_decay"]
 
     def move(self, flat: Flat, i: int) -> None:

@@ -100,11 +100,13 @@ def make_store(
     numel: int,
     seed: int = 0,
     split: bool | None = None,
+    master: str = "fp32",
 ) -> Store:
     """A store in the middle of training: weights of order 1, momentum 1e-3, variance 1e-6."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
-    store = new_store(rule, format, values, torch.zeros(numel, dtype=weight) if weight else None, split=split)
+    room = torch.zeros(numel, dtype=weight) if weight else None
+    store = new_store(rule, format, values, room, split=split, master=master)
     moments = torch.randn(numel, generator=generator) * 1e-3
     encode_state(store, 0, moments, 0, (1, 2))
     encode_state(store, 1, moments.square(), 0, (1, 2))

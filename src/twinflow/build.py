@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ from twinflow.offload.quantised import move_quantised, without_quantised
 from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.optim.twin_build import own_device, to_host
+from twinflow.optim.twin_build import own_device
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.sequence_model import SplitSequence, split_sequence
 from twinflow.parallel.topology import DATA
 from twinflow.speedups import compile_blocks, use_float8
 from twinflow.zero.building import make_whole, move
@@ -102,7 +104,8 @@ def initialize(
         LOGGER.info(f"config: {note}")
     ranks = init_distributed(timeout_s=TIMEOUT_S) if dist_init_required is not False else joined(timeout_s=TIMEOUT_S)
     found = axes_of(parsed, model, ranks, optimizer)
-    batch = resolve_batch(parsed, found.num_data)
+    num_sequence = parsed.sequence_parallel_size or 1
+    batch = resolve_batch(parsed, found.num_data // num_sequence)
     watch = start_watch(ranks, parsed.hang_timeout_s)
     # `model_parameters` may be an iterator over the model, whose parameters are replaced below.
     given = None if model_parameters is None else list(model_parameters)
@@ -145,7 +148,12 @@ def initialize(
         if host_weights is not None:
             undo.callback(host_weights.close)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)
-        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer)
+        sequence = None
+        if num_sequence > 1:
+            timeout = timedelta(seconds=TIMEOUT_S)
+            sequence = split_sequence(module, num_sequence, parsed.sequence_mode, device=own_device(), timeout=timeout)
+            undo.callback(sequence.remove)
+        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer, sequence)
         reports = _make_reports(parsed, ranks.rank)
         activations = checkpoint_activations(parsed, module, twin, grid)
         if activations is not None:
@@ -191,11 +199,18 @@ def _takes_parts(config: Config, found: Spread, model: Model, optimizer: Any) ->
 
 
 def _engine_settings(
-    config: Config, batch: Batch, source: Any, ranks: RankEnvironment, grid: Grid | None, optimizer: Any
+    config: Config,
+    batch: Batch,
+    source: Any,
+    ranks: RankEnvironment,
+    grid: Grid | None,
+    optimizer: Any,
+    sequence: SplitSequence | None,
 ) -> EngineSettings:
     return EngineSettings(
         ranks=ranks,
         grid=grid,
+        sequence=sequence,
         stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
@@ -269,7 +284,8 @@ def check_groups(mpu: Any = None, mesh_param: Any = None, **groups: Any) -> None
 def _other_layout(name: str, what: str) -> ValueError:
     return ValueError(
         f"{name} is {what}, but must be None or describe all ranks as data-parallel. Leave it out: initialize() "
-        "creates the process groups, as tensor_parallel.autotp_size and pipeline.stages in the config say."
+        "creates the process groups, as tensor_parallel.autotp_size, pipeline.stages and sequence_parallel_size in the "
+        "config say."
     )
 
 
@@ -294,7 +310,7 @@ def place(model: Model, config: Config) -> nn.Module:
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     is_for_host = offloads_params(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
-        return build_model(model, device, dtype, each=to_host if is_for_host else None)
+        return build_model(model, device, dtype, home=torch.device("cpu") if is_for_host else None)
     move(model, None if is_for_host else device, dtype)
     with without_quantised(model):
         model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)
@@ -325,8 +341,21 @@ def checkpoint_activations(
         raise invalid_value("activation_checkpointing.layers", None, "a list of class names", remedy)
     trace = twin.trace if twin is not None else None  # Copies of activations appear in the trace of the optimizer.
     partition = Partition(grid.model, _PART_BYTES) if shares and grid is not None else None
-    offload, selective = options.cpu_checkpointing, options.selective
-    return checkpoint_layers(module, layers, offload=offload, partition=partition, trace=trace, selective=selective)
+    are_divided = config.zero_optimization.stage == 3 and twin is not None and twin.team is not None
+    option = "weights on the host" if offloads_params(config) else "ZeRO stage 3 on several ranks"
+    is_away = options.every > 1 and (offloads_params(config) or are_divided)
+    refuse("Other keys of the config", {"grouped weights": is_away}, every=options.every, option=option)
+    return checkpoint_layers(
+        module,
+        layers,
+        offload=options.cpu_checkpointing,
+        partition=partition,
+        trace=trace,
+        selective=options.selective,
+        every=options.every,
+        on_device=options.layers_on_device,
+        float8=options.float8,
+    )
 
 
 def _make_scheduler(config: Config, twin: TwinOptimizer | None, optimizer: Any, given: Any) -> Any:

@@ -25,7 +25,7 @@ from twinflow.optim.replicated import ReplicatedOptimizer
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
 from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
@@ -69,7 +69,7 @@ def make_optimizer(
         name, options = optimizer_choice(config)
         if name in REPLICATED:
             return _replicated(config, batch, module, name, options, model_parameters, ranks, grid)
-        rule = name if name in RULES else Lamb if name == "lamb" else getattr(torch.optim, name)
+        rule = name if name in ALL_RULES else Lamb if name == "lamb" else getattr(torch.optim, name)
     is_torch = given is None and not isinstance(rule, str)
     groups = None if isinstance(given, Optimizer) or model_parameters is None else list(model_parameters)
     own = offload_options(config)

@@ -33,6 +33,9 @@ _COMPRESSED: Final = "compressed communication"
 _ONE_BIT: Final = "optimizer.type OneBitAdam"
 _REPLICATED: Final = "optimizer.type ZeroOneAdam or OneBitLamb"
 _STAGE_3: Final = "zero_optimization.stage 3"
+_SEQUENCE: Final = "sequence ranks (sequence_parallel_size)"
+_RING: Final = 'sequence ranks in the mode "ring"'
+_USE_ULYSSES: Final = 'Use the mode "ulysses".'
 _GIVE_MODEL: Final = "Pass the model as the first argument."
 _NO_STREAMED: Final = "Use tuning.streamed=0."
 
@@ -211,13 +214,51 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Call it before initialize(), for example in the constructor of the module.",
         ),
     },
+    "Muon": {
+        "offload_params": Conflict(
+            'rule="muon"',
+            _ON_HOST,
+            "Muon updates matrices on the GPU, and the only copy of their weights would be on the host",
+            "Use offload_params=False. The optimizer state can be on the host.",
+        ),
+        "delayed_update": Conflict(
+            'rule="muon"',
+            "delayed_update=True",
+            "an update of a matrix on the GPU writes the weights immediately, without the delay",
+            "Use delayed_update=False.",
+        ),
+        "master": Conflict(
+            'rule="muon"',
+            'master="none"',
+            "the updates of matrices do not round stochastically, so small changes of bf16 weights would be lost",
+            'Use master="fp32".',
+        ),
+        "tensor ranks": Conflict(
+            "Muon for {name}",
+            "tensor ranks",
+            "each of them has a part of the matrix, and an update needs the whole matrix",
+            'Use rule="adamw", or ZeRO instead of tensor ranks.',
+        ),
+        "few rows": Conflict(
+            "Muon for {name}, a matrix with {num_rows} rows,",
+            "zero_optimization.stage 3 on {world} ranks",
+            "fully_shard() would give some ranks no rows",
+            'Put the matrix into a param group with "use_muon": False, or use stage 2.',
+        ),
+    },
     "1-bit Adam": {
         "rule": Conflict("rule={rule!r}", _COMPRESSED, "1-bit Adam is defined for AdamW only", 'Use rule="adamw".'),
         "states": Conflict(
-            'states="int8"',
+            "states={states!r}",
             _COMPRESSED,
-            "the frozen second moment consists of powers of two, which int8 cannot store exactly",
+            "the frozen second moment consists of powers of two, which this format cannot store exactly",
             'Use states="fp32" or states="bf16".',
+        ),
+        "master": Conflict(
+            'master="none"',
+            _COMPRESSED,
+            "the differences between masters and weights are what ranks have not communicated yet",
+            'Use master="fp32".',
         ),
         "ratio": Conflict(
             'ratio="auto"',
@@ -336,6 +377,24 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "the saved inputs are either divided among tensor ranks or kept on the host",
             "Set one of them to false.",
         ),
+        "partitioned float8": Conflict(
+            "activation_checkpointing.partition_activations",
+            "activation_checkpointing.float8 or every",
+            "the saved inputs of tensor ranks are parts of a tensor",
+            "Set partition_activations to false.",
+        ),
+        "selective groups": Conflict(
+            "activation_checkpointing.selective",
+            "activation_checkpointing.float8 or every",
+            "selective keeps results inside of layers, and not only their inputs",
+            "Set selective to false.",
+        ),
+        "grouped weights": Conflict(
+            "activation_checkpointing.every={every}",
+            "{option}",
+            "a group of layers runs again while only the weights of its last layer are on the device",
+            "Set every to 1, or keep the weights on the device.",
+        ),
         "selective compiled": Conflict(
             "activation_checkpointing.selective",
             "compile.blocks",
@@ -360,6 +419,120 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "a TwinOptimizer has its own states, tuning and loss scale",
             "Remove the key from the config, and pass the option to TwinOptimizer().",
         ),
+    },
+    "Sequence parallelism": {
+        "sum": Conflict(
+            'gradient_allreduce_op "sum"',
+            _SEQUENCE,
+            "the loss is the mean over the tokens of all ranks",
+            'Set gradient_allreduce_op to "mean".',
+        ),
+        "one bit": Conflict(
+            "optimizer.type {optimizer}",
+            _SEQUENCE,
+            "compressed communication assumes that each rank has samples of its own",
+            'Use the type "AdamW".',
+        ),
+        "compiled": Conflict(
+            "compile.blocks",
+            _SEQUENCE,
+            "ranks communicate inside of each block",
+            "Set compile.blocks to false.",
+        ),
+        "given optimizer": Conflict(
+            "A TwinOptimizer without zero",
+            _SEQUENCE,
+            "the gradients of the ranks of a sequence must be summed",
+            "Build it with zero=twinflow.zero.Zero(stage=2), or name the optimizer in the config.",
+        ),
+        "head patterns": Conflict(
+            "Sparse attention with a pattern for each head",
+            'sequence ranks in the mode "ulysses"',
+            "ranks have different heads, but use the same pattern",
+            'Set different_layout_per_head to false, or use the mode "ring".',
+        ),
+        "packed batch": Conflict(
+            "Packed sequences in a batch of {batch_size} rows",
+            _SEQUENCE,
+            "the packed sequences of all rows would have to begin at the same positions",
+            "Pack all sequences of the batch into one row.",
+        ),
+        "packed sparse": Conflict(
+            "Packed sequences",
+            "sequence ranks and sparse attention",
+            "the pattern is made for one sequence",
+            "Use dense attention, or do not pack sequences.",
+        ),
+        "packed window": Conflict(
+            "Packed sequences",
+            "sequence ranks and a model with a sliding window",
+            "the mask of the window is made for one sequence",
+            "Do not pack sequences, or use a model without a window.",
+        ),
+        "packed model": Conflict(
+            "Packed sequences",
+            "sequence ranks and {name}",
+            "this layer does not pass cu_seq_lens_q to its attention function",
+            "Do not pack sequences.",
+        ),
+        "left padding": Conflict(
+            "An attention_mask with padding before tokens",
+            _SEQUENCE,
+            "only padding at the end needs no mask",
+            "Pad on the right, and divide the batch with engine.sequence.split(batch).",
+        ),
+        "cache": Conflict(
+            "A cache of keys and values",
+            _SEQUENCE,
+            "each rank has the keys of its tokens only",
+            "Generate after handle.remove() or engine.destroy().",
+        ),
+        "num_items_in_batch": Conflict(
+            "num_items_in_batch",
+            _SEQUENCE,
+            "the loss is divided by the number of targets of all ranks",
+            "Leave it out. The Trainer of transformers cannot split sequences: use twinflow.initialize().",
+        ),
+        "other model": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "only the loss of causal language models is a mean over tokens",
+            "Use a model for causal language modelling.",
+        ),
+        "router loss": Conflict(
+            "output_router_logits",
+            _SEQUENCE,
+            "the loss of the router is a product of means over the tokens of one rank",
+            "Set config.output_router_logits to False.",
+        ),
+        "own attention": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "its layers do not use transformers' attention interface, or attend to another sequence",
+            "Use a decoder-only model that uses the interface.",
+        ),
+        "recurrent layers": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "it has layers that pass a state from token to token",
+            "Use a model whose layers are attention and MLPs.",
+        ),
+        "ring bidirectional": Conflict(
+            "{name}, which is not causal,",
+            _RING,
+            "the ring has blocks of causal attention only",
+            _USE_ULYSSES,
+        ),
+        "ring window": Conflict(
+            "{name}, which has layers with a sliding window,",
+            _RING,
+            "the ring has no mask for windows",
+            f"{_USE_ULYSSES} Sparse attention with a window works with both modes.",
+        ),
+        "ring dropout": Conflict(
+            "Dropout {dropout} in attention", _RING, "the ring does not drop scores", f"Set it to 0. {_USE_ULYSSES}"
+        ),
+        "ring option": Conflict("{option} of {name}", _RING, "the ring computes plain causal attention", _USE_ULYSSES),
     },
     "DeepSpeed's functions": {
         "in backward": Conflict(

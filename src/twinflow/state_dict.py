@@ -127,6 +127,7 @@ class PartOf:
 class Entry:
     """A tensor to be saved, or a part of one. `read` returns its values and is called when they are written.
 
+    The writer calls `done` when it does not need the values any more. They must not change before.
     `shape` is the shape of the values that `read` returns. A part is flat, and `part` describes the whole tensor.
     """
 
@@ -135,6 +136,7 @@ class Entry:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     part: PartOf | None = None
+    done: Callable[[], None] | None = None
 
     @property
     def key(self) -> str:

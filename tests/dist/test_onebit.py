@@ -66,6 +66,7 @@ LEVEL = make("adam", num_steps=12, options=AUTO)
 QUICK: dict[str, Case] = {
     **PAIRS,
     "adam, by itself": replace(LEVEL, num_steps=21, num_rising=12, is_torn=True),
+    "adam, uncorrected": make("adam", options={"bias_correction": False}),
     "adam, in step 1": make("adam", options={"freeze_step": 1}, num_steps=4, is_by_hand=True),
     "adam, large": make("adam", "fp16", 4, num_steps=3, size=6500.0),
 }
@@ -188,7 +189,7 @@ def test_everything_else(name: str) -> None:
 # The simulation itself, where there are other truths.
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if "lamb" not in name])
+@pytest.mark.parametrize("name", [name for name in QUICK if "lamb" not in name and "uncorrected" not in name])
 def test_before_the_switch_it_is_adamw_of_one_process(name: str) -> None:
     check_start(QUICK[name], adamw)
 

@@ -303,6 +303,45 @@ def test_a_group_without_bias_correction(deepspeed: Any) -> None:
     engine.destroy()
 
 
+def test_coefficients_of_lamb(deepspeed: Any) -> None:
+    """The ratio of norms by which each step was scaled. The weights of a first step without decay show it."""
+    model = cases.net()
+    own = deepspeed.ops.lamb.FusedLamb(model.parameters(), lr=1e-2, bias_correction=False, max_coeff=0.3)
+    assert own.get_lamb_coeffs() == []
+    before = [param.detach().clone() for param in model.parameters()]
+    model(torch.ones(4, 6)).square().mean().backward()
+    model[0].bias.grad = None
+    own.step()
+    found = own.get_lamb_coeffs()
+    assert len(found) == len(list(model.parameters())) - 1
+    assert any(coeff < 0.3 for coeff in found)
+    own_state = [(p, own.state[p]) for p in model.parameters() if p in own.state]
+    olds = [old for old, p in zip(before, model.parameters(), strict=True) if p in own.state]
+    for coeff, old, (param, state) in zip(found, olds, own_state, strict=True):
+        move = state["exp_avg"].double() / (state["exp_avg_sq"].double().sqrt() + 1e-8)
+        wanted = min(max(float(old.double().norm() / move.norm()), 0.01), 0.3)
+        assert coeff == pytest.approx(wanted, rel=1e-5)
+        torch.testing.assert_close(param.detach().double(), old.double() - 1e-2 * wanted * move, rtol=1e-5, atol=1e-7)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=cases.config(0))
+    with pytest.raises(RuntimeError, match="an engine uses this optimizer"):
+        own.get_lamb_coeffs()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_weights_on_the_host_are_not_converted(deepspeed: Any, trains: bool) -> None:
+    config = {**cases.config(3), "zero_optimization": ON_HOST}
+    if not trains:
+        del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=cases.net(), config=config)
+    for name in ("half", "bfloat16", "double"):
+        with pytest.raises(RuntimeError, match=rf"{name}\(\) cannot convert the weights"):
+            getattr(engine, name)()
+    assert engine.float() is engine
+    assert engine(torch.ones(4, 6)).dtype == torch.float32
+    engine.destroy()
+
+
 # The methods of DeepSpeed's engines.
 
 

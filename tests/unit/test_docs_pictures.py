@@ -26,6 +26,7 @@ CONCEPTS = [
     "onebit",
     "formats",
     "activations",
+    "long-sequences",
     "checkpoints",
     "choosing",
     "plan",

@@ -31,6 +31,7 @@ PROMISES = {
     "lightning_strategy.py": "the resumed run has the same bits",
     "accelerate_loop.py": "the loss fell",
     "peft_lora.py": "the adapters have learned",
+    "long_sequences.py": "the loss fell",
 }
 OTHERS = ("ray_train.py", "tiny_models.py")  # test_integrations_ray.py and test_finetune.py run them
 
@@ -50,6 +51,7 @@ SLOW = (
     "hf_processes.py",
     "lightning_strategy.py",
     "peft_lora.py",
+    "long_sequences.py",
     "accelerate_loop.py",
 )
 
@@ -114,6 +116,18 @@ def test_a_fine_tune_of_two_ranks_switches_to_one_bit(tmp_path: Path) -> None:
     assert two.returncode == 0, two.stderr
     assert "in one bit from step" in two.stdout
     assert PROMISES["onebit_finetune.py"] in two.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_two_ranks_share_sequences_with_the_losses_of_one_process(tmp_path: Path, mode: str) -> None:
+    script = next(path for path in EXAMPLES if path.name == "long_sequences.py")
+    alone = run_script(script, tmp_path, tmp_path)
+    two = launched(tmp_path, "2", str(script), "--mode", mode)
+    assert two.returncode == 0, two.stderr
+    losses = [text.split("losses ")[1].splitlines()[0].split() for text in (alone.stdout, two.stdout)]
+    assert [float(loss) for loss in losses[1]] == pytest.approx([float(loss) for loss in losses[0]], abs=1e-3)
+    assert "2 processes, 128 of 256 tokens on each" in two.stdout
 
 
 # Tutorials as shell scripts: `small` is the same command at a size for a laptop.

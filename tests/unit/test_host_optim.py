@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from twinflow.optim import HostAdagrad, HostAdam, HostAdamW, HostLion, HostOptimizer, HostSGD
-from twinflow.optim.host import HOST_OPTIMIZERS, full_master
+from twinflow.optim.host import HOST_OPTIMIZERS, formats_of, full_master
 from twinflow.rules import Rule
 from twinflow.rules.segment import Store, decode_state
 
-ALL = [(kind, states) for kind in HOST_OPTIMIZERS.values() for states in kind.rule.formats]
+ALL = [(kind, states) for kind in HOST_OPTIMIZERS.values() for states in formats_of(kind.rule)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -28,7 +28,7 @@ from twinflow.planner.costs import (
     timing_of,
     ways_of,
 )
-from twinflow.planner.formats import STATES, UPDATE_BYTES, state_bytes
+from twinflow.planner.formats import AUTOMATIC, STATES, UPDATE_BYTES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
 from twinflow.planner.placement import at_ratio, best_ratio, choose
@@ -117,8 +117,8 @@ PROBED = Rates(
     out_bytes=53.3e9,
     in_bytes=53.7e9,
     duplex_bytes=42.6e9,
-    host_params={"fp32": 4.554e9, "bf16": 6.581e9, "int8": 7.743e9},
-    host_params_copying={"fp32": 2.952e9, "bf16": 3.789e9, "int8": 4.940e9},
+    host_params={"fp32": 4.554e9, "bf16": 6.581e9, "int8": 7.743e9, "4bit": 7.743e9},
+    host_params_copying={"fp32": 2.952e9, "bf16": 3.789e9, "int8": 4.940e9, "4bit": 4.940e9},
     device_bytes=4.118e12,
     flops=698.6e12,
 )
@@ -126,8 +126,8 @@ PROBED_13B = Rates(
     out_bytes=53.2e9,
     in_bytes=53.8e9,
     duplex_bytes=47.4e9,
-    host_params={"fp32": 5.529e9, "bf16": 7.705e9, "int8": 7.730e9},
-    host_params_copying={"fp32": 4.068e9, "bf16": 5.386e9, "int8": 5.690e9},
+    host_params={"fp32": 5.529e9, "bf16": 7.705e9, "int8": 7.730e9, "4bit": 7.730e9},
+    host_params_copying={"fp32": 4.068e9, "bf16": 5.386e9, "int8": 5.690e9, "4bit": 5.690e9},
     device_bytes=4.049e12,
     flops=670.8e12,
 )
@@ -423,12 +423,15 @@ def test_state_bytes_a_parameter() -> None:
     rows = {
         (states, weights): state_bytes(states, weights) for states in STATES for weights in ("bf16", "fp16", "fp32")
     }
-    assert [rows[s, "bf16"].host for s in STATES] == [12, 8, 6.0625]
-    assert [rows[s, "bf16"].resident for s in STATES] == [10, 6, 4.0625]
-    assert [rows[s, "bf16"].streamed for s in STATES] == [10, 6, 4.0625]
+    assert [rows[s, "bf16"].host for s in STATES] == [12, 8, 6.0625, 5.0625]
+    assert [rows[s, "bf16"].resident for s in STATES] == [10, 6, 4.0625, 3.0625]
+    assert [rows[s, "bf16"].streamed for s in STATES] == [10, 6, 4.0625, 3.0625]
     assert rows["fp32", "fp16"].resident == 12
     assert rows["fp32", "fp32"].resident == 8
     assert state_bytes("fp32", delayed=True).resident == 12
+    without = state_bytes("4bit", master="none")
+    assert (without.host, without.resident, without.streamed) == (3.0625, 1.0625, 1.0625)
+    assert state_bytes("4bit", delayed=True, master="none").resident == 3.0625
     with pytest.raises(ValueError, match="must be one of 'fp32', 'bf16', 'int8'"):
         state_bytes("fp8")
 
@@ -572,7 +575,7 @@ def test_cases_cover_every_way_and_the_recommended_one_fits() -> None:
     setting = Setting(RATES, MEMORY)
     cases = all_cases(Run(preset("gpt2-13b"), 4, 1024), setting)
     assert [(c.kind, c.run.states) for c in cases] == [
-        (kind, states) for kind in ("no offload", "full offload", "best ratio") for states in STATES
+        (kind, states) for kind in ("no offload", "full offload", "best ratio") for states in AUTOMATIC
     ]
     best = recommended(cases)
     assert best is not None

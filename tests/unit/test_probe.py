@@ -17,10 +17,11 @@ import torch
 
 from twinflow import native
 from twinflow.planner import probe
+from twinflow.planner.formats import STATES
 from twinflow.planner.machines import Rates
 
 CPU = torch.device("cpu")
-HOST = {"fp32": 3e9, "bf16": 4e9, "int8": 5e9}
+HOST = {"fp32": 3e9, "bf16": 4e9, "int8": 5e9, "4bit": 5e9}
 RATES = Rates(55e9, 54e9, 50e9, HOST, {name: rate / 2 for name, rate in HOST.items()}, 4e12, 7e14)
 
 
@@ -49,7 +50,7 @@ def test_numbers_that_can_be() -> None:
     with torch.inference_mode():  # callers may be in it; our threads are not
         rates = probe.measure(CPU, budget_s=0.3)
     assert probe.is_sane(rates)
-    assert set(rates.host_params) == set(rates.host_params_copying) == {"fp32", "bf16", "int8"}
+    assert set(rates.host_params) == set(rates.host_params_copying) == set(STATES)
     assert all(1e8 < rate < 1e12 for rate in (rates.out_bytes, rates.in_bytes, rates.duplex_bytes))
     # How they compare says nothing where tests run beside it: tests/gpu/test_probe.py asks that of a GPU's link.
     assert all(1e5 < rate < 1e11 for host in (rates.host_params, rates.host_params_copying) for rate in host.values())

@@ -216,7 +216,9 @@ def arguments(folder: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{"lr": 3.0}, {"param_groups": []}, {"stats": "bf16"}, {"loss_scale": static(8.0)}])
 def test_what_is_no_option_beside_a_trainers_arguments(huggingface: Any, options: Any, tmp_path: Any) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=rf"option in twin is '{name}', but must be one of 'states', 'ratio'"):
+    with pytest.raises(
+        ValueError, match=rf"option in twin is '{name}', but must be one of 'states', 'master', 'ratio'"
+    ):
         huggingface.TwinTrainer(llama(), arguments(tmp_path), train_dataset=samples(2), twin=options)
 
 

@@ -24,8 +24,8 @@ from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
 from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
-from twinflow.planner.formats import STATES, WEIGHT_BYTES
-from twinflow.rules import RULES
+from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES
+from twinflow.rules import ALL_RULES
 
 _GPU_SHARE: Final = 0.98  # usable share of the GPU memory; the rest is left for gaps between tensors
 _HOST_SHARE: Final = 0.95  # usable share of the free memory; the rest is left to other processes
@@ -115,7 +115,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     shape, checked = settings.model, load_config(config)
     offload = checked.zero_optimization.offload_optimizer
     assert offload is not None
-    formats, num_moments = rule_of(checked)
+    formats, num_moments, matrix_steps = rule_of(checked)
     overflow = checked.bf16.check_grad_overflow if checked.bf16.enabled else True
     stage = checked.zero_optimization.stage if settings.world > 1 else 0
     weights = checked.zero_optimization.offload_param
@@ -131,9 +131,11 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         micro_batches=settings.accumulation,
         clips=bool(checked.gradient_clipping) or overflow,
         delayed=offload.delayed_update,
+        master=offload.master,
         **recompute_fields(recompute),
         weights=settings.precision,
         num_moments=num_moments,
+        matrix_steps=matrix_steps,
         world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
@@ -175,14 +177,18 @@ def _kept(axes: Axes, schedule: str | None, micro_batches: int) -> float:
     return min(under_way, micro_batches) / axes.pipe / axes.model
 
 
-def rule_of(config: Config) -> tuple[tuple[str, ...], int]:
-    """State formats and number of moments of the update rule. An optimizer of torch counts as two moments in fp32."""
+def rule_of(config: Config) -> tuple[tuple[str, ...], int, int]:
+    """State formats and number of moments of the update rule, and the number of Newton-Schulz iterations of Muon (0 for
+    other rules). An optimizer of torch counts as two moments in fp32.
+    """
     name, options = optimizer_choice(config)
-    if name not in RULES:
-        return ("fp32",), 2
-    rule = RULES[name]
+    if name not in ALL_RULES:
+        return ("fp32",), 2, 0
+    rule = ALL_RULES[name]
+    if rule.elementwise is not None:
+        return rule.formats, 1, int(options["ns_steps"])
     keeps = bool(float(options.get("momentum", 1.0)))  # SGD without momentum has no moments
-    return rule.formats, sum(state is not None for state in rule.states) if keeps else 0
+    return rule.formats, sum(state is not None for state in rule.states) if keeps else 0, 0
 
 
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
@@ -215,7 +221,7 @@ def _is_roomy(case: Case, available: Available) -> bool:
 
 def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
     """The plan with the state format that `plan_memory` chooses."""
-    formats = [name for name in STATES if name in case.formats] if states == "auto" else [states]
+    formats = [name for name in AUTOMATIC if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
     possible = [each for each in cases if _missing(each, available).is_zero]
     if not possible:
@@ -386,7 +392,7 @@ def remedies(case: Case, available: Available) -> list[str]:
 def _changes(case: Case) -> list[list[_Change]]:
     """Options that reduce memory, by kind, the smallest change first."""
     run = case.run
-    narrower = [name for name in STATES[STATES.index(run.states) + 1 :] if name in case.formats]
+    narrower = [name for name in AUTOMATIC[STATES.index(run.states) + 1 :] if name in case.formats]
     smaller = [run.batch >> i for i in range(1, run.batch.bit_length())]
     return [
         [(f"--states {name}", {"states": name}) for name in narrower],

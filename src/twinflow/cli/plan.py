@@ -27,7 +27,7 @@ from twinflow.cli.settings import read_config
 from twinflow.errors import unusable_path
 from twinflow.files import write_whole
 from twinflow.planner.cases import Case, Plan, Setting, case_at, make_plan
-from twinflow.planner.fit import Fit, Wish, choose_fit, places
+from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, places
 
 LEARNING_RATE: Final = {False: 1e-5, True: 1e-4}  # of a config without an optimizer: for all parameters, for adapters
 
@@ -78,7 +78,7 @@ def _show(options: PlanOptions) -> int:
 
 def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any]) -> Plan:
     """The chosen run beside the other ways to place its state, with the same batch."""
-    formats = wish.formats if wish.states is None else (wish.states,)
+    formats = formats_of(wish)
     run, ratio = fit.case.run, config_ratio(config)
     given = None
     if ratio is not None:
@@ -114,6 +114,17 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     if run.checkpointing and "activation_checkpointing" not in made:
         # This key turns checkpointing on. With one tensor rank, it has no other effect.
         made["activation_checkpointing"] = {"partition_activations": True}
+    if run.is_tiled and not config.get("activation_checkpointing"):
+        kept, num_blocks = run.inputs, len(run.model.blocks)
+        options = made["activation_checkpointing"]
+        if kept.on_host:
+            options |= {"cpu_checkpointing": True, "layers_on_device": kept.layers_on_device(num_blocks)}
+        if kept.every > 1:
+            options["every"] = kept.every
+        if kept.is_float8:
+            options["float8"] = True
+        if len(options) > 1:
+            del options["partition_activations"]  # another key turns checkpointing on
     zero = made["zero_optimization"] = dict(made.get("zero_optimization") or {})
     if run.offload_params:
         zero["stage"] = 3
@@ -121,6 +132,8 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     zero.setdefault("stage", run.stage if run.world > 1 else 2)
     offload = zero["offload_optimizer"] = dict(zero.get("offload_optimizer") or {})
     offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}
+    if run.master == "none":
+        offload["master"] = "none"
     return made
 
 

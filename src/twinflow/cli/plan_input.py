@@ -48,7 +48,8 @@ from twinflow.planner.machines import (
 )
 from twinflow.planner.models import MAX_NUMEL, ModelCost, from_counts, from_hf, gpt2_like, is_known
 from twinflow.planner.scaling import Cluster, default_network
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
+from twinflow.rules.segment import check_master, no_master
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
 MAX_GPUS, MAX_CORES, MAX_MICRO_BATCHES = 2**17, 2**16, 2**12  # so that a plan is made in seconds
@@ -116,7 +117,10 @@ class PlanOptions:
     offload_params: bool | None = option(
         None, "Keep the weights on the host too. Default: the plan chooses.", "--offload-params/--no-offload-params"
     )
-    states: str | None = option(None, "Plan only this state format: fp32, bf16 or int8.")
+    states: str | None = option(None, "Plan only this state format: fp32, bf16, int8 or 4bit.")
+    master: str | None = option(
+        None, "none: plan bf16 weights without an fp32 master. They take 2 bytes less.  [default: fp32]"
+    )
     grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1 if it fits]")
     as_json: bool = option(False, "Print one JSON object instead of the tables.", "--json")
     html: Path | None = option(None, "Also write an HTML page to this file.")
@@ -439,6 +443,7 @@ _USED_KEYS: Final = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.ratio",
     "zero_optimization.offload_optimizer.states",
+    "zero_optimization.offload_optimizer.master",
     "zero_optimization.offload_optimizer.delayed_update",
     "zero_optimization.offload_param.device",
     "activation_checkpointing",
@@ -466,7 +471,7 @@ def make_wish(
     checked = load_config({**config, "optimizer": config.get("optimizer") or {"type": "AdamW"}})
     zero, activations = checked.zero_optimization, checked.activation_checkpointing
     offload = zero.offload_optimizer
-    formats, num_moments = rule_of(checked)
+    formats, num_moments, matrix_steps = rule_of(checked)
     sequences, micro_batch, accumulation = _batch(options, config, default_batch, place.num_gpus)
     check_whole("--batch-size", micro_batch, most=MAX_BATCH)
     check_whole("--accumulation", accumulation, most=MAX_MICRO_BATCHES)
@@ -480,13 +485,16 @@ def make_wish(
     if clip is not None and not clip >= 0.0:
         raise invalid_value("--grad-clip", clip, "a number >= 0")
     weights = "fp16" if checked.fp16.enabled else "bf16" if checked.bf16.enabled else place.weights
+    master = check_master(options.master or (offload.master if offload is not None else "fp32"))
+    if master == "none" and weights != "bf16":
+        raise no_master("The weights", {"fp16": torch.float16, "fp32": torch.float32}[weights])
     # Clipping waits for the norm of all gradients, and so do a loss scale and a check that all gradients are finite.
     waits = weights == "fp16" or (config.get("bf16") or {}).get("check_grad_overflow", False)
     parks = options.offload_params
     if parks is None and "offload_param" in (config.get("zero_optimization") or {}):
         parks = zero.offload_param is not None and zero.offload_param.device == "cpu"
-    if _is_foreign(checked):
-        parks = False  # weights on the host need one of twinflow's rules
+    if _is_foreign(checked) or matrix_steps:
+        parks = False  # weights on the host need one of twinflow's rules, and not Muon
     checkpointing = options.checkpoint_activations
     if checkpointing is None and "activation_checkpointing" in config:
         checkpointing = activations.is_asked_for and not activations.selective
@@ -500,6 +508,7 @@ def make_wish(
         delayed=offload is not None and offload.delayed_update,
         weights=weights,
         num_moments=num_moments,
+        matrix_steps=matrix_steps,
         world=place.num_gpus,
         stage=(zero.stage if "stage" in (config.get("zero_optimization") or {}) else 2) if place.num_gpus > 1 else 0,
         micro_batch=micro_batch,
@@ -507,14 +516,16 @@ def make_wish(
         checkpointing=checkpointing,
         selective=activations.selective,
         states=options.states,
+        master=master,
         formats=formats,
         offload_params=parks,
+        num_sequence=checked.sequence_parallel_size or 1,
     )
 
 
 def _is_foreign(config: Config) -> bool:
     """Whether the optimizer is one of torch.optim."""
-    return optimizer_choice(config)[0] not in RULES
+    return optimizer_choice(config)[0] not in ALL_RULES
 
 
 def config_ratio(config: Mapping[str, Any]) -> float | None:

@@ -50,6 +50,7 @@ def scaling_run(wish: Wish) -> Run:
         world=wish.world,
         stage=wish.stage,
         num_moments=wish.num_moments,
+        matrix_steps=wish.matrix_steps,
     )
 
 

@@ -72,6 +72,7 @@ def how(run: Run) -> str:
     parts += [f"{run.weights} weights", "clipping" if run.clips else "no clipping"]
     kept = "cheap activations recomputed" if run.selective else "activations kept"
     parts.append("activations recomputed" if run.checkpointing else kept)
+    parts += ["tiled"] if run.is_tiled else []
     parts += ["updates delayed by one step"] if run.delayed else []
     return ", ".join(parts)
 
@@ -152,7 +153,18 @@ def chosen(fit: Fit) -> list[str]:
     kept = "selective recomputation of activations" if fit.selective else "no activation checkpointing"
     again = "activation checkpointing" if fit.checkpointing else kept
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
-    return [ratio, batch(fit.case.run), again, where, *([] if fit.clips else ["no gradient clipping"])]
+    long = long_sequence(fit.case.run) if fit.case.run.is_tiled else []
+    return [ratio, batch(fit.case.run), again, *long, where, *([] if fit.clips else ["no gradient clipping"])]
+
+
+def long_sequence(run: Run) -> list[str]:
+    """The settings of a tiled run as phrases."""
+    kept, num_blocks = run.inputs, len(run.model.blocks)
+    num_inputs = kept.num_inputs(num_blocks)
+    form = " in float8" if kept.is_float8 else ""
+    where = f", {kept.on_host} of them on the host" if kept.on_host else ""
+    which = "each layer" if kept.every == 1 else f"every {kept.every}th layer" if kept.every > 2 else "every 2nd layer"
+    return ["tile_sequence(model)", f"the input of {which} kept{form} ({num_inputs} inputs{where})"]
 
 
 def batch(run: Run) -> str:

@@ -30,7 +30,8 @@ from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.planner.formats import STATES
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
+from twinflow.rules.segment import check_master
 
 SECTIONS: Final = ("pipeline", "tensor_parallel")
 _FASTER: Final = (
@@ -115,10 +116,16 @@ class TrainOptions:
     grad_clip: float | None = option(
         None, "Largest gradient norm. 0 turns clipping off.  [default: 1]", "--grad-clip --clip-grad"
     )
-    rule: str | None = option(None, f"Update rule: {', '.join(RULES)}.  [default: adamw]")
+    rule: str | None = option(None, f"Update rule: {', '.join(ALL_RULES)}.  [default: adamw]")
     states: str | None = option(
         None,
-        "Format of optimizer state: fp32, bf16, int8 (adamw and adam), or auto: the widest that fits.  [default: auto]",
+        "Format of optimizer state: fp32, bf16, int8 or 4bit (both: adamw and adam), or auto: the widest of the first "
+        "three that fits.  [default: auto]",
+    )
+    master: str | None = option(
+        None,
+        "fp32, or none: bf16 weights have no fp32 master and are rounded stochastically. This changes results.  "
+        "[default: fp32]",
     )
     ratio: str | None = option(
         None,
@@ -194,6 +201,7 @@ class TrainSettings:
     grad_clip: float  # 0: no clipping
     rule: str
     states: str
+    master: str
     ratio: float | str  # share of the optimizer state on the host, or "auto"
     placement: str
     delayed_update: bool
@@ -340,6 +348,7 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
     delayed = only_one("--delayed-update", options.delayed_update or None, offload, "delayed_update")
     return {
         "states": only_one("--states", options.states, offload, "states") or offload.get("states", "auto"),
+        "master": only_one("--master", options.master, offload, "master") or offload.get("master", "fp32"),
         "ratio": offload.get("ratio", _default_ratio(file_config, placement)) if ratio is None else ratio,
         "placement": placement or offload.get("placement", "auto"),
         "delayed_update": bool(delayed or offload.get("delayed_update")),
@@ -358,7 +367,7 @@ def _default_ratio(file_config: Mapping[str, Any], placement: str | None) -> flo
         and placement in (None, "auto")
         and axes_of(file_config).pipe == 1
         and compression_choice(config) is None
-        and (config.optimizer is None or optimizer_choice(config)[0] in RULES)
+        and (config.optimizer is None or optimizer_choice(config)[0] in ALL_RULES)
     )
     return "auto" if can_choose else 1.0
 
@@ -558,9 +567,17 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.gpu_memory is not None and not torch.cuda.is_available():
         raise ValueError("--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out.")
     check_threads(settings.threads, "--threads")
-    formats = ("auto", *RULES[settings.rule].formats)
+    formats = ("auto", *ALL_RULES[settings.rule].formats)
     if settings.states not in formats:
         raise invalid_value("--states", settings.states, formats, f"These are the formats of --rule {settings.rule}.")
+    check_master(settings.master)
+    if settings.master == "none" and settings.precision != "bf16":
+        raise incompatible(
+            "--master none",
+            f"--precision {settings.precision}",
+            "only bf16 weights can be trained without an fp32 copy",
+            "Use --precision bf16.",
+        )
     if settings.placement not in PLACEMENTS:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
     axes = axes_of(settings.file_config)
@@ -606,9 +623,9 @@ def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
 
 def rule_params(name: str) -> dict[str, Any]:
     """Default `optimizer.params` of an update rule, as in a config file."""
-    if name not in RULES:
-        raise invalid_value("--rule", name, RULES)
-    rule = RULES[name]
+    if name not in ALL_RULES:
+        raise invalid_value("--rule", name, ALL_RULES)
+    rule = ALL_RULES[name]
     options = {"lr": rule.defaults["lr"], "weight_decay": 0.0, **rule.train}
     params = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     return {**params, "adam_w_mode": False} if name == "adam" else params
@@ -617,7 +634,7 @@ def rule_params(name: str) -> dict[str, Any]:
 def default_lr(rule: str, shape: GPTConfig) -> float:
     """Default peak learning rate of an update rule and a model size."""
     lr = float(rule_params(rule)["lr"])
-    return min(lr, LARGE_LR) if RULES[rule].is_normalized and shape.hidden >= 1024 else lr
+    return min(lr, LARGE_LR) if ALL_RULES[rule].is_normalized and shape.hidden >= 1024 else lr
 
 
 def read_config(path: Path | None, name: str) -> dict[str, Any]:
@@ -686,6 +703,8 @@ def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
     offload.setdefault("device", "cpu")
     offload.setdefault("states", states)
+    if settings.master == "none":
+        offload.setdefault("master", "none")
     if offload["device"] == "cpu":  # with another device all state is on the GPU, and these keys have no effect
         offload.setdefault("ratio", settings.ratio)
         offload.setdefault("placement", settings.placement)

@@ -61,7 +61,7 @@ _NO_BUILD = "Leave the builder out: the kernels are part of twinflow"
 _NO_INFERENCE = "Use an inference library with the files that `twinflow export` writes: twinflow is for training only"
 _NO_MOE = "Leave expert parallelism out: experts train like other layers"
 _NO_FUSED_LAYER = "Use torch.nn.TransformerEncoderLayer, or your own layers with scaled_dot_product_attention"
-_NO_SEQUENCE = "Use tensor_parallel.sequence (docs/3d.md): DeepSpeed's sequence parallelism is not supported"
+_NO_SEQUENCE = "Set sequence_parallel_size in the config (docs/long-sequences.md)"
 _PROFILE = "Set flops_profiler in the config"
 _ONEBIT = "optimizer.type OneBitAdam (docs/onebit.md)"
 
@@ -168,7 +168,7 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         "op_builder": Refused(_NO_BUILD),
         "transformer": Refused(_NO_FUSED_LAYER),
         "fp_quantizer": Refused('Set offload_optimizer.states "int8" for a compact optimizer state'),
-        "muon": Refused("Pass your own Muon to initialize(): any torch optimizer runs on the host"),
+        "muon": Refused('Set optimizer.type to "Muon" in the config'),
         "aio": Refused("Offload to host memory: twinflow does not use NVMe"),
     },
     "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam FusedAdam")

@@ -210,6 +210,16 @@ class FusedLamb(Lamb):
             raise invalid_value("max_grad_norm", max_grad_norm, [0.0], "Set gradient_clipping in the config.")
         super().__init__(params, lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, eps_inside_sqrt)
 
+    def get_lamb_coeffs(self) -> list[float]:
+        """The ratios of norms of the last step, of each parameter that had a gradient."""
+        if self in _TWINS:
+            raise wrong_state(
+                "get_lamb_coeffs() cannot return coefficients",
+                "an engine uses this optimizer, and its updates run in other threads, which do not keep them",
+                "Call step() of FusedLamb without an engine, or leave the call out.",
+            )
+        return list(self.coeffs)
+
 
 _PASSED_ON = (
     *("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"),

@@ -41,7 +41,7 @@ from twinflow.config.schema import RENAMES, ZERO, Config, Optimizer, Rename, Sch
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
 from twinflow.files import SMALL_BYTES, check_nesting, parse_json, read_text
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
 
 _SOURCES = "a dict, the path of a JSON or HJSON file, or urlsafe-base64 of JSON"
 _Model = TypeVar("_Model", bound=Section)
@@ -352,8 +352,8 @@ def _check_optimizer(config: Config) -> None:
     if states not in allowed:
         remedy = f"optimizer.type is {config.optimizer.type!r}, which supports no other state format."
         raise invalid_value("zero_optimization.offload_optimizer.states", states, allowed, remedy)
-    if kind in RULES:
+    if kind in ALL_RULES:
         try:
-            RULES[kind].check({**RULES[kind].defaults, **params})
+            ALL_RULES[kind].check({**ALL_RULES[kind].defaults, **params})
         except ValueError as error:
             raise ValueError(f"optimizer.params.{error}") from None

@@ -19,6 +19,7 @@ from twinflow.config.fields import (
     Above,
     Amount,
     Betas,
+    Coefficients,
     Decay,
     Iteration,
     Number,
@@ -34,7 +35,7 @@ from twinflow.config.fields import (
     unused,
 )
 from twinflow.errors import invalid_value
-from twinflow.rules import ADAM, ADAMW, RULES
+from twinflow.rules import ADAM, ADAMW, ALL_RULES, MUON
 from twinflow.rules.rule import Rule, Values
 
 CLIPPING = "use gradient_clipping, at the top of the config"
@@ -64,12 +65,26 @@ class AdamParams(Common):
     differentiable: bool = refused(False, "leave it false: an update cannot be differentiated")
 
 
+class MuonParams(Common):
+    """Keys that muon accepts besides its options."""
+
+    muon_lr: Amount | None = honoured(None, "learning rate of matrices; null: lr")
+    adam_lr: Amount | None = honoured(None, "learning rate of all other parameters, which AdamW updates; null: lr")
+    ns_method: Literal["standard"] = honoured(
+        "standard",
+        "how Newton-Schulz iterations are computed",
+        hints={"gram": 'Use "standard", which computes the same polynomial'},
+    )
+
+
 _TYPES: Final[Mapping[Values, object]] = {
     Values.AMOUNT: Amount,
     Values.NUMBER: Number,
     Values.START: Single,
     Values.BETAS: Betas,
     Values.FLAG: bool,
+    Values.COUNT: Positive,
+    Values.POLYNOMIAL: Coefficients,
 }
 
 
@@ -78,7 +93,8 @@ def params_of(rule: Rule, base: type[Common] = Common) -> type[Common]:
     fields: dict[str, Any] = {}
     for option in rule.all_options:
         default = option.default if option.in_config is None else option.in_config
-        fields[option.name] = (_TYPES[option.values], honoured(default, option.text))
+        kind: Any = Literal[option.choices] if option.values is Values.CHOICE else _TYPES[option.values]
+        fields[option.name] = (kind, honoured(default, option.text))
     for key in rule.other_keys:
         fields[key.name] = (bool, (refused if key.is_refused else unused)(key.default, key.text))
     return create_model(f"{rule.title}Params", __base__=base, __doc__=f"`optimizer.params` of {rule.name}.", **fields)
@@ -205,8 +221,9 @@ class WarmupCosineLRParams(Section):
     last_batch_iteration: Iteration = honoured(-1, "index of the last step that was done before; -1: none")
 
 
+_BASES: Final[Mapping[Rule, type[Common]]] = {ADAM: AdamParams, ADAMW: AdamParams, MUON: MuonParams}
 OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
-    **{name: params_of(rule, AdamParams if rule in (ADAM, ADAMW) else Common) for name, rule in RULES.items()},
+    **{name: params_of(rule, _BASES.get(rule, Common)) for name, rule in ALL_RULES.items()},
     "onebitadam": OneBitAdamParams,
     "onebitlamb": OneBitLambParams,
     "zerooneadam": ZeroOneAdamParams,
@@ -214,7 +231,7 @@ OPTIMIZERS: Final[Mapping[str, type[Common]]] = {
 }
 # Formats of the optimizer state that each optimizer supports. The state of torch's classes is always fp32.
 FORMATS: Final[Mapping[str, tuple[str, ...]]] = {
-    **{name: rule.formats for name, rule in RULES.items()},
+    **{name: rule.formats for name, rule in ALL_RULES.items()},
     "onebitadam": ("fp32", "bf16"),
 }
 SCHEDULES: Final[Mapping[str, type[Section]]] = {
@@ -225,7 +242,6 @@ SCHEDULES: Final[Mapping[str, type[Section]]] = {
     "WarmupCosineLR": WarmupCosineLRParams,
 }
 REFUSED_OPTIMIZERS: Final[Mapping[str, str]] = {
-    "muon": 'Muon is not supported in the config. Use "AdamW", or pass your own optimizer to initialize()',
     **dict.fromkeys(
         ("muadam", "muadamw", "musgd"), "Build the optimizer with the mup library and pass it to initialize()"
     ),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, used_keys, values_in
-from twinflow.config.params import AdamParams, Common, OneBitAdamParams, optimizer_kind, schedule_kind
+from twinflow.config.params import AdamParams, Common, MuonParams, OneBitAdamParams, optimizer_kind, schedule_kind
 from twinflow.config.schema import Config
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,16 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
     name, params = config.optimizer.type.lower(), kind.model_validate(given)
     if isinstance(params, OneBitAdamParams):
         name = "adamw"
-    if name not in RULES:
+    if name not in ALL_RULES:
         return name, {key: getattr(params, key) for key in used_keys(kind)}
-    options = {key: getattr(params, key) for key in RULES[name].defaults}
+    options = {key: getattr(params, key) for key in ALL_RULES[name].defaults}
+    if isinstance(params, MuonParams):
+        options |= {key: rate for key in ("muon_lr", "adam_lr") if (rate := getattr(params, key)) is not None}
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
         if params.torch_adam and name == "adamw" and "weight_decay" not in given:
             # With torch_adam, DeepSpeed builds torch.optim.AdamW, whose default applies.
-            options["weight_decay"] = RULES[name].defaults["weight_decay"]
+            options["weight_decay"] = ALL_RULES[name].defaults["weight_decay"]
     return name, options
 
 

@@ -189,7 +189,10 @@ class OffloadOptimizer(Section):
     super_offload: bool = refused(False, "leave it out: updates overlap with backward without it")
     cpuadam_cores_perc: Share = unused(0.8, "host_threads sets the number of threads of the update")
 
-    states: Literal["fp32", "bf16", "int8"] = ours("fp32", "format of the optimizer state")
+    states: Literal["fp32", "bf16", "int8", "4bit"] = ours("fp32", "format of the optimizer state")
+    master: Literal["fp32", "none"] = ours(
+        "fp32", "none: bf16 weights have no fp32 master and are rounded stochastically; this changes results"
+    )
     placement: Literal["auto", "front", "tail"] = ours(
         "auto",
         "layers whose state stays on the GPU; front: the first, tail: the last, auto: those that a forward needs first",
@@ -300,7 +303,9 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = section(LeafModule, "modules that stage 3 gathers whole; its keys have no effect")
     enable_sanity_checks: bool = unused(False, _FULLY_SHARD)
     log_trace_cache_warnings: bool = unused(False, _FULLY_SHARD)
-    save_muon_momentum_buffer_in_memory: bool = unused(False, "twinflow has no Muon")
+    save_muon_momentum_buffer_in_memory: bool = unused(
+        False, "the momentum is where offload_optimizer.ratio and placement put it"
+    )
 
     mics_shard_size: AnyWhole = refused(-1, "leave it out: stage 3 partitions over all ranks", off=(0, 1))
     mics_hierarchical_params_gather: bool = refused(False, "leave it out: weights are gathered from all ranks at once")
@@ -387,10 +392,16 @@ class ActivationCheckpointing(Section):
         False, "turn checkpointing on; keep results of matrix products and attention, and recompute all others"
     )
 
+    every: Positive = ours(1, "turn checkpointing on if above 1; only every n-th layer keeps its input")
+    layers_on_device: Whole = ours(0, "cpu_checkpointing: number of layers at the end whose inputs stay on the GPU")
+    float8: bool = ours(False, "turn checkpointing on; keep layers' inputs in float8; this changes results")
+
     @property
     def is_asked_for(self) -> bool:
-        return self.layers is not None or any(
-            value is True for value in (getattr(self, name) for name in type(self).model_fields)
+        return (
+            self.layers is not None
+            or self.every > 1
+            or any(value is True for value in (getattr(self, name) for name in type(self).model_fields))
         )
 
 
@@ -413,8 +424,8 @@ class Checkpoint(Section):
     background: bool = ours(False, "write checkpoints in the background during the next steps")
     background_bytes: Whole | None = ours(
         None,
-        "host memory of a rank for copies of state that is updated before it is written; null: the free memory at "
-        "the call of save_checkpoint(), less a reserve of 6% and at least 4 GB",
+        "host memory of a rank for state that is updated before it is written: buffers for new state, and copies; "
+        "null: half of the free memory for buffers, and for copies all but a reserve of 6% and at least 4 GB",
     )
 
 
@@ -533,7 +544,9 @@ class Config(Section):
     communication_data_type: Dtype | None = honoured(
         None, "dtype in which gradients are reduced; null: their own dtype"
     )
-    seq_parallel_communication_data_type: Dtype = unused("fp32", "DeepSpeed's sequence parallelism is not supported")
+    seq_parallel_communication_data_type: Dtype = unused(
+        "fp32", "the gradients of sequence ranks are reduced with all others, in communication_data_type"
+    )
     disable_allgather: bool = unused(False, "new weights are always all-gathered, bucket by bucket")
     comms_logger: Free | None = unused(None, "the groups in engine.optimizer.team.groups count sent bytes")
     dump_state: bool = unused(False, "load_config() returns an object that can be printed")
@@ -552,8 +565,11 @@ class Config(Section):
     )
     sparse_gradients: bool = refused(False, "use dense gradients: build embeddings with sparse=False")
     data_parallel_size: Positive | None = honoured(None, "expected number of model copies; another number is an error")
-    sequence_parallel_size: Positive | None = refused(
-        None, "leave it at 1, and use tensor_parallel.sequence instead", off=(1,)
+    sequence_parallel_size: Positive | None = honoured(
+        None, "number of ranks that share each sequence (sequence parallelism); null: 1"
+    )
+    sequence_mode: Literal["ulysses", "ring"] = ours(
+        "ulysses", "communication of sequence ranks: exchange heads for tokens, or send keys around a ring"
     )
     use_data_before_expert_parallelism: bool = refused(False, "leave it out: expert parallelism is not supported")
     expert_parallel: Free | None = refused(None, "leave it out: expert parallelism is not supported", switch=is_on)

@@ -18,7 +18,7 @@ from twinflow.checkpoint.plain import put_together
 from twinflow.integrations.given import TORCH_ONLY
 from twinflow.offload.torch_state import num_steps
 from twinflow.optim.twin import TwinOptimizer
-from twinflow.rules import RULES
+from twinflow.rules import ALL_RULES
 
 
 def load_torch_state(twin: TwinOptimizer, saved: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def torch_state(found: Checkpoint) -> dict[str, Any]:
     if "optimizer" not in found.meta:
         raise ValueError(f"{found.path} contains no state of an optimizer.")
     head = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
-    rule = RULES.get(head["rule"])
+    rule = ALL_RULES.get(head["rule"])
     if rule is not None and rule.torch_class is None:
         raise ValueError(f"{found.path}: torch has no optimizer for the update rule {rule.name!r}.")
     defaults: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Final
 
 from twinflow.planner import costs
 from twinflow.planner.costs import Bytes, Memory, Run
-from twinflow.planner.formats import STATES
+from twinflow.planner.formats import AUTOMATIC, STATES
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
 from twinflow.planner.simulate import Prediction, predict
@@ -71,7 +71,7 @@ class Plan:
 def make_plan(
     run: Run,
     setting: Setting,
-    states: Sequence[str] = STATES,
+    states: Sequence[str] = AUTOMATIC,
     given: Case | None = None,
     ways: Sequence[bool] = (False,),
 ) -> Plan:
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def all_cases(
-    run: Run, setting: Setting, states: Sequence[str] = STATES, ways: Sequence[bool] = (False,)
+    run: Run, setting: Setting, states: Sequence[str] = AUTOMATIC, ways: Sequence[bool] = (False,)
 ) -> list[Case]:
     """A case for each pair of a way to place the state and a state format, grouped by way.
 

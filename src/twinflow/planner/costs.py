@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from twinflow.planner import long
 from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, reserved_bytes, state_bytes
+from twinflow.planner.long import Kept
 from twinflow.planner.machines import Rates
 from twinflow.planner.models import ModelCost
 from twinflow.planner.simulate import NUM_STAGES, ClipDecision, Fetch, Item, Timing, Ways
 
+KEPT: Final = Kept()  # each checkpointed block keeps its input on the GPU
 # Defaults of the runtime.
 BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
@@ -59,6 +62,7 @@ class Run:
     tokens: int  # tokens in a sequence
     micro_batches: int = 1
     states: str = "fp32"
+    master: str = "fp32"  # "none": bf16 weights have no fp32 master
     clips: bool = True  # updates wait for the gradient norm (clipping, or a loss scale)
     delayed: bool = False  # each update is applied one step later
     checkpointing: bool = True  # activation checkpointing: blocks keep only their inputs, and are recomputed
@@ -69,19 +73,40 @@ class Run:
     stage: int = 0  # ZeRO stage: 1 and 2 shard the state, 3 also the weights
     tensor_parallel: int = 1  # GPUs that each weight is split across
     num_moments: int = 2  # moments of the update rule, 2 for AdamW
+    # Muon: Newton-Schulz iterations of an update of blocks, which then have one moment. 0: an element-wise rule
+    matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
+    is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
+    kept: Kept = KEPT  # with tiles: how the inputs of blocks are kept
+    num_sequence: int = 1  # GPUs that share each sequence
 
     @property
     def step_tokens(self) -> int:
         """Tokens in a step, on all GPUs."""
-        return self.batch * self.tokens * self.micro_batches * (self.world // self.tensor_parallel)
+        return self.num_tokens * self.micro_batches * (self.world // self.tensor_parallel)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a micro-batch of one GPU."""
+        return -(-self.batch * self.tokens // self.num_sequence)
 
     @property
     def size(self) -> StateBytes:
         """Bytes of optimizer state for each parameter, by the place of the state."""
-        return state_bytes(self.states, self.weights, self.delayed, self.num_moments)
+        num_moments: float = self.num_moments
+        if self.matrix_steps:
+            num_moments = 1.0 + sum(self.trained_root) / max(1, sum(self.trained_blocks) + sum(self.trained_root))
+        return state_bytes(self.states, self.weights, self.delayed, num_moments, self.master)
+
+    def update_flops(self, numel: int) -> float:
+        """FLOPs of the Newton-Schulz iterations for `numel` elements of blocks.
+
+        For a matrix of m x n elements with m <= n these are 4 m + 2 m^2 / n for each element in an iteration. With the
+        matrices of transformers this is about 5 m, and m is mostly the hidden size.
+        """
+        return 5.0 * self.matrix_steps * self.model.hidden * numel
 
     @property
     def numel(self) -> int:
@@ -96,16 +121,31 @@ class Run:
         return min(wanted, num_blocks) if self.checkpointing else 0
 
     @property
+    def inputs(self) -> Kept:
+        """How the inputs of blocks are kept. Groups of blocks run again together, which they cannot if the weights of
+        each block are on the GPU only while it runs.
+        """
+        if not self.offload_params or self.kept.every == 1:
+            return self.kept
+        return Kept(1, min(len(self.model.blocks), self.kept.on_host * self.kept.every), self.kept.is_float8)
+
+    @property
     def activation_bytes(self) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
+        if self.is_tiled:
+            return long.peak_bytes(self.model, WEIGHT_BYTES[self.weights], self.num_tokens, self.inputs)
         found = self.model.activations
-        return found.peak_bytes(len(self.model.blocks), self.batch * self.tokens, self.num_recomputed, self.selective)
+        return found.peak_bytes(len(self.model.blocks), self.num_tokens, self.num_recomputed, self.selective)
 
     @property
     def first_block_bytes(self) -> int:
         """The same in the backward of the first block, when the others have freed theirs."""
+        if self.is_tiled:
+            return self.activation_bytes - self.inputs.gpu_bytes(
+                self.model, WEIGHT_BYTES[self.weights], self.num_tokens
+            )
         found = self.model.activations
-        return int(self.batch * self.tokens * (found.end_bytes + found.backward_bytes(self.num_recomputed > 0)))
+        return int(self.num_tokens * (found.end_bytes + found.backward_bytes(self.num_recomputed > 0)))
 
     @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
@@ -241,6 +281,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "shadows": 0,
         "rings": min(slots, 2 * placed.host * width) if not (grads.holds_on_host or run.delayed) else 0,
         "process": PROCESS_BYTES + _LOOSE_BYTES,
+        "activations": run.inputs.host_bytes(run.model, width, run.num_tokens) if run.is_tiled else 0,
     }
     host = {kind: count * run.world for kind, count in host.items()}
     if run.clips and not run.delayed and not grads.sums_on_host:
@@ -265,17 +306,17 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
     """Where gradients wait for their update: on the host if updates are delayed, or if the gradients or their sums over
     micro-batches need more than half of `free_bytes`, else on the GPU. Those of resident state never leave the GPU."""
     width, own = WEIGHT_BYTES[run.weights], run.own_numel
-    all_bytes, off = width * own, placed.host
+    all_bytes, off, there = width * own, placed.host, placed.resident + placed.streamed
     flat = min(FLAT_BYTES, free_bytes // 8, all_bytes)
     waits = run.clips or run.delayed
     sums = 4 * own if run.micro_batches > 1 else 0
     if sums > free_bytes // 2:
-        return GradientPlan(flat + 4 * placed.resident, 4 * off, False, True)
+        return GradientPlan(flat + 4 * there, 4 * off, False, True)
     if not waits:
         return GradientPlan(sums + flat, 0, False, False)
     if all_bytes > free_bytes // 2 or run.delayed:
         few = min(flat, _FLATS_OUT * bucket_numel(run) * width)
-        return GradientPlan(sums + few + width * placed.resident, width * off, True, False)
+        return GradientPlan(sums + few + width * there, width * off, True, False)
     return GradientPlan(sums + all_bytes, 0, False, False)
 
 
@@ -398,7 +439,12 @@ def fetches_of(run: Run, timing: Timing) -> tuple[Fetch, ...]:
 
 def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
     """Times of a forward and a backward, from matrix products, memory traffic and communication between GPUs."""
-    model, num_tokens, parts = run.model, run.batch * run.tokens, run.tensor_parallel
+    model, num_tokens, parts = run.model, run.num_tokens, run.tensor_parallel
+    if run.is_tiled:
+        forward, backward = long.times(
+            model, num_tokens, run.tokens, run.inputs, rates.flops, rates.device_bytes, BACKWARD
+        )
+        return Timing(forward, backward, run.micro_batches)
     products = num_tokens * model.forward_flops(run.tokens) / rates.flops
     traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
@@ -440,7 +486,10 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         count = max(1, min(-(-own // BUCKET_NUMEL), _MOST_ITEMS // len(model.blocks)))
         # With checkpointing, the first third of a block's backward recomputes the forward and produces no gradient.
         span = length * (1.0 - 0.35 * run.num_recomputed / len(model.blocks))
-        items += [Item(-(-own // count), "host", end - span * k / count, need, block) for k in range(count)]
+        size = -(-own // count)
+        products = run.update_flops(size)
+        found = (Item(size, "host", end - span * k / count, need, block, products) for k in range(count))
+        items += [item.at("host") for item in found]
         before += cost
     return items
 
@@ -470,4 +519,6 @@ def _placed(run: Run, resident: int) -> Placed:
     if run.offload_params and resident > run.own_root:
         blocks = sum(run.trained_blocks[: run.num_blocks_here(resident)])
         resident = min(run.own_numel, run.own_root + -(-blocks // run.world))
-    return Placed(run.own_numel - resident, resident)
+    left = run.own_numel - resident
+    streamed = min(left, run.own_numel - run.own_root) if run.matrix_steps else 0
+    return Placed(left - streamed, resident, streamed)

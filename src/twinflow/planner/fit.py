@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from twinflow.errors import invalid_value
-from twinflow.planner import costs
+from twinflow.planner import costs, long
 from twinflow.planner.cases import ON_HOST, Case, Setting, best_case, case_at, recommended
 from twinflow.planner.costs import Bytes, Memory, Run
-from twinflow.planner.formats import STATES, WEIGHT_BYTES
+from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES
 from twinflow.planner.machines import GB
 from twinflow.planner.models import ModelCost
 from twinflow.planner.simulate import Prediction
@@ -35,6 +35,7 @@ METHODS: Final = ("full", "lora", "qlora")
 DEFAULT_RANK: Final = 16
 _NUM_MICRO_BATCHES: Final = 3  # for each other setting, the largest micro-batches that fit are compared
 _LEAST_TOKENS: Final = 256  # shorter sequences are not proposed
+_FLOAT8: Final = "Blocks keep their inputs in float8, which changes gradients: in bf16 they would not fit."
 _NO_CLIPPING: Final = "Gradients are not clipped: those that wait for their norm would not fit."
 
 
@@ -51,6 +52,7 @@ class Wish:
     delayed: bool = False  # delayed updates
     weights: str = "bf16"
     num_moments: int = 2  # moments of the update rule, 2 for AdamW
+    matrix_steps: int = 0  # Newton-Schulz iterations of Muon; 0: another rule
     world: int = 1  # GPUs that share the optimizer state
     stage: int = 0  # ZeRO stage, with several GPUs
     micro_batch: int | None = None  # if given, `sequences` is used only for the accumulation
@@ -58,9 +60,12 @@ class Wish:
     checkpointing: bool | None = None
     selective: bool = False  # without checkpointing: selective recomputation. It is chosen if `checkpointing` is None
     states: str | None = None
-    formats: tuple[str, ...] = STATES  # state formats of the update rule, if `states` is None
+    formats: tuple[str, ...] = AUTOMATIC  # state formats of the update rule
+    master: str = "fp32"  # "none": bf16 weights have no fp32 master
     ratio: float | None = None
     offload_params: bool | None = None
+    num_sequence: int = 1  # GPUs that share each sequence
+    is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -86,7 +91,7 @@ class Fit:
     checkpointing: bool  # activation checkpointing of every block
     selective: bool  # only operations that are cheap are recomputed
     clips: bool  # clipping of the gradient norm
-    states: str  # "fp32", "bf16" or "int8"
+    states: str  # one of STATES
     ratio: float  # share of the optimizer state on the host
     offload_params: bool  # the weights of blocks are on the host
     gpu_bytes: int  # peak on each GPU
@@ -130,7 +135,7 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
 
 def candidates(wish: Wish, setting: Setting) -> list[Case]:
     """The best case of each state format. Formats with which nothing fits are left out."""
-    found = [_best_of(replace(wish, states=states), setting) for states in _formats(wish)]
+    found = [_best_of(replace(wish, states=states), setting) for states in formats_of(wish)]
     return [case for case in found if case is not None]
 
 
@@ -147,7 +152,14 @@ def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
             each = " of each GPU" if wish.world > 1 else ""
             note = f"A step{each} has {count} sequences, not {wish.sequences}: sums over micro-batches would not fit."
             found.append((replace(wish, clips=clips, micro_batch=count, accumulation=1), (note, *notes[clips])))
+    if _is_long(wish):
+        found += [(replace(one, is_float8=True), (_FLOAT8, *changes)) for one, changes in found]
     return found
+
+
+def _is_long(wish: Wish) -> bool:
+    """Whether tiles are considered: the memory of tiled blocks with adapters is not known."""
+    return wish.tokens >= long.LONG_TOKENS and wish.method == "full" and wish.checkpointing is not False
 
 
 def _best_of(wish: Wish, setting: Setting) -> Case | None:
@@ -159,7 +171,7 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
     """
     kept: list[Run] = []
     fitting = [run for run in _runs(wish) if _missing(run, wish, setting).is_zero]
-    for run in sorted(fitting, key=lambda run: (run.checkpointing, run.selective, -run.batch)):
+    for run in sorted(fitting, key=_simplest):
         same = [r for r in kept if _kind(r) == _kind(run)]
         if len(same) < _NUM_MICRO_BATCHES:
             kept.append(run)
@@ -183,8 +195,14 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
     return recommended(found)
 
 
-def _kind(run: Run) -> tuple[bool, bool, bool]:
-    return run.checkpointing, run.selective, run.offload_params
+def _simplest(run: Run) -> tuple[int, ...]:
+    """An order of runs, the simplest and fastest first."""
+    kept = run.kept
+    return run.checkpointing, run.selective, run.is_tiled, kept.is_float8, kept.every, kept.on_host, -run.batch
+
+
+def _kind(run: Run) -> tuple[bool, bool, bool, bool]:
+    return run.checkpointing, run.selective, run.offload_params, run.is_tiled
 
 
 def _case(run: Run, wish: Wish, setting: Setting) -> Case:
@@ -219,16 +237,17 @@ def _lack(missing: Memory) -> int:
 
 def _runs(wish: Wish) -> Iterator[Run]:
     """All combinations of the settings that the wish leaves open."""
-    for states in _formats(wish):
+    for states in formats_of(wish):
         for checkpointing, selective in _recomputations(wish):
             for offload_params in places(wish):
                 for micro_batch, accumulation in _batches(wish):
-                    yield Run(
+                    run = Run(
                         model=wish.model,
                         batch=micro_batch,
                         tokens=wish.tokens,
                         micro_batches=accumulation,
                         states=states,
+                        master=wish.master,
                         clips=wish.clips is not False,
                         delayed=wish.delayed,
                         checkpointing=checkpointing,
@@ -237,14 +256,23 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         world=wish.world,
                         stage=3 if offload_params and wish.world > 1 else wish.stage,
                         num_moments=wish.num_moments,
+                        matrix_steps=wish.matrix_steps,
                         offload_params=offload_params,
                         adapter_rank=0 if wish.method == "full" else wish.rank,
                         four_bits=wish.method == "qlora",
+                        num_sequence=wish.num_sequence,
                     )
+                    yield run
+                    if checkpointing and _is_long(wish):
+                        # A group of blocks runs again, for which the weights of all of them must be on the GPU.
+                        can_group = not (offload_params or (run.stage == 3 and wish.world > 1))
+                        for kept in long.choices(len(wish.model.blocks), wish.is_float8, can_group):
+                            yield replace(run, is_tiled=True, kept=kept)
 
 
-def _formats(wish: Wish) -> tuple[str, ...]:
-    return wish.formats if wish.states is None else (wish.states,)
+def formats_of(wish: Wish) -> tuple[str, ...]:
+    """The formats to choose from. 4-bit states are never chosen, because they change results the most."""
+    return tuple(name for name in wish.formats if name in AUTOMATIC) if wish.states is None else (wish.states,)
 
 
 def _recomputations(wish: Wish) -> list[tuple[bool, bool]]:

@@ -7,15 +7,16 @@ from typing import Final
 
 from twinflow.errors import invalid_value
 from twinflow.loss import LOSS_CHUNK
-from twinflow.rules.formats import FORMATS
+from twinflow.rules import formats
 
-STATES: Final = FORMATS
+STATES: Final = formats.FORMATS
+AUTOMATIC: Final = formats.AUTOMATIC
 WEIGHT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4}
-# Bytes of both moments of a parameter. In int8, 128 codes share a scale of 4 bytes.
-MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0}
+# Bytes of both moments of a parameter. In int8 and 4bit, 128 codes of each moment share a scale of 4 bytes.
+MOMENT_BYTES: Final = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128.0, "4bit": 1.0 + 8.0 / 128.0}
 # Memory traffic of an update on host or GPU, with bf16 weights. State, weight and gradient are read. State and weight
-# are written.
-UPDATE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125}
+# are written. Without master weights an update moves 4 bytes less.
+UPDATE_BYTES: Final = {"fp32": 26.0, "bf16": 18.0, "int8": 14.125, "4bit": 12.125}
 
 
 _RESERVE_SHARE: Final = 0.06  # of free host memory, which speculative stores leave to the user's loop
@@ -38,12 +39,14 @@ class StateBytes:
     streamed: float  # host memory, if the GPU updates
 
 
-def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_moments: int = 2) -> StateBytes:
-    """Bytes of a state format in each place. `num_moments`: two for AdamW, one for Lion.
+def state_bytes(
+    states: str, weights: str = "bf16", delayed: bool = False, num_moments: float = 2, master: str = "fp32"
+) -> StateBytes:
+    """Bytes of a state format in each place. `num_moments`: two for AdamW, one for Lion, the mean for several rules.
 
     A bf16 weight is the upper half of its fp32 master. The host keeps a copy of the weight and the lower half of the
     master. On the GPU only the lower half is added to the weight. An fp16 weight has a separate fp32 master. An fp32
-    weight is its own master.
+    weight is its own master, and so is a bf16 weight with the master "none".
     """
     if states not in STATES:
         raise invalid_value("states", states, STATES)
@@ -51,8 +54,11 @@ def state_bytes(states: str, weights: str = "bf16", delayed: bool = False, num_m
         raise invalid_value("weights", weights, WEIGHT_BYTES)
     moments = MOMENT_BYTES[states] * num_moments / 2
     beside = {"bf16": 2.0, "fp16": 4.0, "fp32": 0.0}[weights]  # bytes of the master beside the weight
+    whole = 4.0  # bytes of the master with the weight
+    if master == "none" and weights == "bf16":
+        beside, whole = 0.0, 2.0
     late = WEIGHT_BYTES[weights] if delayed else 0.0  # new weights that wait for the next step
-    return StateBytes(host=4.0 + moments, resident=beside + moments + late, streamed=beside + moments)
+    return StateBytes(host=whole + moments, resident=beside + moments + late, streamed=beside + moments)
 
 
 # Activations and their gradients in the backward of a block that is recomputed, relative to the activations. Measured:

@@ -121,7 +121,7 @@ PCIE_GENERATIONS: Final = tuple(_PCIE)
 _OF_DRAM: Final = 0.9
 _OF_PEAK: Final = 0.8  # matrix products of a training step relative to the peak
 # Updates per second and core if memory is no limit (AVX-512). int8: measured 8.9e9 on 16 cores; others: estimates.
-_A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9}
+_A_CORE: Final = {"fp32": 0.5e9, "bf16": 0.52e9, "int8": 0.56e9, "4bit": 0.56e9}
 
 
 def gpu_named(name: str, option: str = "--gpu") -> Gpu:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Final
 
 from twinflow.planner.costs import Memory
-from twinflow.planner.formats import STATES, StateBytes, state_bytes
+from twinflow.planner.formats import AUTOMATIC, STATES, StateBytes, state_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.simulate import NUM_STAGES, PLACES, ClipDecision, Item, Prediction, Timing, Ways, predict
 
@@ -59,11 +59,11 @@ def choose(
     def tried(num_resident: int, share: float) -> tuple[tuple[str, ...], Prediction] | None:
         """A placement and its prediction, or None if it does not fit."""
         places = place(len(items), order, num_resident, share)
-        placed = [replace(item, place=where) for item, where in zip(items, places, strict=True)]
+        placed = [item.at(where) for item, where in zip(items, places, strict=True)]
         used = _used(placed, size)
         if used.gpu_bytes > room.gpu_bytes or used.host_bytes > room.host_bytes:
             return None
-        return places, predict(placed, timing, rates, states, decision, ways)
+        return tuple(item.place for item in placed), predict(placed, timing, rates, states, decision, ways)
 
     found = _fewest(partial(tried, share=0.0), len(items))
     for share in _SHARES if ways.streams and not ways.delayed else ():
@@ -125,7 +125,7 @@ def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
         if numel:
             placed.append(replace(item, numel=numel, place="resident"))
         if numel < item.numel:
-            placed.append(replace(item, numel=item.numel - numel, place="host"))
+            placed.append(replace(item, numel=item.numel - numel).at("host"))
     return placed
 
 
@@ -219,7 +219,7 @@ def _nothing_fits(
         lack = f"GPU memory: {-room.gpu_bytes / 1e9:.1f} GB are missing for weights, gradients and activations"
     else:
         lack = f"host memory: {missing(size) / 1e9:.1f} GB are missing for the {states} state that the GPU cannot store"
-        fitting = [other for other in STATES[STATES.index(states) + 1 :] if missing(state_bytes(other)) <= 0]
+        fitting = [other for other in AUTOMATIC[STATES.index(states) + 1 :] if missing(state_bytes(other)) <= 0]
         remedies += [f'set "states" to "{other}", with which the run would fit' for other in fitting[:1]]
     if decision.clips:
         remedies.append("turn gradient clipping off, which frees the memory of gradients that wait for the norm")

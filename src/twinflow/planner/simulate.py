@@ -10,7 +10,7 @@ consecutive ones take nearly equally long (at most seven). Such a step also incl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from typing import Final
@@ -43,6 +43,12 @@ class Item:
     ready: float  # time at which the gradient is complete, in seconds after the start of the last backward
     need: float  # time at which the weights are needed, in seconds after the start of the next step's first forward
     block: int = -1  # index of its block in `Ways.fetches`; -1: outside of all blocks
+    # For matrices that Muon updates: FLOPs of the update. Their state is streamed if it is on the host.
+    products: float = 0.0
+
+    def at(self, place: str) -> Item:
+        """The item in another place."""
+        return replace(self, place="streamed" if self.products and place == "host" else place)
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,9 @@ class Play:
     ) -> None:
         self.items, self.timing, self.decision, self.ways = items, timing, decision, ways
         self.device_s = [item.numel * UPDATE_BYTES[states] / rates.device_bytes for item in items]
-        self.stream_bytes = state_bytes(states).streamed
+        if rates.flops:
+            self.device_s = [s + item.products / rates.flops for s, item in zip(self.device_s, items, strict=True)]
+        self.stream_bytes = [state_bytes(states, num_moments=1 if it.products else 2).streamed for it in items]
         host, copying = rates.host_params[states], rates.host_params_copying[states]
         # Rates of the units, by the number of directions that copy.
         self.unit_rates = (
@@ -376,7 +384,8 @@ class Play:
                 self.free_slots -= 1
                 self._begin(_OUT, "gradient", i, self.ways.grad_bytes, _COPY_TASK_S)
             elif self.to_store:
-                self._begin(_OUT, "store state", self.to_store.pop(0), self.stream_bytes, _COPY_TASK_S)
+                i = self.to_store.pop(0)
+                self._begin(_OUT, "store state", i, self.stream_bytes[i], _COPY_TASK_S)
         if _IN not in self.tasks:
             if self.to_send:
                 self._begin(_IN, "weight", heappop(self.to_send)[1], self.ways.weight_bytes, _COPY_TASK_S)
@@ -387,7 +396,8 @@ class Play:
                 self.left[_IN] = self.fetch_bytes[block] + overhead_s * self.unit_rates[0][_IN]
             elif self.stream_order and self.free_stages and self._can_load(self.stream_order[self.next_stage]):
                 self.free_stages -= 1
-                self._begin(_IN, "load state", self.stream_order[self.next_stage], self.stream_bytes, _COPY_TASK_S)
+                i = self.stream_order[self.next_stage]
+                self._begin(_IN, "load state", i, self.stream_bytes[i], _COPY_TASK_S)
                 self.next_stage = (self.next_stage + 1) % len(self.stream_order)
 
     def _begin(self, unit: str, kind: str, i: int, width: float, overhead_s: float) -> None:
