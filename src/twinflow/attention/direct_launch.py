@@ -98,6 +98,8 @@ def direct_launch(compiled: Any, num_programs: int, args: tuple[Any, ...], given
             _add_params(params, kind, arg, given, maps)
     except (KeyError, TypeError, ValueError, struct.error):
         return None
+    if not all(driver.has_address(param.value, _address(given, param)) for param in params if param.is_map):
+        return None
     params += [_Param(bytes(8)), _Param(bytes(8))]  # scratch memory of kernels and of profiles, which are not used
     if not driver.has_params(compiled.function, [len(param.value) for param in params]):
         return None
@@ -121,6 +123,12 @@ def _add_params(params: list[_Param], kind: Any, arg: Any, given: Given, maps: A
         value = given[name] if name is not None else arg
         code = "Q" if kind.startswith("*") else SCALARS[kind]
         params.append(_Param(struct.pack(code, value.data_ptr() if isinstance(value, Tensor) else value), name))
+
+
+def _address(given: Given, param: _Param) -> int:
+    assert param.name is not None
+    value = given[param.name]
+    return value if isinstance(value, int) else value.data_ptr()
 
 
 def _bytes_of_map(descriptor: Any) -> bytes:
@@ -193,6 +201,17 @@ class _Driver:
         self._param_info = library.cuFuncGetParamInfo
         pointer = ctypes.POINTER(ctypes.c_size_t)
         self._param_info.argtypes = [ctypes.c_void_p, ctypes.c_size_t, pointer, pointer]
+
+    def has_address(self, tensor_map: bytes, address: int) -> bool:
+        """Whether these bytes are a TMA descriptor of memory at this address: writing the address changes nothing.
+
+        `_bytes_of_map` depends on how Triton's driver stores descriptors. Other bytes would be seen here.
+        """
+        memory = ctypes.create_string_buffer(2 * MAP_BYTES)
+        place = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
+        ctypes.memmove(place, tensor_map, MAP_BYTES)
+        error: int = self.replace(ctypes.c_void_p(place), address)
+        return error == 0 and ctypes.string_at(place, MAP_BYTES) == tensor_map
 
     def has_params(self, function: int, sizes: Sequence[int]) -> bool:
         """Whether a function has parameters of exactly these sizes in bytes."""
