@@ -1,22 +1,19 @@
 """Compiles the kernels of attention for an H100 or H200, which needs no GPU, the way a call on one would.
 
-`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-FLAG] ...` prints a line of JSON for each
-kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps, how many
-products on tensor cores and asynchronous copies it has, and whether it can be launched through the driver. Flags:
-causal, odd (length), padding, softcap, window, heads (that differ), portable (not the kernels for Hopper). It is a
-process of its own, since it gives Triton a driver that only knows the target.
+`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal][-portable] ...` prints a line of JSON
+for each kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps,
+and how many products on tensor cores and asynchronous copies it has. It is a process of its own, since it gives Triton
+a driver that only knows the target.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import math
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from twinflow.attention import direct_launch, launch
+from twinflow.attention import launch
 from twinflow.attention import triton_attention as ours
-from twinflow.attention.direct_launch import Given, filled
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
 from twinflow.attention.layout import from_dense
@@ -39,9 +35,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 class Target:
     """As much of a driver as compiling asks for."""
-
-    def __init__(self) -> None:
-        self.utils = NoUtils()
 
     def get_current_device(self) -> int:
         return 0
@@ -65,61 +58,12 @@ def usage(ptx: str) -> tuple[int, int]:
     return int(numbers[0][1]), int(numbers[1][1])
 
 
-class NoDriver:
-    """In place of the CUDA driver: the sizes of parameters that the compiled code declares, and the last launch."""
-
-    def __init__(self, ptx: str) -> None:
-        head = ptx[ptx.index(".entry") :]
-        lines = [line for line in head[: head.index(")\n")].splitlines() if ".param" in line]
-        self.sizes = [int(found[1]) if (found := re.search(r"\[(\d+)\]", line)) else _bytes(line) for line in lines]
-        self.addresses: list[int] = []
-
-    def has_params(self, function: int, sizes: Sequence[int]) -> bool:
-        return list(sizes) == self.sizes
-
-    def replace(self, address: ctypes.c_void_p, value: int) -> int:
-        ctypes.memmove(address, value.to_bytes(8, "little"), 8)
-        return 0
-
-    def launch(self, *args: Any) -> int:
-        params = zip(args[9], self.sizes, strict=True)
-        self.addresses = [int.from_bytes(ctypes.string_at(at, 8), "little") for at, size in params if size >= 8]
-        return 0
-
-
-def _bytes(line: str) -> int:
-    """Size of a scalar parameter."""
-    found = re.search(r"\.[usfb](\d+)", line)
-    assert found is not None, line
-    return int(found[1]) // 8
-
-
-class NoUtils:
-    """In place of the functions of Triton's driver: descriptors that have no content."""
-
-    def fill_tma_descriptor(self, *args: Any) -> bytes:
-        return bytes(400)
-
-    fill_tma_descriptor_tiled = fill_tma_descriptor
-
-
-def is_direct(compiled: Any, args: tuple[Any, ...], given: Given) -> bool:
-    """Whether a DirectLaunch has all parameters of the compiled code, and writes the addresses of all tensors."""
-    driver = NoDriver(compiled.asm["ptx"])
-    direct_launch._driver = lambda: driver  # type: ignore[assignment,return-value]
-    found = direct_launch.direct_launch(compiled, 1, args, given)
-    if found is None:
-        return False
-    found(given, 0)
-    return {given[name].data_ptr() for name in found.names} <= set(driver.addresses)  # type: ignore[union-attr]
-
-
 def recorder(name: str) -> Callable[..., None]:
     """Instead of a launch."""
 
-    def record(self: launch.Launch, given: Given, device: torch.device) -> None:
+    def record(self: launch.Launch, *args: Any) -> None:
         kernel = self.kernel
-        compiled = kernel.warmup(*filled(self.args, given), grid=(self.num_programs,), **self.options)
+        compiled = kernel.warmup(*args, grid=(self.num_programs,), **self.options)
         registers, spilled = usage(compiled.asm["ptx"])
         text = compiled.asm["ttgir"]
         found = {
@@ -131,7 +75,6 @@ def recorder(name: str) -> Callable[..., None]:
             "tensor_products": text.count("warp_group_dot "),
             "warps": compiled.metadata.num_warps,
             "copies": text.count("async_copy_global_to_local"),
-            "is_direct": is_direct(compiled, self.args, given),
             "descriptor_copies": text.count("async_tma_copy_global_to_local"),
         }
         print(json.dumps(found), flush=True)
@@ -142,27 +85,21 @@ def recorder(name: str) -> Callable[..., None]:
 def compile_call(name: str) -> None:
     """Forward and backward of a call."""
     dim, dtype, block, heads, kv_heads, *flags = name.split("-")
-    length = LENGTH - 10 if "odd" in flags else LENGTH
-    num_blocks = -(-length // int(block))
+    num_blocks = LENGTH // int(block)
     grid = torch.ones(num_blocks, num_blocks, dtype=torch.bool)
-    grids = grid.expand(int(heads), -1, -1).clone()
-    if "heads" in flags:  # a pattern for each head
-        grids[1:, 0, 1:] = False
-    layout = from_dense(grids, int(block), is_causal="causal" in flags)
-    shape = (1, int(heads), length, int(dim))
+    layout = from_dense(grid, int(block), is_causal="causal" in flags, num_heads=int(heads))
+    shape = (1, int(heads), LENGTH, int(dim))
     q = torch.zeros(shape, dtype=DTYPES[dtype])
     k = v = q[:, : int(kv_heads)]
-    padding = torch.ones(1, length, dtype=torch.bool) if "padding" in flags else None
-    extras = Extras(key_padding=padding, softcap=30.0 if "softcap" in flags else 0.0)
-    layout = layout.windowed(100) if "window" in flags else layout
+    extras = Extras()
     sizes = check_call(q, k, v, layout, extras)
     tunings = tunings_for(sizes.head_dim, q.dtype)
-    tunings = replace(tunings, hopper="portable" not in flags, hopper_tokens=math.inf)
+    tunings = replace(tunings, hopper=tunings.hopper and "portable" not in flags)
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings)
     launch.Launch.__call__ = recorder(name)  # type: ignore[method-assign]
-    out, lse = ours.forward(q, k, v, call, extras)
-    _, delta = ours.query_gradients(q, k, v, out, lse, out, call, extras)
-    ours.key_gradients(q, k, v, lse, out, delta, call, extras)
+    out, lse = ours.forward(q, k, v, call)
+    _, delta = ours.query_gradients(q, k, v, out, lse, out, call)
+    ours.key_gradients(q, k, v, lse, out, delta, call)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from twinflow.attention import reference, triton_attention
 from twinflow.attention.extras import Extras
-from twinflow.attention.launch import Call, with_dense_rows
+from twinflow.attention.launch import with_dense_rows
 from twinflow.attention.layout import Layout, LayoutSource, source_of
 from twinflow.attention.tuning import Tunings
 from twinflow.errors import incompatible
 
-_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? sinks, "
-_TENSORS += "Tensor? seed, Tensor? documents"
+_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? sinks, Tensor? seed"
 _NUMBERS = "str source, str backend, float? scale, float dropout, float softcap, SymInt q_start"
 _LIBRARY: Any = torch.library.Library("twinflow", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
@@ -35,7 +34,7 @@ _LIBRARY.define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
     "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_NUM_INPUTS = 16  # arguments of the operator `attention`
+_NUM_INPUTS = 15  # arguments of the operator `attention`
 _GRADIENTS = (0, 1, 2, 5, 6, 7)  # positions of q, k, v, bias, relative and sinks among them
 
 
@@ -51,7 +50,7 @@ def attend(
     """Attention with a backend, "triton" or "torch". `tunings` is for benchmarks and tests of the Triton kernels."""
     if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
         seed = extras.seed if isinstance(extras.seed, Tensor) else _seed_tensor(extras)
-        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed, extras.documents)
+        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed)
         numbers = (source.handle, backend, extras.scale, float(extras.dropout), float(extras.softcap), extras.q_start)
         out: Tensor = torch.ops.twinflow.attention(q, k, v, *tensors, *numbers)[0]
         return out
@@ -85,7 +84,7 @@ def _layout_of(source: LayoutSource, q: Tensor, k: Tensor, extras: Extras) -> La
     return source.layout_for(num_tokens, q.shape[1], extras.q_start)
 
 
-_SAVED = ("bias", "relative", "sinks", "key_padding", "mask", "documents")  # fields of Extras
+_SAVED = ("bias", "relative", "sinks", "key_padding", "mask")  # fields of Extras
 
 
 class _Attention(torch.autograd.Function):
@@ -105,33 +104,32 @@ class _Attention(torch.autograd.Function):
         backend: str,
         tunings: Tunings | None,
     ) -> Tensor:
-        out, lse, call = _forward(q, k, v, layout, extras, backend, tunings)
-        tensors = (bias, relative, sinks, extras.key_padding, extras.mask, extras.documents)
+        out, lse = _forward(q, k, v, layout, extras, backend, tunings)
+        tensors = (bias, relative, sinks, extras.key_padding, extras.mask)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         has_tensors = any(tensor is not None for tensor in tensors)
         nothing: dict[str, Any] = dict.fromkeys(_SAVED)
         ctx.extras = replace(extras, **nothing) if has_tensors else extras
-        ctx.rest = (layout, backend, call, has_tensors)
+        ctx.rest = (layout, backend, tunings, has_tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        layout, backend, call, has_tensors = ctx.rest
+        layout, backend, tunings, has_tensors = ctx.rest
         extras = replace(ctx.extras, **dict(zip(_SAVED, tensors, strict=True))) if has_tensors else ctx.extras
-        grads = _backward(grad, (q, k, v), out, lse, layout, extras, backend, ctx.needs_input_grad, call)
+        grads = _backward(grad, (q, k, v), out, lse, layout, extras, backend, ctx.needs_input_grad, tunings)
         return (*grads, None, None, None, None)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, backend: str, tunings: Tunings | None = None
-) -> tuple[Tensor, Tensor, Call | None]:
-    """The result, the log-sum-exp of each row, and what was prepared for the call. The last two are empty and None if
-    the backend does not need them."""
+) -> tuple[Tensor, Tensor]:
+    """The result and the log-sum-exp of each row, which is empty if the backend does not need it."""
     if backend == "triton":
         return triton_attention.forward_pass(q, k, v, layout, extras, tunings)
-    return reference.forward_pass(q, k, v, layout, extras), q.new_empty(0, dtype=torch.float32), None
+    return reference.forward_pass(q, k, v, layout, extras), q.new_empty(0, dtype=torch.float32)
 
 
 def _backward(
@@ -143,32 +141,31 @@ def _backward(
     extras: Extras,
     backend: str,
     wants: Sequence[bool],
-    call: Call | None = None,
+    tunings: Tunings | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, relative and sinks. `wants` says which are needed."""
     if backend == "triton":
-        return triton_attention.backward_pass(grad, inputs, out, lse, layout, extras, wants, call)
+        return triton_attention.backward_pass(grad, inputs, out, lse, layout, extras, wants, tunings)
     return reference.backward_pass(grad, inputs, layout, extras, wants)
 
 
 def _extras(tensors: Sequence[Tensor | None], scale: float | None, *numbers: Any) -> Extras:
-    key_padding, mask, bias, relative, sinks, seed, documents = tensors
+    key_padding, mask, bias, relative, sinks, seed = tensors
     dropout, softcap, q_start = numbers
     return Extras(
-        scale, key_padding, documents, mask, bias, relative, dropout, 0 if seed is None else seed, q_start, softcap,
-        sinks,
-    )  # fmt: skip
+        scale, key_padding, mask, bias, relative, dropout, 0 if seed is None else seed, q_start, softcap, sinks
+    )
 
 
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v, *tensors, source, backend, scale, dropout, softcap, q_start = args
     extras = _extras(tensors, scale, dropout, softcap, q_start)
-    out, lse, _ = _forward(q, k, v, _layout_of(source_of(source), q, k, extras), extras, backend)
+    out, lse = _forward(q, k, v, _layout_of(source_of(source), q, k, extras), extras, backend)
     return out.contiguous() if backend == "torch" else out, lse
 
 
 def _operator_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    q, backend = args[0], args[11]
+    q, backend = args[0], args[10]
     if backend == "torch":
         return q.new_empty(q.shape), q.new_empty(0, dtype=torch.float32)
     return torch.empty_like(with_dense_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -186,7 +183,7 @@ def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    _, q, k, v, _, _, _, _, bias, relative, sinks, _, _, _, backend, *_, wants = args
+    _, q, k, v, _, _, _, _, bias, relative, sinks, _, _, backend, *_, wants = args
     found: list[Tensor] = []
     for tensor, is_wanted in zip((q, k, v, bias, relative, sinks), wants, strict=True):
         if not is_wanted:
@@ -199,8 +196,8 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
-    ctx.numbers = inputs[10:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:9])
+    ctx.numbers = inputs[9:]
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:

@@ -4,7 +4,6 @@ registers. Tests compile the kernels and check this. A program computes its own 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +43,6 @@ class Tunings:
     keys: Tuning  # gradients of keys and values
     min_piece: int = MIN_PIECE  # smallest number of tiles of a piece if long rows are cut
     hopper: bool = False  # use the kernels for Hopper if the call allows it
-    hopper_tokens: float = math.inf  # but not if an item has more other tokens than this on average
 
 
 # By head dimension, padded to a power of two, and whether the dtype is fp32. Half precision uses tensor cores.
@@ -64,13 +62,13 @@ TUNING: dict[tuple[int, bool], Tunings] = {
 # By head dimension: tunings with TMA descriptors, for half precision.
 WITH_DESCRIPTORS: dict[int, Tunings] = {
     64: Tunings(Tuning(64, 128, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 128, 4, 2, tma=True)),
-    128: Tunings(Tuning(64, 128, 4, 1, 168, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True)),
+    128: Tunings(
+        Tuning(64, 128, 4, 1, 168, tma=True),
+        Tuning(64, 64, 4, 2, tma=True),
+        Tuning(64, 64, 4, 2, tma=True),
+        hopper=True,
+    ),
 }
-
-# Head dimensions of the kernels for Hopper, and the largest mean number of other tokens of an item. The persistent
-# programs of these kernels hide the latency at the start and at the end of short rows. For long rows of narrow heads,
-# several programs of the other kernels on a multiprocessor are faster.
-HOPPER: dict[int, float] = {64: 1024, 80: math.inf, 96: math.inf, 128: math.inf, 256: math.inf}
 
 
 def padded_dim(head_dim: int) -> int:
@@ -80,13 +78,12 @@ def padded_dim(head_dim: int) -> int:
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
     found = TUNING[padded_dim(head_dim), dtype == torch.float32]
-    if dtype == torch.float32:
-        return found
     fast = WITH_DESCRIPTORS.get(head_dim)
-    if fast is not None:
-        found = Tunings(
-            replace(fast.forward, otherwise=found.forward),
-            replace(fast.queries, otherwise=found.queries),
-            replace(fast.keys, otherwise=found.keys),
-        )
-    return replace(found, hopper=head_dim in HOPPER, hopper_tokens=HOPPER.get(head_dim, math.inf))
+    if fast is None or dtype == torch.float32:
+        return found
+    return Tunings(
+        replace(fast.forward, otherwise=found.forward),
+        replace(fast.queries, otherwise=found.queries),
+        replace(fast.keys, otherwise=found.keys),
+        hopper=fast.hopper,
+    )
