@@ -48,13 +48,14 @@ class Group:
 
     def __init__(self) -> None:
         self._calls: list[LayerCall] = []
-        self._first: Any = None  # the autograd node that has saved the input of the first layer
+        # The node of this tensor has saved the input of the first layer. It frees the input when the tensor is gone.
+        self._first: Tensor | None = None
         self._inputs: dict[int, Tensor] = {}  # inputs of later layers, from the second run until their backward
         self._outputs: list[weakref.ref[Tensor] | None] = []  # of the last call, until the next one
 
     def start(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         """Adds the first layer. Autograd saves its first input once more, for `_restore`."""
-        _First.apply(self, inputs[0], torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+        self._first = _First.apply(inputs[0], torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
         self._calls.append(LayerCall(run, [None, *inputs[1:]]))
 
     def link(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> saved_tensors_hooks | None:
@@ -77,13 +78,12 @@ class Group:
         leaves = tree_flatten(output)[0]
         self._outputs = [weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
-    def save_first(self, node: Any) -> None:
-        self._first = node
-
     def _restore(self, number: int) -> Tensor:
         """The input of a layer. The inputs of the layers before it are computed with it."""
         if number not in self._inputs:
-            (x,) = self._first.saved_tensors
+            assert self._first is not None
+            node: Any = self._first.grad_fn
+            (x,) = node.saved_tensors
             for i, call in enumerate(self._calls[:number], 1):
                 x = call(x)
                 self._inputs[i] = x
@@ -94,15 +94,14 @@ class _First(Function):
     """Saves the input of the first layer of a group for `Group`."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        group.save_first(ctx)
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 class Grouping:

@@ -165,12 +165,13 @@ def attend_block_backward(
         )
         return found
     if _has_flash(q):
-        nothing = torch.empty(0, dtype=torch.int32, device=q.device)
+        # Without dropout the kernel does not read the state of the random numbers. A tensor of cumulative lengths, even
+        # an empty one, would select the kernel for batches of several lengths.
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         sizes = q.shape[2], k.shape[2]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         found = backward(
-            grad, q, k, v, out, sums.contiguous(), nothing, nothing, *sizes, 0.0, is_causal, seed, nothing, scale=scale
+            grad, q, k, v, out, sums.contiguous(), None, None, *sizes, 0.0, is_causal, seed, seed, scale=scale
         )
         return found
     probs = (_scores(q, k, is_causal, scale) - sums[..., None]).exp_()
