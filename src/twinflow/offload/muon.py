@@ -25,10 +25,11 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
+from twinflow.rules.formats import encode_e4m3
 from twinflow.rules.muon import MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Store, decode_state, encode_state
+from twinflow.rules.segment import Store, decode_state
 
 BATCH_NUMEL = 1 << 24  # elements of a batch at most, if it has several matrices; larger matrices fill a GPU alone
 
@@ -55,7 +56,7 @@ class Units:
 
 def batch_size(shape: torch.Size) -> int:
     """The number of matrices of this shape in a full batch."""
-    return max(1, BATCH_NUMEL // (shape[-2] * shape[-1]))
+    return max(1, BATCH_NUMEL // max(1, shape[-2] * shape[-1]))
 
 
 class MuonUpdater(DeviceUpdater):
@@ -130,15 +131,21 @@ class MuonUpdater(DeviceUpdater):
             old = decode_state(own, 0)
             assert old is not None
             new, direction = momentum_step(old, grad, options)
-            if decision is not None:
-                new = torch.where(decision[2] != 0, old, new)
-            if own.format == "int8":
-                encode_state(own, 0, new)
-            else:
-                state = own.states[0]
-                assert state is not None
-                state.copy_(new)  # faster than `encode_state`, with equal bits except for those of NaN
+            _put_momentum(own, new, decision)
             directions[piece.offset : piece.offset + piece.numel] = direction
+
+
+def _put_momentum(store: Store, values: Tensor, decision: Tensor | None) -> None:
+    """Writes the momentum of a matrix. In a step that is skipped its codes and scales stay the same, bit for bit."""
+    state, scale = store.states[0], store.scales[0]
+    assert state is not None
+    if scale is None:
+        found = [(state, values.to(state.dtype))]  # faster than `encode_state`, with equal bits except for those of NaN
+    else:
+        codes, scales = encode_e4m3(values)
+        found = [(state, codes), (scale, scales)]
+    for old, new in found:
+        old.copy_(new if decision is None else torch.where(decision[2] != 0, old, new))
 
 
 def update_flops(bucket: Bucket) -> float:
