@@ -42,6 +42,7 @@ from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.placement import choose
 from twinflow.planner.simulate import ClipDecision, predict
+from twinflow.rules.formats import decode_e4m3, encode_e4m3_stochastic, rounding_key
 from twinflow.rules.muon import COEFFICIENTS, MUON, SCALES, scale
 from twinflow.rules.newton_schulz import iterate, muon_step, orthogonalise
 from twinflow.zero.matrices import RowExchange, owners_of, rows_of
@@ -141,6 +142,47 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
     zeros = torch.zeros(4, 6)
     orthogonalise([zeros], MUON.defaults, torch.float32)
     assert not zeros.any()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.3, 1e-2, 1e-5, 0.0])
+def test_an_int8_momentum_is_rounded_without_bias(share: float) -> None:
+    block = torch.full((128 * 8 + 3,), -share)
+    block[::128] = 1.0
+    keys = [rounding_key(step, 3) for step in range(300)]
+    found = torch.stack([decode_e4m3(*encode_e4m3_stochastic(block, 0, key)) for key in keys])
+    pick = torch.arange(block.numel()) % 128 != 0
+    assert found[:, pick].mean().item() == pytest.approx(-share, rel=0.02)
+    exact = decode_e4m3(torch.arange(127, dtype=torch.uint8), torch.ones(1))
+    for sign in (1.0, -1.0):  # values of codes stay
+        assert torch.equal(decode_e4m3(*encode_e4m3_stochastic(sign * exact, 0, (1, 2))), sign * exact)
+    part = encode_e4m3_stochastic(block[512:], 512, keys[0])[0]
+    assert torch.equal(part, encode_e4m3_stochastic(block, 0, keys[0])[0][512:])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_block_of_an_int8_momentum_that_is_not_finite_is_read_as_nan(bad: float) -> None:
+    values = torch.ones(256)
+    values[3] = bad
+    found = decode_e4m3(*encode_e4m3_stochastic(values, 0, (1, 2)))
+    assert found[:128].isnan().all()
+    assert torch.equal(found[128:], values[128:])
+
+
+def test_an_int8_momentum_follows_gradients_that_fall() -> None:
+    """Some columns of a matrix lose their gradient, as those of a hidden unit that is not used any more. A step takes
+    less from their momentum than half of the distance between two codes.
+    """
+    weight = nn.Parameter(torch.zeros(4, 128))
+    groups = [{"params": [weight], "use_muon": True}]
+    module = nn.ParameterList([weight])
+    with closing(TwinOptimizer(module, "muon", param_groups=groups, lr=0.0, states="int8")) as optimizer:
+        for step in range(300):
+            weight.grad = torch.ones(4, 128)
+            weight.grad[:, 10:] = step < 100
+            optimizer.step()
+        found = optimizer.state_dict()["state"]["0"]["momentum_buffer"]
+    assert found[:, :10].mean().item() == pytest.approx(1.0, rel=0.02)
+    assert found[:, 10:].abs().max() < 0.01
 
 
 def test_scales() -> None:

@@ -25,7 +25,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
-from twinflow.rules.formats import encode_e4m3
+from twinflow.rules.formats import Key, encode_e4m3_stochastic, rounding_key
 from twinflow.rules.muon import MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
 from twinflow.rules.rule import Options
@@ -80,6 +80,7 @@ class MuonUpdater(DeviceUpdater):
         grads, bucket, present = task.grads, task.bucket, list(task.present)
         assert grads is not None
         groups = {param.group: task.job.options[param.group] for param in bucket.params}
+        keys = {i: rounding_key(bucket.steps[i] + 1, bucket.params[i].index) for i in present}
         write = self._weights_updater.writer(_stateless(store), task, 1.0, grads.device)
         turn = self._exchange.take_turn() if self._exchange is not None else 0
 
@@ -87,7 +88,7 @@ class MuonUpdater(DeviceUpdater):
             if grads.device.type == "cpu" and torch.get_num_threads() != native.get_threads():
                 torch.set_num_threads(native.get_threads())  # the setting applies to this thread only
             directions = torch.empty(bucket.plan.numel, dtype=torch.float32, device=grads.device)
-            self._make_directions(bucket, store, present, grads, directions, factor, decision, groups)
+            self._make_directions(bucket, store, grads, directions, factor, decision, groups, keys)
             rows = [_direction(bucket, i, directions) for i in present]
             shapes = [bucket.params[i].tensor.shape for i in present]
 
@@ -114,15 +115,15 @@ class MuonUpdater(DeviceUpdater):
         self,
         bucket: Bucket,
         store: Store,
-        present: Sequence[int],
         grads: Tensor,
         directions: Tensor,
         factor: float,
         decision: Tensor | None,
         groups: Mapping[int, Options],
+        keys: Mapping[int, Key],
     ) -> None:
         """Updates the momentum of each matrix, and writes its direction to `directions`."""
-        for i in present:
+        for i in keys:
             piece, options = bucket.slices[i], groups[bucket.params[i].group]
             grad = grads.narrow(0, piece.offset, piece.numel).float() * factor
             if decision is not None:
@@ -131,18 +132,18 @@ class MuonUpdater(DeviceUpdater):
             old = decode_state(own, 0)
             assert old is not None
             new, direction = momentum_step(old, grad, options)
-            _put_momentum(own, new, decision)
+            _put_momentum(own, new, piece.start, keys[i], decision)
             directions[piece.offset : piece.offset + piece.numel] = direction
 
 
-def _put_momentum(store: Store, values: Tensor, decision: Tensor | None) -> None:
+def _put_momentum(store: Store, values: Tensor, first_index: int, key: Key, decision: Tensor | None) -> None:
     """Writes the momentum of a matrix. In a step that is skipped its codes and scales stay the same, bit for bit."""
     state, scale = store.states[0], store.scales[0]
     assert state is not None
     if scale is None:
         found = [(state, values.to(state.dtype))]  # faster than `encode_state`, with equal bits except for those of NaN
     else:
-        codes, scales = encode_e4m3(values)
+        codes, scales = encode_e4m3_stochastic(values, first_index, key)
         found = [(state, codes), (scale, scales)]
     for old, new in found:
         old.copy_(new if decision is None else torch.where(decision[2] != 0, old, new))
