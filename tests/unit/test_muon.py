@@ -30,6 +30,7 @@ from twin_support import (
 
 import twinflow
 from twinflow.dist.group import alone
+from twinflow.offload import muon
 from twinflow.offload.bucket import Param
 from twinflow.offload.muon import BATCH_NUMEL, Units, batch_size
 from twinflow.offload.placement import place_by_ratio, whole_units
@@ -37,7 +38,7 @@ from twinflow.offload.plan import HOST, RESIDENT, STREAMED, ParamSpec, plan_buck
 from twinflow.optim.schedules import OneCycle
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_rows
-from twinflow.planner.costs import Memory, Run, items_of, placed_at, timing_of
+from twinflow.planner.costs import Memory, Run, bucket_numel, bytes_of, items_of, placed_at, timing_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.placement import choose
@@ -157,6 +158,17 @@ def test_an_int8_momentum_is_rounded_without_bias(share: float) -> None:
         assert torch.equal(decode_e4m3(*encode_e4m3_stochastic(sign * exact, 0, (1, 2))), sign * exact)
     part = encode_e4m3_stochastic(block[512:], 512, keys[0])[0]
     assert torch.equal(part, encode_e4m3_stochastic(block, 0, keys[0])[0][512:])
+
+
+def test_an_int8_momentum_is_encoded_in_chunks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (1 << 22, 256):
+        monkeypatch.setattr(muon, "_CHUNK", chunk)
+        model = gpt()
+        with closing(twin(model, states="int8", **CLIPPED, **OPTIONS)) as optimizer:
+            train(model, optimizer, range(2))
+            found.append(snapshot(model, optimizer))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -634,6 +646,10 @@ def test_the_planner_streams_matrices() -> None:
     placed = placed_at(run, 1.0)
     assert placed.host == run.own_root
     assert placed.host + placed.streamed == run.own_numel
+    memory = Memory(int(60e9), int(100e9))
+    none = replace(placed, streamed=0, resident=run.own_numel)
+    more = bytes_of(run, none, memory).gpu["staging"] - bytes_of(plain, none, memory).gpu["staging"]
+    assert more == 4 * bucket_numel(run) + 9 * 2048 * 4 * 2048  # an update needs temporary tensors
     times = [
         predict(items_of(one, timing), timing, rates, "fp32", ClipDecision(clips=False)).step_s for one in (run, plain)
     ]

@@ -25,13 +25,14 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
-from twinflow.rules.formats import Key, encode_e4m3_stochastic, rounding_key
+from twinflow.rules.formats import BLOCK, Key, encode_e4m3_stochastic, rounding_key
 from twinflow.rules.muon import MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store, decode_state
 
 BATCH_NUMEL = 1 << 24  # elements of a batch at most, if it has several matrices; larger matrices fill a GPU alone
+_CHUNK = 1 << 22  # elements that are encoded at once; it limits the memory of temporary tensors
 
 NUM_STEPS = 5  # of the iteration, by default; enough to estimate times
 
@@ -125,15 +126,15 @@ class MuonUpdater(DeviceUpdater):
         """Updates the momentum of each matrix, and writes its direction to `directions`."""
         for i in keys:
             piece, options = bucket.slices[i], groups[bucket.params[i].group]
-            grad = grads.narrow(0, piece.offset, piece.numel).float() * factor
+            grad = directions.narrow(0, piece.offset, piece.numel)
+            grad.copy_(grads.narrow(0, piece.offset, piece.numel))
+            grad *= factor
             if decision is not None:
                 grad *= decision[1].float()
             own = self._slice_of(store, bucket, i)
             old = decode_state(own, 0)
             assert old is not None
-            new, direction = momentum_step(old, grad, options)
-            _put_momentum(own, new, piece.start, keys[i], decision)
-            directions[piece.offset : piece.offset + piece.numel] = direction
+            _put_momentum(own, momentum_step(old, grad, options), piece.start, keys[i], decision)
 
 
 def _put_momentum(store: Store, values: Tensor, first_index: int, key: Key, decision: Tensor | None) -> None:
@@ -141,12 +142,16 @@ def _put_momentum(store: Store, values: Tensor, first_index: int, key: Key, deci
     state, scale = store.states[0], store.scales[0]
     assert state is not None
     if scale is None:
-        found = [(state, values.to(state.dtype))]  # faster than `encode_state`, with equal bits except for those of NaN
-    else:
-        codes, scales = encode_e4m3_stochastic(values, first_index, key)
-        found = [(state, codes), (scale, scales)]
-    for old, new in found:
-        old.copy_(new if decision is None else torch.where(decision[2] != 0, old, new))
+        return _keep_or_copy(state, values.to(state.dtype), decision)
+    for at in range(0, values.numel(), _CHUNK):
+        part = values[at : at + _CHUNK]
+        codes, scales = encode_e4m3_stochastic(part, first_index + at, key)
+        _keep_or_copy(state[at : at + _CHUNK], codes, decision)
+        _keep_or_copy(scale.narrow(0, at // BLOCK, scales.numel()), scales, decision)
+
+
+def _keep_or_copy(old: Tensor, new: Tensor, decision: Tensor | None) -> None:
+    old.copy_(new if decision is None else torch.where(decision[2] != 0, old, new))
 
 
 def update_flops(bucket: Bucket) -> float:

@@ -183,13 +183,13 @@ def encode_e4m3_stochastic(x: Tensor, first_index: int, key: Key) -> tuple[Tenso
     the distance between two codes. The key is salted here.
     """
     inverse, scales = _scales(x, MOMENT_MAX)
-    scaled = x * inverse
+    scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
     magnitude = scaled.abs()
     small = magnitude < 2.0**-6
-    u = bits(torch.where(small, magnitude + 2.0**-6, magnitude))
+    u = torch.where(small, magnitude + 2.0**-6, magnitude).view(torch.int32)
     rounded = (u + (random_bits(first_index, x.numel(), salted(key, MOMENT_SALT), x.device) << 4)) >> 20
-    code = (rounded - torch.where(small, 121 << 3, 120 << 3)).clamp(max=126) | ((bits(scaled) >> 24) & 0x80)
-    return torch.where(inverse.isnan(), 0, code).to(torch.uint8), scales
+    code = (rounded - torch.where(small, 121 << 3, 120 << 3)).clamp(max=126)
+    return (code | ((scaled.view(torch.int32) >> 24) & 0x80)).to(torch.uint8), scales
 
 
 def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:
