@@ -30,17 +30,20 @@ from twin_support import (
 
 import twinflow
 from twinflow.dist.group import alone
+from twinflow.offload import muon
 from twinflow.offload.bucket import Param
 from twinflow.offload.muon import BATCH_NUMEL, Units, batch_size
 from twinflow.offload.placement import place_by_ratio, whole_units
 from twinflow.offload.plan import HOST, RESIDENT, STREAMED, ParamSpec, plan_buckets
+from twinflow.optim.schedules import OneCycle
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_checks import check_rows
-from twinflow.planner.costs import Memory, Run, items_of, placed_at, timing_of
+from twinflow.planner.costs import Memory, Run, bucket_numel, bytes_of, items_of, placed_at, timing_of
 from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.placement import choose
 from twinflow.planner.simulate import ClipDecision, predict
+from twinflow.rules.formats import decode_e4m3, encode_e4m3_stochastic, rounding_key
 from twinflow.rules.muon import COEFFICIENTS, MUON, SCALES, scale
 from twinflow.rules.newton_schulz import iterate, muon_step, orthogonalise
 from twinflow.zero.matrices import RowExchange, owners_of, rows_of
@@ -142,6 +145,58 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
     assert not zeros.any()
 
 
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.3, 1e-2, 1e-5, 0.0])
+def test_an_int8_momentum_is_rounded_without_bias(share: float) -> None:
+    block = torch.full((128 * 8 + 3,), -share)
+    block[::128] = 1.0
+    keys = [rounding_key(step, 3) for step in range(300)]
+    found = torch.stack([decode_e4m3(*encode_e4m3_stochastic(block, 0, key)) for key in keys])
+    pick = torch.arange(block.numel()) % 128 != 0
+    assert found[:, pick].mean().item() == pytest.approx(-share, rel=0.02)
+    exact = decode_e4m3(torch.arange(127, dtype=torch.uint8), torch.ones(1))
+    for sign in (1.0, -1.0):  # values of codes stay
+        assert torch.equal(decode_e4m3(*encode_e4m3_stochastic(sign * exact, 0, (1, 2))), sign * exact)
+    part = encode_e4m3_stochastic(block[512:], 512, keys[0])[0]
+    assert torch.equal(part, encode_e4m3_stochastic(block, 0, keys[0])[0][512:])
+
+
+def test_an_int8_momentum_is_encoded_in_chunks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (1 << 22, 256):
+        monkeypatch.setattr(muon, "_CHUNK", chunk)
+        model = gpt()
+        with closing(twin(model, states="int8", **CLIPPED, **OPTIONS)) as optimizer:
+            train(model, optimizer, range(2))
+            found.append(snapshot(model, optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_block_of_an_int8_momentum_that_is_not_finite_is_read_as_nan(bad: float) -> None:
+    values = torch.ones(256)
+    values[3] = bad
+    found = decode_e4m3(*encode_e4m3_stochastic(values, 0, (1, 2)))
+    assert found[:128].isnan().all()
+    assert torch.equal(found[128:], values[128:])
+
+
+def test_an_int8_momentum_follows_gradients_that_fall() -> None:
+    """Some columns of a matrix lose their gradient, as those of a hidden unit that is not used any more. A step takes
+    less from their momentum than half of the distance between two codes.
+    """
+    weight = nn.Parameter(torch.zeros(4, 128))
+    groups = [{"params": [weight], "use_muon": True}]
+    module = nn.ParameterList([weight])
+    with closing(TwinOptimizer(module, "muon", param_groups=groups, lr=0.0, states="int8")) as optimizer:
+        for step in range(300):
+            weight.grad = torch.ones(4, 128)
+            weight.grad[:, 10:] = step < 100
+            optimizer.step()
+        found = optimizer.state_dict()["state"]["0"]["momentum_buffer"]
+    assert found[:, :10].mean().item() == pytest.approx(1.0, rel=0.02)
+    assert found[:, 10:].abs().max() < 0.01
+
+
 def test_scales() -> None:
     found = {name: (scale(name, 8, 2), scale(name, 2, 8)) for name in SCALES}
     rms = 0.2 * math.sqrt(8)
@@ -197,6 +252,17 @@ def test_every_placement_gives_the_same_bits(mode: str, states: str, dtype: torc
             found.append(snapshot(model, optimizer))
     for other in found[1:]:
         assert_same(found[0], other)
+
+
+@pytest.mark.parametrize(("states", "ratio"), [("fp32", 1.0), ("bf16", 0.0), ("int8", 0.0), ("int8", 1.0)])
+def test_a_skipped_step_keeps_all_bits_of_the_state(states: str, ratio: float) -> None:
+    model = gpt()
+    with closing(twin(model, ratio=ratio, states=states, **CLIPPED, **OPTIONS)) as optimizer:
+        train(model, optimizer, range(3))
+        before = {name: values.clone() for name, values in snapshot(model, optimizer).items()}
+        train(model, optimizer, [3], nan_step=3)
+        assert_same(before, snapshot(model, optimizer))
+        assert optimizer.num_skipped == 1
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -340,6 +406,78 @@ def test_stacks_of_matrices_are_orthogonalised_one_by_one() -> None:
         torch.testing.assert_close(weight, model.experts[i].detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 4)])
+def test_matrices_without_elements(shape: tuple[int, ...]) -> None:
+    model = nn.ParameterDict({"full": torch.ones(4, 4), "empty": torch.empty(shape), "other": torch.empty(shape)})
+    groups = [{"params": [*model.values()], "use_muon": True}]
+    with closing(TwinOptimizer(model, "muon", param_groups=groups)) as optimizer:
+        for _ in range(2):
+            sum(p.square().sum() for p in model.values()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert model["empty"].shape == shape
+        assert (model["full"] < 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("use_muno", "use_muon"),
+        ("mounlr", "muon_lr"),
+        ("adamlr", "adam_lr"),
+        ("momentun", "momentum"),
+        ("beta", "betas"),
+    ],
+)
+def test_misspelt_keys(key: str, near: str) -> None:
+    model = gpt()
+    with pytest.raises(ValueError, match=rf"A key of a param group of Muon is '{key}'.* Did you mean '{near}'\?"):
+        twin(model, param_groups=[{"params": [*model.parameters()], key: 0.5}], **OPTIONS)
+    if near != "use_muon":
+        with pytest.raises(ValueError, match=rf"An option of Muon is '{key}'.* Did you mean '{near}'\?"):
+            twin(gpt(), **{**OPTIONS, key: 0.5})
+
+
+def test_other_keys_of_groups_are_the_users() -> None:
+    model = gpt()
+    groups = [{"params": [*model.parameters()], "name": "all", "lr_scale": 0.5, "initial_lr": 0.1, "max_lr": 0.2}]
+    with closing(twin(model, param_groups=groups, **OPTIONS)) as optimizer:
+        assert [group["lr_scale"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_learning_rates_of_groups() -> None:
+    """The nearest rate counts: that of the kind in the group, `lr` of the group, that of the kind in the options."""
+    model = gpt()
+    own = matrices(model)
+    up, down = (own[f"blocks.0.mlp.{name}.weight"] for name in ("up", "down"))
+    rest = [p for p in model.parameters() if p is not up and p is not down]
+    groups: list[Any] = [
+        {"params": [up], "use_muon": True, "lr": 0.5, "weight_decay": 0.3},
+        {"params": [down], "use_muon": False, "lr": 0.25},
+        {"params": rest, "lr": 0.125, "adam_lr": 0.0625, "muon_lr": 0.03125},
+    ]
+    with closing(twin(model, param_groups=groups, **OPTIONS)) as optimizer:
+        found = [(group["use_muon"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [(True, 0.5, 0.3), (False, 0.25, 0.1), (True, 0.03125, 0.1), (False, 0.0625, 0.1)]
+    with closing(twin(gpt(), rule="muon", lr=0.5, muon_lr=0.25)) as optimizer:
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": 0.1}, r"lr=0.1 of a param group cannot be used with adam_lr=0.001"),
+        ({"lr": 0.1, "adam_lr": 0.1, "use_muon": True}, "adam_lr in a param group cannot be used with use_muon=True"),
+        ({"muon_lr": 0.1, "use_muon": False}, "muon_lr in a param group cannot be used with use_muon=False"),
+    ],
+)
+def test_contradictory_learning_rates(group: dict[str, Any], message: str) -> None:
+    model = gpt()
+    with pytest.raises(ValueError, match=message):
+        twin(model, param_groups=[{"params": [*model.parameters()], **group}], **OPTIONS)
+
+
 def test_errors_of_groups() -> None:
     model = gpt()
     with pytest.raises(ValueError, match=r"number of dimensions of .*, but must be one of 2, 3"):
@@ -461,6 +599,40 @@ def test_the_config_and_checkpoints(tmp_path: Path) -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [
+        ({}, (0.02, 3e-4)),
+        ({"lr": 0.1}, (0.1, 0.1)),
+        ({"muon_lr": 0.1}, (0.1, 3e-4)),
+        ({"adam_lr": 0.1}, (0.02, 0.1)),
+        ({"lr": 0.1, "adam_lr": 0.2}, (0.1, 0.2)),
+    ],
+)
+def test_rates_and_other_defaults_of_a_config_are_those_of_deepspeed(
+    params: dict[str, float], rates: tuple[float, float]
+) -> None:
+    optimizer = {"type": "Muon", "params": params}
+    engine = twinflow.initialize(model=gpt(), config={"train_batch_size": 2, "optimizer": optimizer})[0]
+    groups = engine.optimizer.param_groups
+    assert tuple(group["lr"] for group in groups) == rates
+    assert [(group["betas"], group["eps"], group["momentum"]) for group in groups] == [((0.9, 0.95), 1e-10, 0.95)] * 2
+    engine.destroy()
+
+
+def test_schedules_change_the_rates_and_momenta_of_both_kinds() -> None:
+    model = gpt()
+    with closing(twin(model, **OPTIONS)) as optimizer:
+        first, second = optimizer.param_groups
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        train(model, optimizer, [0])
+        schedule.step()
+        assert (first["lr"], second["lr"]) == (0.01, 5e-4)
+        OneCycle(optimizer, 0.1, 0.2, cycle_min_mom=0.5, cycle_max_mom=0.75)
+        assert (first["momentum"], second["betas"][0]) == (0.5, 0.5)
+        assert first["betas"] == (0.9, 0.999)
+
+
 def test_the_planner_streams_matrices() -> None:
     """With all state on the host, the GPU updates the matrices, and their products take time."""
     model = gpt_cost("gpt", 50304, 1024, num_layers=24, hidden=2048, num_heads=16)
@@ -474,6 +646,10 @@ def test_the_planner_streams_matrices() -> None:
     placed = placed_at(run, 1.0)
     assert placed.host == run.own_root
     assert placed.host + placed.streamed == run.own_numel
+    memory = Memory(int(60e9), int(100e9))
+    none = replace(placed, streamed=0, resident=run.own_numel)
+    more = bytes_of(run, none, memory).gpu["staging"] - bytes_of(plain, none, memory).gpu["staging"]
+    assert more == 4 * bucket_numel(run) + 9 * 2048 * 4 * 2048  # an update needs temporary tensors
     times = [
         predict(items_of(one, timing), timing, rates, "fp32", ClipDecision(clips=False)).step_s for one in (run, plain)
     ]

@@ -65,11 +65,16 @@ class AdamParams(Common):
     differentiable: bool = refused(False, "leave it false: an update cannot be differentiated")
 
 
+MUON_RATES: Final[Mapping[str, float]] = {"muon_lr": 0.02, "adam_lr": 3e-4}  # DeepSpeed's defaults, without `lr`
+
+
 class MuonParams(Common):
     """Keys that muon accepts besides its options."""
 
-    muon_lr: Amount | None = honoured(None, "learning rate of matrices; null: lr")
-    adam_lr: Amount | None = honoured(None, "learning rate of all other parameters, which AdamW updates; null: lr")
+    muon_lr: Amount | None = honoured(None, "learning rate of matrices; null: lr, or 0.02 if lr is not given")
+    adam_lr: Amount | None = honoured(
+        None, "learning rate of all other parameters, which AdamW updates; null: lr, or 0.0003 if lr is not given"
+    )
     ns_method: Literal["standard"] = honoured(
         "standard",
         "how Newton-Schulz iterations are computed",

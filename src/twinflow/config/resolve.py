@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinflow.config.fields import UNUSED, KeyPath, Section, dotted, rule_of, used_keys, values_in
-from twinflow.config.params import AdamParams, Common, MuonParams, OneBitAdamParams, optimizer_kind, schedule_kind
+from twinflow.config.params import (
+    MUON_RATES,
+    AdamParams,
+    Common,
+    MuonParams,
+    OneBitAdamParams,
+    optimizer_kind,
+    schedule_kind,
+)
 from twinflow.config.schema import Config
 from twinflow.conflicts import refuse
 from twinflow.errors import invalid_value
@@ -105,7 +113,8 @@ def optimizer_choice(config: Config) -> tuple[str, dict[str, Any]]:
         return name, {key: getattr(params, key) for key in used_keys(kind)}
     options = {key: getattr(params, key) for key in ALL_RULES[name].defaults}
     if isinstance(params, MuonParams):
-        options |= {key: rate for key in ("muon_lr", "adam_lr") if (rate := getattr(params, key)) is not None}
+        options |= {} if "lr" in given else MUON_RATES
+        options |= {key: rate for key in MUON_RATES if (rate := getattr(params, key)) is not None}
     if isinstance(params, AdamParams):
         name = "adamw" if name == "adamw" or params.adam_w_mode else "adam"
         if params.torch_adam and name == "adamw" and "weight_decay" not in given:

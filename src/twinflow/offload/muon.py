@@ -25,12 +25,14 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
+from twinflow.rules.formats import BLOCK, Key, encode_e4m3_stochastic, rounding_key
 from twinflow.rules.muon import MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Store, decode_state, encode_state
+from twinflow.rules.segment import Store, decode_state
 
 BATCH_NUMEL = 1 << 24  # elements of a batch at most, if it has several matrices; larger matrices fill a GPU alone
+_CHUNK = 1 << 22  # elements that are encoded at once; it limits the memory of temporary tensors
 
 NUM_STEPS = 5  # of the iteration, by default; enough to estimate times
 
@@ -55,7 +57,7 @@ class Units:
 
 def batch_size(shape: torch.Size) -> int:
     """The number of matrices of this shape in a full batch."""
-    return max(1, BATCH_NUMEL // (shape[-2] * shape[-1]))
+    return max(1, BATCH_NUMEL // max(1, shape[-2] * shape[-1]))
 
 
 class MuonUpdater(DeviceUpdater):
@@ -79,6 +81,7 @@ class MuonUpdater(DeviceUpdater):
         grads, bucket, present = task.grads, task.bucket, list(task.present)
         assert grads is not None
         groups = {param.group: task.job.options[param.group] for param in bucket.params}
+        keys = {i: rounding_key(bucket.steps[i] + 1, bucket.params[i].index) for i in present}
         write = self._weights_updater.writer(_stateless(store), task, 1.0, grads.device)
         turn = self._exchange.take_turn() if self._exchange is not None else 0
 
@@ -86,7 +89,7 @@ class MuonUpdater(DeviceUpdater):
             if grads.device.type == "cpu" and torch.get_num_threads() != native.get_threads():
                 torch.set_num_threads(native.get_threads())  # the setting applies to this thread only
             directions = torch.empty(bucket.plan.numel, dtype=torch.float32, device=grads.device)
-            self._make_directions(bucket, store, present, grads, directions, factor, decision, groups)
+            self._make_directions(bucket, store, grads, directions, factor, decision, groups, keys)
             rows = [_direction(bucket, i, directions) for i in present]
             shapes = [bucket.params[i].tensor.shape for i in present]
 
@@ -113,32 +116,42 @@ class MuonUpdater(DeviceUpdater):
         self,
         bucket: Bucket,
         store: Store,
-        present: Sequence[int],
         grads: Tensor,
         directions: Tensor,
         factor: float,
         decision: Tensor | None,
         groups: Mapping[int, Options],
+        keys: Mapping[int, Key],
     ) -> None:
         """Updates the momentum of each matrix, and writes its direction to `directions`."""
-        for i in present:
+        for i in keys:
             piece, options = bucket.slices[i], groups[bucket.params[i].group]
-            grad = grads.narrow(0, piece.offset, piece.numel).float() * factor
+            grad = directions.narrow(0, piece.offset, piece.numel)
+            grad.copy_(grads.narrow(0, piece.offset, piece.numel))
+            grad *= factor
             if decision is not None:
                 grad *= decision[1].float()
             own = self._slice_of(store, bucket, i)
             old = decode_state(own, 0)
             assert old is not None
-            new, direction = momentum_step(old, grad, options)
-            if decision is not None:
-                new = torch.where(decision[2] != 0, old, new)
-            if own.format == "int8":
-                encode_state(own, 0, new)
-            else:
-                state = own.states[0]
-                assert state is not None
-                state.copy_(new)  # faster than `encode_state`, with equal bits except for those of NaN
-            directions[piece.offset : piece.offset + piece.numel] = direction
+            _put_momentum(own, momentum_step(old, grad, options), piece.start, keys[i], decision)
+
+
+def _put_momentum(store: Store, values: Tensor, first_index: int, key: Key, decision: Tensor | None) -> None:
+    """Writes the momentum of a matrix. In a step that is skipped its codes and scales stay the same, bit for bit."""
+    state, scale = store.states[0], store.scales[0]
+    assert state is not None
+    if scale is None:
+        return _keep_or_copy(state, values.to(state.dtype), decision)
+    for at in range(0, values.numel(), _CHUNK):
+        part = values[at : at + _CHUNK]
+        codes, scales = encode_e4m3_stochastic(part, first_index + at, key)
+        _keep_or_copy(state[at : at + _CHUNK], codes, decision)
+        _keep_or_copy(scale.narrow(0, at // BLOCK, scales.numel()), scales, decision)
+
+
+def _keep_or_copy(old: Tensor, new: Tensor, decision: Tensor | None) -> None:
+    old.copy_(new if decision is None else torch.where(decision[2] != 0, old, new))
 
 
 def update_flops(bucket: Bucket) -> float:

@@ -381,7 +381,7 @@ def _check_params(kind: type, params: Mapping[str, object]) -> None:
 
 def _momentum_key(group: Mapping[str, object], optimizer: Optimizer) -> str:
     """The option of a group that is its momentum; "" if it has none or the momentum is 0."""
-    if "betas" in group:
+    if "betas" in group and not group.get("use_muon"):  # the betas in a group of matrices are those of AdamW
         return "betas"
     # SGD with momentum 0 has no momentum buffer. A cycle may set the momentum to 0, so the default counts too.
     return "momentum" if group.get("momentum") or optimizer.defaults.get("momentum") else ""

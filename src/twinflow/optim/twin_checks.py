@@ -370,7 +370,7 @@ def check_rows(params: Sequence[Param], world: int) -> None:
     """Raises ValueError for a matrix of which a rank would have no rows, with ZeRO stage 3."""
     for param in params:
         num_rows = param.tensor.shape[0] if param.tensor.dim() else 1
-        few = param.unit is not None and not rows_of(num_rows, world - 1, world)
+        few = param.unit is not None and param.tensor.numel() > 0 and not rows_of(num_rows, world - 1, world)
         refuse("Muon", {"few rows": few}, name=param.name, num_rows=num_rows, world=world)
 
 

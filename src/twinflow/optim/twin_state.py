@@ -217,7 +217,7 @@ def weight_reader(param: Param) -> Callable[[], Tensor] | None:
         if not isinstance(bucket.updater, RuleUpdater) or bucket.is_shared or bucket.offloads_params:
             return None
         store = bucket.updater.store_of(bucket, index)
-        stores.append(store.master if bucket.plan.dtype == torch.float32 else store.weight)
+        stores.append(store.master if store.master.dtype == bucket.plan.dtype else store.weight)
     if not stores or param.is_sharded or param.is_written:
         return None
     values = [store for store in stores if store is not None]

@@ -264,7 +264,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "gradients": grads.gpu_bytes - min(waiting, max(0, freed)),
         "state": resident,
         "activations": run.activation_bytes // run.tensor_parallel,
-        "staging": staging,
+        "staging": staging + _muon_bytes(run),
     }
     slot = bucket_numel(run) * width
     # Only fp16 weights need extra slots for their copies to the GPU: bf16 and fp32 weights are copied directly from the
@@ -339,6 +339,14 @@ def _free_at_start(run: Run, memory: Memory, num_here: int = 0) -> int:
     blocks = run.block_bytes
     fetched = min(BLOCKS_HERE, len(blocks) - num_here) * max(blocks, default=0) if run.offload_params else 0
     return max(0, memory.gpu_bytes - _weight_bytes(run, num_here) + fetched)
+
+
+def _muon_bytes(run: Run) -> int:
+    """GPU memory of an update by Muon: fp32 directions of a bucket, and temporary tensors for the largest matrix."""
+    if not run.matrix_steps:
+        return 0
+    matrix = run.model.hidden * max(run.model.hidden, run.model.inner)
+    return 4 * max(matrix, bucket_numel(run)) + 9 * matrix
 
 
 def bucket_numel(run: Run) -> int:

@@ -5,7 +5,7 @@ and run on any device. csrc/codecs.h and gpu/kernel.py give the same bits.
 |---|---|---|---|---|
 | fp32 | fp32 | fp32 | fp32 or split | fp32 |
 | bf16 | bf16, nearest | bf16, stochastic | split | fp32 |
-| int8 | e4m3, nearest | e5m3, stochastic | split | fp32 |
+| int8 | e4m3, nearest (Muon: stochastic) | e5m3, stochastic | split | fp32 |
 | 4bit | e3m0, stochastic | 4 bits without 0, stochastic | split | fp32 |
 
 Without a master (`master="none"`), a bf16 weight is the only copy. The update computes in fp32, and the new weight is
@@ -17,9 +17,10 @@ fp32 scale for its codes of 8 or 4 bits. The two 4-bit codes of an element share
 lower half.
 
 The variance is rounded stochastically: at b2 = 0.999 its decay in a step is less than half a unit in the last place of
-bf16 or of a code, so that rounding to nearest would undo the decay. For the same reason the 4-bit momentum and a weight
-without master are rounded stochastically. The random bits are a hash of (step, parameter, index), with another hash for
-each kind of value. They depend neither on the machine nor on the number of threads nor on the division into segments.
+bf16 or of a code, so that rounding to nearest would undo the decay. For the same reason the 4-bit momentum, the int8
+momentum of Muon and a weight without master are rounded stochastically. The random bits are a hash of (step, parameter,
+index), with another hash for each kind of value. They depend neither on the machine nor on the number of threads nor on
+the division into segments.
 """
 
 from __future__ import annotations
@@ -116,20 +117,21 @@ def salted(key: Key, salt: Key) -> Key:
 
 
 def random_bits(first_index: int, numel: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int64.
+    """16 random bits for each of `numel` elements from `first_index` (a multiple of 128) on, as int32.
 
     A 32-bit hash of key and block is the seed of a 16-bit mix of the position in the block. For a random seed each
     result is uniformly distributed.
     """
-    index = torch.arange(first_index, first_index + numel, dtype=torch.int64, device=device)
-    h = (index // BLOCK + key[0]) & _MASK
+    block = torch.arange(first_index // BLOCK, -(-(first_index + numel) // BLOCK), dtype=torch.int64, device=device)
+    h = (block[:, None] + key[0]) & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = (((h ^ (h >> 15)) + key[1]) & _MASK) * 0x846CA68B & _MASK
     h = h ^ (h >> 16)
-    x = (index % BLOCK + h) & 0xFFFF
+    low, high = (h & 0xFFFF).int(), (h >> 16).int()
+    x = (torch.arange(BLOCK, dtype=torch.int32, device=device) + low) & 0xFFFF
     x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
-    x = (((x ^ (x >> 7)) + (h >> 16)) & 0xFFFF) * 0xDB2D & 0xFFFF
-    return x ^ (x >> 9)
+    x = (((x ^ (x >> 7)) + high) & 0xFFFF) * 0xDB2D & 0xFFFF
+    return (x ^ (x >> 9)).view(-1)[:numel]
 
 
 def to_bf16_stochastic(x: Tensor, first_index: int, key: Key) -> Tensor:
@@ -174,6 +176,20 @@ def encode_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse, scales = _scales(x, MOMENT_MAX)
     scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
     return scaled.clamp(-MOMENT_MAX, MOMENT_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def encode_e4m3_stochastic(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
+    """`encode_e4m3`, rounded stochastically, for Muon: with a momentum of 0.95 the decay in a step is less than half of
+    the distance between two codes. The key is salted here.
+    """
+    inverse, scales = _scales(x, MOMENT_MAX)
+    scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
+    magnitude = scaled.abs()
+    small = magnitude < 2.0**-6
+    u = torch.where(small, magnitude + 2.0**-6, magnitude).view(torch.int32)
+    rounded = (u + (random_bits(first_index, x.numel(), salted(key, MOMENT_SALT), x.device) << 4)) >> 20
+    code = (rounded - torch.where(small, 121 << 3, 120 << 3)).clamp(max=126)
+    return (code | ((scaled.view(torch.int32) >> 24) & 0x80)).to(torch.uint8), scales
 
 
 def decode_e4m3(codes: Tensor, scales: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twinflow.rules.muon import scale
 from twinflow.rules.rule import Options, number, numbers
-from twinflow.rules.rules import flush
+from twinflow.rules.rules import TINY
 
 
 def products_dtype(device: torch.device) -> torch.dtype:
@@ -49,18 +49,23 @@ def orthogonalise(directions: Sequence[Tensor], options: Options, dtype: torch.d
         one.copy_(x)
 
 
-def momentum_step(old: Tensor, grad: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The new momentum of a matrix, and the direction that is orthogonalised. All tensors are fp32."""
+def momentum_step(old: Tensor, grad: Tensor, options: Options) -> Tensor:
+    """The new momentum of a matrix. `grad` becomes the direction that is orthogonalised. All tensors are fp32."""
     momentum = number(options, "momentum")
-    new = flush(torch.lerp(old, grad, 1.0 - momentum))
-    return new, torch.lerp(grad, new, momentum) if options["nesterov"] else new.clone()
+    new = torch.lerp(old, grad, 1.0 - momentum)
+    new.masked_fill_(new.abs() < TINY, 0.0)  # as `flush`, in place
+    if options["nesterov"]:
+        grad.lerp_(new, momentum)
+    else:
+        grad.copy_(new)
+    return new
 
 
 @torch.no_grad()
 def muon_step(weight: Tensor, momentum: Tensor, grad: Tensor, options: Options, dtype: torch.dtype) -> None:
     """One step of Muon for one matrix, in place. The reference of MuonUpdater (offload/muon.py)."""
-    new, direction = momentum_step(momentum, grad, options)
-    momentum.copy_(new)
+    direction = grad.clone()
+    momentum.copy_(momentum_step(momentum, direction, options))
     orthogonalise([direction], options, dtype)
     direction *= scale(str(options["adjust_lr_fn"]), *weight.shape)
     lr, decay = number(options, "lr"), number(options, "weight_decay")
