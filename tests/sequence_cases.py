@@ -228,8 +228,59 @@ def errors(rank: int, world: int) -> dict[str, str]:
     note("left padding", lambda: handle.ranks.split({"input_ids": tokens, "attention_mask": left}))
     packed = torch.arange(16).repeat(2, 2)
     note("packed rows", lambda: handle.ranks.split({"input_ids": tokens, "position_ids": packed}))
+    note("image", lambda: model(**batch, pixel_values=torch.zeros(2, 3, 4, 4)))
+    note("router", lambda: model(**batch, output_router_logits=True))
+    attend = __import__("transformers").AttentionInterface()[model.config._attn_implementation]
+    layer, heads, keys = model.model.layers[0].self_attn, torch.zeros(2, 4, 16, 8), torch.zeros(2, 2, 16, 8)
+    note("own mask", lambda: attend(layer, heads, keys, keys, torch.zeros(2, 1, 16, 16)))
     with torch.no_grad():
         note("cache", lambda: model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False))
     handle.remove()
     assert model.generate(tokens[:1, :4], max_new_tokens=2, do_sample=False).shape == (1, 6)
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = hugging_face("Llama", max_position_embeddings=20, rope_parameters=dynamic)
+    handle = split_sequence(model, 2)
+    note("length of rope", lambda: model(**batch))
+    assert model(**handle.ranks.split({"input_ids": tokens[:, :20], "labels": tokens[:, :20]})).loss is not None
+    handle.remove()
+    with torch.device("meta"):
+        others = other_models()
+    for name, other in others.items():
+        note(name, lambda other=other: split_sequence(other, 2))  # type: ignore[misc]
     return found
+
+
+def other_models() -> dict[str, Any]:
+    """Models of transformers whose results on parts of sequences would be others."""
+    transformers: Any = __import__("transformers")
+    llama4 = transformers.Llama4TextConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+        no_rope_layers=[0],
+        num_local_experts=2,
+    )
+    gemma3 = transformers.Gemma3Config(
+        text_config={"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64},
+        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
+    return {
+        "positions of Bart": hugging_face("Bart"),
+        "positions of Roberta": hugging_face("Roberta", is_decoder=True),
+        "positions of Llama 4": transformers.Llama4ForCausalLM(llama4),
+        "short convolution": hugging_face("Lfm2", layer_types=["conv", "full_attention"]),
+        "lightning attention": hugging_face("MiniMax", num_local_experts=2),
+        "images": transformers.Gemma3ForConditionalGeneration(gemma3),
+        "cross attention": transformers.BertLMHeadModel(
+            transformers.BertConfig(
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                vocab_size=64,
+                is_decoder=True,
+                add_cross_attention=True,
+            )
+        ),
+    }

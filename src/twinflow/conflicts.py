@@ -511,11 +511,41 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "its layers do not use transformers' attention interface, or attend to another sequence",
             "Use a decoder-only model that uses the interface.",
         ),
-        "recurrent layers": Conflict(
+        "mixing layers": Conflict(
             "{name}",
             _SEQUENCE,
-            "it has layers that pass a state from token to token",
+            "it has layers ({layers}) that mix tokens outside of the attention interface",
             "Use a model whose layers are attention and MLPs.",
+        ),
+        "own mask": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "it computes a mask of its own, from the tokens of one rank",
+            "Use a model with causal attention.",
+        ),
+        "own positions": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "it computes the positions of its tokens itself, and does not take them as position_ids that begin at 0",
+            "Use a model with position_ids.",
+        ),
+        "modalities": Conflict(
+            "{name}",
+            _SEQUENCE,
+            "it has other inputs than text, which cannot be divided with the tokens",
+            "Use the class of its language model.",
+        ),
+        "argument": Conflict(
+            "The argument {argument} of the shape {shape}",
+            _SEQUENCE,
+            "only tensors [batch, tokens, ...] can be divided with the tokens, and position_ids are [batch, tokens]",
+            "Leave it out.",
+        ),
+        "length of rope": Conflict(
+            'Rotary positions of the kind "{kind}" beyond {limit} tokens, with {total} tokens,',
+            _SEQUENCE,
+            "their frequencies depend on the number of tokens, and ranks would choose different ones",
+            "Use more or fewer tokens, or positions of another kind.",
         ),
         "ring bidirectional": Conflict(
             "{name}, which is not causal,",

@@ -19,6 +19,18 @@ CASES: dict[str, dict[str, Any]] = {
     "one head of keys": {"model": "Llama", "changes": {"num_key_value_heads": 1}},
     "grouped heads, tiled, checkpointed": {"model": "Llama", "tiled": True, "checkpointed": True},
     "grouped heads, sparse": {"model": "Llama", "sparse": True},
+    "latent attention": {
+        "model": "DeepseekV3",
+        "changes": {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 2,
+        },
+    },
     "packed": {"model": "Qwen3", "packed": [0, 5, 18]},
     "padded": {"model": "Llama", "padded": True, "tokens": 29},
 }
@@ -159,7 +171,18 @@ ERRORS = {
     "no shifted labels": "the model was called without shift_labels",
     "left padding": "An attention_mask with padding before tokens",
     "packed rows": "Packed sequences in a batch of 2 rows",
-    "cache": "cannot be used with sequence ranks",
+    "image": "The argument pixel_values of the shape (2, 3, 4, 4) cannot be used with sequence ranks",
+    "router": "output_router_logits cannot be used with sequence ranks",
+    "own mask": "it computes a mask of its own, from the tokens of one rank",
+    "cache": "A cache of keys and values cannot be used with sequence ranks",
+    "length of rope": 'Rotary positions of the kind "dynamic" beyond 20 tokens, with 32 tokens, cannot be used',
+    "positions of Bart": "BartForCausalLM cannot be used with sequence ranks",
+    "positions of Roberta": "it computes the positions of its tokens itself",
+    "positions of Llama 4": "it computes the positions of its tokens itself",
+    "short convolution": "it has layers (Conv1d, Lfm2ShortConv) that mix tokens outside of the attention interface",
+    "lightning attention": "it has layers (MiniMaxLightningAttention) that mix tokens",
+    "images": "it has other inputs than text",
+    "cross attention": "or attend to another sequence",
 }
 
 

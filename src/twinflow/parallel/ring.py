@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -71,11 +72,16 @@ def ring_attention(
     """The causal attention of this rank's queries to the keys of all ranks.
 
     q is [batch, heads, tokens of this rank, head_dim], k and v are [batch, kv_heads, tokens of this rank, head_dim],
-    where kv_heads divides heads. `steps` is the result of `plan_steps`. `scale`: None means head_dim ** -0.5.
+    where kv_heads divides heads. `steps` is the result of `plan_steps`. `scale`: None means head_dim ** -0.5. The width of
+    values may be another one than that of queries and keys, as in multi-head latent attention.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    width = v.shape[3]
+    widest = max(width, q.shape[3])
+    # Keys and values travel as one tensor. Columns of zeros change no score and no gradient.
+    q, k, v = (F.pad(x, (0, widest - x.shape[3])) if x.shape[3] < widest else x for x in (q, k, v))
     out: Tensor = _Ring.apply(q, k, v, group, steps, scale)  # type: ignore[no-untyped-call]
-    return out
+    return out if width == widest else out[..., :width]
 
 
 class _Ring(Function):

@@ -9,8 +9,9 @@ function of the model computes the mean over all ranks. Models with layers that 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -194,10 +195,17 @@ def _check_transformers(model: Any, mode: str, size: int) -> None:
         raise conflict("Sequence parallelism", "other model", name=name)
     if getattr(config, "output_router_logits", False):
         raise conflict("Sequence parallelism", "router loss")
+    if config.get_text_config() is not config:
+        raise conflict("Sequence parallelism", "modalities", name=name)
     if not model._can_set_attn_implementation() or getattr(config, "is_encoder_decoder", False):
         raise conflict("Sequence parallelism", "own attention", name=name)
-    if any(kind in type(part).__name__ for part in model.modules() for kind in _RECURRENT):
-        raise conflict("Sequence parallelism", "recurrent layers", name=name)
+    if getattr(config, "add_cross_attention", False):
+        raise conflict("Sequence parallelism", "own attention", name=name)
+    mixers = sorted({type(part).__name__ for part in model.modules() if _mixes_tokens(part)})
+    if mixers:
+        raise conflict("Sequence parallelism", "mixing layers", name=name, layers=", ".join(mixers))
+    if "position_ids" not in inspect.signature(type(model).forward).parameters or _has_own_positions(model):
+        raise conflict("Sequence parallelism", "own positions", name=name)
     sparse = _sparse_attention_of(model)
     if mode == "ulysses":
         check_heads(int(config.num_attention_heads), size)
@@ -215,8 +223,64 @@ def _check_transformers(model: Any, mode: str, size: int) -> None:
 
 # Loss functions of causal language models: that of transformers, and that of chunk_loss().
 _LOSSES = ("ForCausalLMLoss", "ChunkedLoss._loss")
-# Parts of the names of layers that pass a state from token to token.
-_RECURRENT = ("Mamba", "GatedDeltaNet", "LinearAttention", "RecurrentBlock", "ShortConv", "Rwkv")
+# Parts of the names of layers outside of the attention interface whose output depends on several tokens: they pass a
+# state from token to token, or choose the keys of each query.
+_MIXERS = (
+    "Mamba",
+    "DeltaNet",
+    "DeltaAttention",
+    "LinearAttention",
+    "LightningAttention",
+    "RecurrentBlock",
+    "ShortConv",
+    "Rwkv",
+    "LSTM",
+    "Indexer",
+    "Compressor",
+    "DogeAttention",
+)
+_MIXING = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
+
+
+def _mixes_tokens(part: nn.Module) -> bool:
+    return isinstance(part, _MIXING) or any(kind in type(part).__name__ for kind in _MIXERS)
+
+
+def _has_own_positions(model: nn.Module) -> bool:
+    """Whether learned positions begin after the index of padding, as in RoBERTa, or layers scale their queries by
+    positions that they count themselves, as in Llama 4.
+    """
+    embeddings = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
+    if any(getattr(part, "padding_idx", None) is not None for part in embeddings):
+        return True
+    return any(getattr(part, "attn_temperature_tuning", False) and not part.use_rope for part in model.modules())
+
+
+def _check_rope(ropes: Sequence[Any], ranks: SequenceRanks, num_local: int, is_packed: bool) -> None:
+    """Raises ValueError if ranks would choose different frequencies. A rotary embedding whose frequencies depend on the
+    length of the sequence takes the highest position of its rank for it.
+    """
+    total = num_local * ranks.size
+    for rope in ropes:
+        shortest = total // ranks.size if is_packed else min(ranks.chunks(total, i)[-1][1] for i in range(ranks.size))
+        for kind, limit in _limits_of(rope):
+            if total > limit and (kind == "dynamic" or is_packed or shortest <= limit):
+                raise conflict("Sequence parallelism", "length of rope", kind=kind, limit=limit, total=total)
+
+
+def _limits_of(rope: Any) -> list[tuple[str, int]]:
+    """The kinds of frequencies of a rotary embedding that depend on the length of the sequence, with the length above
+    which they change.
+    """
+    kinds, params = rope.rope_type, rope.config.rope_parameters
+    pairs = [(kinds, params)] if isinstance(kinds, str) else [(kind, params[layer]) for layer, kind in kinds.items()]
+    found = []
+    for kind, options in pairs:
+        if kind == "longrope":
+            found.append((kind, int(options["original_max_position_embeddings"])))
+        elif "dynamic" in kind:
+            found.append(("dynamic", int(rope.original_max_seq_len)))
+    return found
 
 
 def _window_of(config: Any) -> bool:
@@ -237,6 +301,7 @@ def _split_transformers(model: Any, ranks: SequenceRanks) -> list[Callable[[], o
     model.set_attn_implementation(name)
     loss = model.loss_function
     model.loss_function = _SequenceLoss(loss, ranks)
+    ropes = [part for part in model.modules() if hasattr(part, "rope_type") and _limits_of(part)]
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.config._attn_implementation != name:
@@ -254,7 +319,11 @@ def _split_transformers(model: Any, ranks: SequenceRanks) -> list[Callable[[], o
             )
         if kwargs.get("attention_mask") is not None and ranks.is_causal:
             raise conflict("Sequence parallelism", "left padding")
+        if kwargs.get("output_router_logits"):
+            raise conflict("Sequence parallelism", "router loss")
         if isinstance(tokens, Tensor):
+            _check_arguments(kwargs, tokens)
+            _check_rope(ropes, ranks, tokens.shape[1], kwargs.get(DOCUMENTS) is not None)
             ranks.check_inputs(tokens)
         attention.begin(kwargs.get(DOCUMENTS))
 
@@ -266,6 +335,19 @@ def _split_transformers(model: Any, ranks: SequenceRanks) -> list[Callable[[], o
             model.loss_function = loss
 
     return [handle.remove, restore]
+
+
+def _check_arguments(kwargs: Mapping[str, Any], tokens: Tensor) -> None:
+    """Raises ValueError for tensors that are not divided with the tokens."""
+    for name, value in kwargs.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or name in _NOT_DIVIDED:
+            continue
+        if value.shape[:2] != tokens.shape[:2] or (name == "position_ids" and value.dim() > 2):
+            raise conflict("Sequence parallelism", "argument", argument=name, shape=tuple(value.shape))
+
+
+# The starts of packed sequences, and the divisor of the loss, which has an error of its own.
+_NOT_DIVIDED = (DOCUMENTS, "cu_seq_lens_k", "num_items_in_batch")
 
 
 class _SequenceLoss:
@@ -362,6 +444,14 @@ class _TransformersAttention:
         group.all_gather(rows.view(-1))
         return rows.transpose(0, 1).flatten(1, 2).to(mask.dtype)
 
+    def _is_of_whole_sequences(self, mask: Any, num_local: int) -> bool:
+        """Whether a mask can be the one of `mask`, and not one that a layer has made from the tokens of this rank."""
+        ranks = self._ranks
+        if self._is_packed or (ranks.mode == "ring" and not self._is_sparse):
+            return False  # `mask` has returned None
+        num_keys = num_local * (ranks.size if ranks.mode == "ulysses" else ranks.rank + 1)
+        return not isinstance(mask, Tensor) or mask.shape[-1] == num_keys
+
     def __call__(
         self,
         module: nn.Module,
@@ -382,6 +472,8 @@ class _TransformersAttention:
         if self._is_packed and documents is None and not _in_backward():
             raise conflict("Sequence parallelism", "packed model", name=type(module).__name__)
         kwargs.pop("position_ids", None)  # those of this rank's tokens, with which some functions look for packing
+        if attention_mask is not None and not self._is_of_whole_sequences(attention_mask, query.shape[2]):
+            raise conflict("Sequence parallelism", "own mask", name=type(module).__name__)
         if ranks.mode == "ring" and not self._is_sparse:
             _refuse_in_ring(module, kwargs)
             steps = steps_of(ranks, query.shape[2], documents)
