@@ -11,6 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from twinflow.cli.plan_input import count_module
 from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
 from twinflow.planner import costs
 from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
@@ -529,6 +530,62 @@ def test_a_hugging_face_config_counts_as_its_model_does(kind: str) -> None:
     cost = from_hf(config.to_dict())
     assert cost.numel == sum(p.numel() for p in model.parameters())
     assert len(cost.blocks) == (3 if kind == "mistral" else 2)
+
+
+_SPARSE = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {
+    "olmoe": ("OlmoeConfig", {"num_experts": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 8}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"n_routed_experts": 8, "moe_intermediate_size": 24, "n_group": 2, "first_k_dense_replace": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_count_as_those_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    name, numbers = EXPERTS[kind]
+    sizes = {**_SPARSE, "vocab_size": 1000, "num_attention_heads": 4, "num_experts_per_tok": 2, **numbers}
+    config = getattr(transformers, name)(**sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    built, cost = count_module(model, kind), from_hf(config.to_dict()) if kind != "deepseek_v3" else None
+    experts = {key: p.numel() for key, p in model.named_parameters() if ".experts." in key}
+    total = sum(p.numel() for p in model.parameters())
+    for found in [built, *([cost] if cost is not None else [])]:
+        assert found.numel == total
+        assert len(found.blocks) == len(found.idle) == 3
+        assert found.with_layers(2).idle == found.idle[:2]
+    if cost is not None:
+        assert cost.active_numel == total - sum(experts.values()) * 6 // 8
+        products = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 2 and "bias" not in key)
+        fused = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+        ends = 2 * 1000 * 64  # embedding and head
+        assert sum(cost.block_products) == products - ends + fused * 2 // 8
+    assert built.forward_flops(128) < 2.5 * built.active_numel
+
+
+def test_sizes_of_published_shapes() -> None:
+    """OLMoE-1B-7B, Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b, in billions. The embedding counts as active."""
+    olmoe = {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
+    olmoe |= {"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304}
+    qwen = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    qwen |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    qwen |= {"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+    mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    mixtral |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    gpt_oss = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
+    gpt_oss |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32}
+    gpt_oss |= {"num_experts_per_tok": 4, "vocab_size": 201088, "attention_bias": True}
+    found = [from_hf(config) for config in (olmoe, qwen, {**mixtral, "vocab_size": 32000}, gpt_oss)]
+    assert [round(one.numel / 1e9, 1) for one in found] == [6.9, 30.5, 46.7, 20.9]
+    assert [round(one.active_numel / 1e9, 1) for one in found] == [1.3, 3.4, 12.9, 4.2]
+    with pytest.raises(ValueError, match=r"num_experts_per_tok in config.json is 65, but must be at most .* 64"):
+        from_hf({**olmoe, "num_experts_per_tok": 65})
 
 
 def test_an_unknown_model_type_is_refused_by_name() -> None:

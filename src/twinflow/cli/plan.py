@@ -142,7 +142,13 @@ def to_dict(made: Plan, fit: Fit, machine: str, config: Mapping[str, Any], ignor
     settings = asdict(run)
     settings.pop("model")
     return {
-        "model": {"name": model.name, "params": model.numel, "layers": len(model.blocks), "hidden": model.hidden},
+        "model": {
+            "name": model.name,
+            "params": model.numel,
+            **({"active_params": model.active_numel} if model.idle else {}),
+            "layers": len(model.blocks),
+            "hidden": model.hidden,
+        },
         "machine": {"text": machine, **asdict(memory), "rates": asdict(made.setting.rates)},
         "run": {**settings, "step_tokens": run.step_tokens},
         "cases": [case_dict(case) for case in made.cases],

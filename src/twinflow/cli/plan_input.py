@@ -276,9 +276,10 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         raise invalid_value("--model", name, expected, "Put the layers of the model into such a list.")
     config = getattr(model, "config", None)  # of a transformers model or of twinflow's GPT
     linears = [[m for m in block.module.modules() if isinstance(m, nn.Linear)] for block in blocks]
-    return from_counts(
+    counted = [n for n in numel if n]
+    found = from_counts(
         name,
-        [n for n in numel if n],
+        counted,
         embedding,
         head,
         hidden,
@@ -290,6 +291,21 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         context=min(2048, getattr(config, "max_position_embeddings", None) or 1024),
         adapter_unit=max((sum(m.in_features + m.out_features for m in each) for each in linears), default=0),
     )
+    idle = tuple(_idle(block.module, config) for block, n in zip(blocks, numel, strict=True) if n)
+    if not any(idle):
+        return found
+    return replace(found, idle=idle, block_products=tuple(n - i for n, i in zip(counted, idle, strict=True)))
+
+
+def _idle(block: nn.Module, config: object) -> int:
+    """Elements of a block in experts that a token does not use, for the fused experts of transformers."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num = next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int)), 0)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(chosen, int) or not 0 < chosen < num:
+        return 0
+    fused = sum(p.numel() for p in block.parameters() if p.dim() == 3 and len(p) == num)
+    return fused // num * (num - chosen)
 
 
 def _width(model: nn.Module) -> int:

@@ -60,7 +60,8 @@ def ignored_text(ignored: Sequence[str]) -> str:
 
 def title(run: Run) -> str:
     model = run.model
-    text = f"{model.name}: {count(model.numel)} parameters, {len(model.blocks)} blocks of width {model.hidden}"
+    active = f", of which a token uses {count(model.active_numel)}" if model.idle else ""
+    text = f"{model.name}: {count(model.numel)} parameters{active}, {len(model.blocks)} blocks of width {model.hidden}"
     if not run.adapter_rank:
         return text
     base = "base in 4 bits" if run.four_bits else "frozen base"

@@ -50,12 +50,15 @@ class Collector:
         num_parts: int,
         tensor_device: torch.device,
         sharing: Sharing | None,
+        agrees: bool,
     ) -> None:
+        """`agrees`: ranks that have rows of all parameters agree in each step which parameters have a gradient."""
         self._device = device
         self._executor = executor
         self._device_work = device_work
         self._buckets = buckets
         self._sharing = sharing
+        self._agrees = agrees
         self.num_parts = num_parts  # number of gradients of a parameter in one step; several are summed in fp32 here
         self._tensor_device = tensor_device
         self._open: dict[Bucket, Task] = {}  # tasks of this step that are not complete
@@ -366,6 +369,8 @@ class Collector:
             cuts = [bucket.slices[i] for i in task.present]
             parts = task.sources if flat is None else [(c.offset, flat[c.offset : c.offset + c.numel]) for c in cuts]
             compute.run(partial(pack_gradients.measure_parts, norm, list(parts), bucket.plan.numel))
+        # Matrices are exchanged in the order of their updates, which must be the same on all ranks.
+        task.is_held = self._agrees and (bucket.plan.is_matrix or any(param.is_filled for param in bucket.members))
         task.ready = compute.record()
         self._open.pop(bucket, None)
         task.job.tasks.append(task)

@@ -573,6 +573,7 @@ class GradientTaker:
         for param in self._params:
             param.hits = 0
             param.was_hit = False
+            param.is_filled = False
             param.watched = None
         for param in self._late_from_now:
             self._set_late(param)

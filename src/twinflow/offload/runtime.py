@@ -147,7 +147,16 @@ class Runtime:
         if between_ranks is not None:
             self._threads += between_ranks.threads
             self._divisor = between_ranks.divisor
-        self.collector = Collector(device, executor, self.device_work, self.buckets, num_gathered, where, self.sharing)
+        self.collector = Collector(
+            device,
+            executor,
+            self.device_work,
+            self.buckets,
+            num_gathered,
+            where,
+            self.sharing,
+            agrees=self._norm_reducer is not None,
+        )
         self.steps = Steps(
             device,
             executor,
@@ -459,6 +468,17 @@ class Runtime:
         `fully_shard` would add the next gradient to it. Raises RuntimeError if its gradient was taken.
         """
         self._taker.note_gradient_read(tensor)
+
+    def note_filled(self, tensor: Tensor, is_filled: bool) -> None:
+        """Note that the next gradient of a parameter is zeros, because this rank's backward has made none, or that it
+        is a gradient of this backward.
+        """
+        param = self._by_tensor.get(tensor)
+        if param is None:
+            return
+        with plain():
+            is_first = not param.hits and tensor.grad is None
+        param.is_filled = is_filled and (is_first or param.is_filled)
 
     def give_back(self, tensor: Tensor) -> None:
         """Put the gradients of this step back into `.grad`, because the user uses the gradient of `tensor`."""

@@ -48,8 +48,10 @@ class NormReducer(Protocol):
         """The threads that end when the executor is closed."""
         ...
 
-    def close(self, job: Job, norms: Tensor, event: Event) -> None:
-        """Close a job whose tasks are all submitted. `norms` holds the norms of this rank once `event` is done."""
+    def close(self, job: Job, hits: Sequence[bool], norms: Tensor, event: Event) -> None:
+        """Close a job whose tasks are all submitted. `hits`: which parameters got a gradient from this rank's backward.
+        `norms` holds the norms of this rank once `event` is done.
+        """
         ...
 
 

@@ -160,7 +160,8 @@ class Steps:
         if self._sharing is not None:
             self._sharing.close(job, [param.was_hit for param in self._params])
         elif self._norm_reducer is not None:
-            self._norm_reducer.close(job, *self._collector.fetch_norms(job))
+            hits = [param.was_hit and not param.is_filled for param in self._params]
+            self._norm_reducer.close(job, hits, *self._collector.fetch_norms(job))
         elif self._settings.sums_on_host:
             self._close_sums(job)
         else:

@@ -31,6 +31,7 @@ _SIZES: Final = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "type_vocab_size", "ffn_dim", "word_embed_proj_dim"),
     *("n_embd", "n_inner", "n_head", "n_positions"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 )
 _NEXT_WIDTH: Final = (0.3e9, 0.7e9, 2e9, 3.5e9, 5e9, 9e9, 16e9, 65e9, 100e9)
 
@@ -43,7 +44,7 @@ class ModelCost:
     blocks: tuple[int, ...]  # elements of each block, in forward order
     embedding_numel: int  # elements outside of the blocks whose gradients are complete last: embeddings and a tied head
     head_numel: int  # elements outside of the blocks whose gradients are complete first: final norm and head
-    block_products: tuple[int, ...]  # weights of each block in matrix products
+    block_products: tuple[int, ...]  # weights of each block in the matrix products of a token
     head_products: int  # weights of the head in matrix products
     hidden: int
     attention_width: int  # number of heads times their width
@@ -60,16 +61,23 @@ class ModelCost:
     joins_last: bool = False  # a pipeline has the last block on the stage of the head (parallel/own_forward.py)
     # Elements of LoRA adapters of rank 1 on all linear layers of a block: the sum of their input and output widths.
     adapter_unit: int = 0
+    idle: tuple[int, ...] = ()  # elements of each block in experts that a token does not use; empty without experts
 
     @property
     def numel(self) -> int:
         return sum(self.blocks) + self.embedding_numel + self.head_numel
 
+    @property
+    def active_numel(self) -> int:
+        """Elements that a token uses: of the experts of a layer, only those to which it is sent."""
+        return self.numel - sum(self.idle)
+
     def with_layers(self, num_layers: int) -> ModelCost:
         """The same shape with another number of blocks."""
         blocks = tuple(self.blocks[i % len(self.blocks)] for i in range(num_layers))
         products = tuple(self.block_products[i % len(self.block_products)] for i in range(num_layers))
-        return replace(self, blocks=blocks, block_products=products)
+        idle = tuple(self.idle[i % len(self.idle)] for i in range(num_layers) if self.idle)
+        return replace(self, blocks=blocks, block_products=products, idle=idle)
 
     def block_flops(self, tokens: int) -> list[float]:
         """Forward FLOPs for each token in each block: matrix products, and attention over sequences of `tokens`."""
@@ -259,6 +267,40 @@ def _llama(config: Mapping[str, Any], name: str) -> ModelCost:
     )
 
 
+def _sparse(config: Mapping[str, Any], name: str) -> ModelCost:
+    """Mixtral, OLMoE, Qwen3-MoE and gpt-oss: the attention of Llama, and experts instead of the MLP."""
+    kind, h, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    llama = _llama({**config, "model_type": {"qwen3_moe": "qwen3"}.get(kind, "llama")}, name)
+    num, chosen = config.get("num_experts") or config["num_local_experts"], config["num_experts_per_tok"]
+    if chosen > num:
+        raise invalid_value("num_experts_per_tok in config.json", chosen, f"at most the number of experts, {num}")
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    expert, router, others = 3 * h * inner, num * h, 0
+    if kind == "gpt_oss":
+        expert, router, others = expert + 2 * inner + h, router + num, heads  # biases, and a sink for each head
+    elif kind == "olmoe":
+        others = h + h // heads * llama.num_kv_heads  # norms of queries and keys
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    layers = range(len(llama.blocks))
+    is_sparse = [kind != "qwen3_moe" or ((i + 1) % step == 0 and i not in dense) for i in layers]
+    mlp = 3 * h * config["intermediate_size"]
+    block = llama.blocks[0] - mlp + num * expert + router + others
+    products = llama.block_products[0] - mlp + chosen * 3 * h * inner + num * h
+    activations = hf_activations(h, chosen * inner, config["vocab_size"], num_wide=3)
+    # The tokens of each expert are gathered, and its outputs are weighed and summed. These are estimates.
+    copies = replace(activations, block_bytes=activations.block_bytes + 6 * chosen * h)
+    return replace(
+        llama,
+        blocks=tuple(block if sparse else llama.blocks[0] for sparse in is_sparse),
+        block_products=tuple(products if sparse else llama.block_products[0] for sparse in is_sparse),
+        idle=tuple((num - chosen) * expert * sparse for sparse in is_sparse),
+        activations=copies,
+        traffic_bytes=llama.traffic_bytes + 2 * chosen * (9 * h + 10 * inner),
+        inner=inner,
+        adapter_unit=llama.adapter_unit - 3 * (h + config["intermediate_size"]),  # experts are no linear layers
+    )
+
+
 def _opt(config: Mapping[str, Any], name: str) -> ModelCost:
     """OPT: learned positions, tied head."""
     h, positions = config["hidden_size"], config["max_position_embeddings"]
@@ -323,6 +365,10 @@ _FAMILIES: Final[Mapping[str, Callable[[Mapping[str, Any], str], ModelCost]]] = 
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "mixtral": _sparse,
+    "olmoe": _sparse,
+    "qwen3_moe": _sparse,
+    "gpt_oss": _sparse,
     "opt": _opt,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,

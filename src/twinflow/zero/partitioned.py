@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -81,6 +82,7 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             vars(module)["__deepcopy__"] = _refuse_copy  # that of fully_shard() does not say what to do
     now = dict(model.named_parameters(remove_duplicate=False))
     _put_rows(model, {now[name]: param for name, param in before.items() if param in rows}, rows)
+    _fill_missing(group for module in model.modules() for group in param_groups(module))
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
@@ -264,6 +266,7 @@ class Sharded(Protocol):
     """A parameter of `fully_shard`. torch has no public name for these methods."""
 
     sharded_param: nn.Parameter
+    unsharded_accumulated_grad: Tensor | None
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Tensor: ...
     def _setattr_on_modules(self, param: nn.Parameter) -> None: ...
@@ -274,7 +277,9 @@ class ParamGroup(Protocol):
     """Parameters that `fully_shard` gathers together. torch has no public name for these attributes."""
 
     fsdp_params: Sequence[Sharded]
+    post_backward: Callable[..., None]
     _sharded_state: object
+    _training_state: object
 
     def lazy_init(self) -> None: ...
     def _to_sharded(self) -> None: ...
@@ -336,6 +341,40 @@ def gathering_streams(model: nn.Module | None) -> list[torch.cuda.Stream]:
     context: object = model._get_fsdp_state()._comm_ctx  # torch has no public name for it
     streams = [getattr(context, name, None) for name in ("all_gather_copy_in_stream", "all_gather_stream")]
     return [stream for stream in streams if isinstance(stream, torch.cuda.Stream)]
+
+
+# `fully_shard` sums only the gradients that a rank has. If ranks have gradients of different parameters, such as those
+# of experts without tokens, their buffers have different contents, and the sums are wrong. Before the gradients of a
+# block are summed, each missing gradient is therefore replaced by zeros. When the step is closed, ranks agree which
+# parameters have a gradient on at least one rank (reducer.py). All other parameters are not updated.
+
+
+def _fill_missing(groups: Iterable[ParamGroup]) -> None:
+    """Makes zeros of missing gradients before `fully_shard` sums the gradients of these groups."""
+    for group in groups:
+        group.post_backward = partial(_sum_gradients, group, group.post_backward)
+
+
+def _sum_gradients(group: ParamGroup, original: Callable[..., None], *args: object) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # torch has no public name for it
+
+    missing: list[Sharded] = []
+    found: list[Sharded] = []
+    for one in group.fsdp_params:
+        whole: Tensor | None = getattr(one, "_unsharded_param", None)  # None before the first forward
+        if whole is not None and whole.requires_grad:
+            is_missing = one.unsharded_accumulated_grad is None and whole.grad is None
+            (missing if is_missing else found).append(one)
+    if found or group._training_state is TrainingState.PRE_BACKWARD:
+        for one in missing:
+            whole = one._unsharded_param  # type: ignore[attr-defined]
+            whole.grad = torch.zeros_like(whole, requires_grad=False)
+        for is_filled, params in ((True, missing), (False, found)):
+            for one in params:
+                owner = owner_of(one.sharded_param)
+                if owner is not None:
+                    owner.note_filled(one.sharded_param, is_filled)
+    original(*args)
 
 
 # Collectives of `fully_shard` over gloo. gloo's reduce-scatter sends as much as an all-reduce and does not support GPU

@@ -14,7 +14,8 @@ every backward that sends gradients. A rank sends zeros for parameters without a
 When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
 parameter that has a gradient on at least one rank is updated on all ranks, as in one process.
 
-With ZeRO stage 3, torch's `fully_shard` sums and partitions the gradients, and ranks agree only on the norm. The thread
+With ZeRO stage 3, torch's `fully_shard` sums and partitions the gradients, with zeros for missing ones
+(partitioned.py). Ranks agree only on the norm and on which parameters have a gradient. The thread
 "twinflow-norm-reducer" does this. All ranks close their jobs in the same order, which orders its collectives.
 """
 
@@ -247,10 +248,8 @@ class Reducer(RankThread):
             self._agree_on_orders(closed.came)
         found = zip(self._own_norms(job), self._buckets, strict=True)
         norms = [norm for norm, bucket in found if bucket.plan.is_counted]
-        row = torch.tensor([sum_of_squares(norms), *hits], dtype=torch.float64)
-        rows = self._wire.agree.gather_rows(row)
-        present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
-        sums = of_all_axes(rows[:, 0] if self._wire.is_partitioned else rows[:1, 0], self._wire.replica)
+        rows, present = _gather(self._wire.agree, norms, hits)
+        sums = of_all_axes(rows if self._wire.is_partitioned else rows[:1], self._wire.replica)
         members = {b.plan.index: b.members for b in self._buckets}
         self._take_back(job, present, sums)
         self._publisher.expect(job, [b for b in self._forward if any(p.index in present for p in members[b])])
@@ -314,6 +313,13 @@ def sum_of_squares(norms: Sequence[float]) -> float:
     return math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
 
 
+def _gather(group: Group, norms: Sequence[float], hits: Sequence[bool]) -> tuple[Tensor, set[int]]:
+    """Gathers the sum of squares of each rank's norms, and which parameters have a gradient on at least one rank."""
+    rows = group.gather_rows(torch.tensor([sum_of_squares(norms), *hits], dtype=torch.float64))
+    present = {i for i, anywhere in enumerate(rows[:, 1:].any(dim=0).tolist()) if anywhere}
+    return rows[:, 0], present
+
+
 class NormReducer(RankThread):
     """Decides on clipping and skipping when the norms of all ranks are known, with ZeRO stage 3."""
 
@@ -332,17 +338,19 @@ class NormReducer(RankThread):
         self._buckets = buckets
         self._group = group
         self._replica = replica
-        self._closed: deque[tuple[Job, Tensor, Event]] = deque()
+        self._closed: deque[tuple[Job, Sequence[bool], Tensor, Event]] = deque()
         self._thread.start()
 
     @property
     def threads(self) -> Sequence[RankThread]:
         return (self,)
 
-    def close(self, job: Job, norms: Tensor, event: Event) -> None:
-        """Queues a job whose tasks are all submitted. `norms` has this rank's norms after `event`."""
+    def close(self, job: Job, hits: Sequence[bool], norms: Tensor, event: Event) -> None:
+        """Queues a job whose tasks are all submitted. `hits`: which parameters have a gradient on this rank. `norms`
+        has this rank's norms after `event`.
+        """
         with self._changed:
-            self._closed.append((job, norms, event))
+            self._closed.append((job, hits, norms, event))
             self._changed.notify_all()
 
     def _turn(self) -> None:
@@ -350,10 +358,12 @@ class NormReducer(RankThread):
             if not self._closed:
                 self._changed.wait(1.0)
                 return
-            job, norms, event = self._closed.popleft()
+            job, hits, norms, event = self._closed.popleft()
         event.synchronize()
         own = [norm for norm, bucket in zip(norms.tolist(), self._buckets, strict=True) if bucket.plan.is_counted]
-        sums = self._group.gather_rows(torch.tensor([sum_of_squares(own)], dtype=torch.float64))[:, 0]
+        sums, present = _gather(self._group, own, hits)
+        self._executor.agree(job, present, len(hits))
+        self._device_work.agree(job, present)
         decision = decide(of_all_axes(sums, self._replica).tolist(), job.scale, job.limits)
         self._executor.decide(job, decision)
         self._device_work.close_job(job, None, None)
