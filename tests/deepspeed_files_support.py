@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -125,7 +125,7 @@ def write(root: Path, model: Net, optimizer: torch.optim.AdamW, stage: int, rank
             masters = [[p.detach() for _, p in group] for group in groups]
             state = {"optimizer_state_dict": state, "fp32_groups": masters, "cur_scale": 1.0}
         head |= {"optimizer": state, "param_shapes": None, "shared_params": None}
-    per_rank = [] if stage == 0 else [_rank(groups, optimizer, stage, ranks, rank, how) for rank in range(ranks)]
+    per_rank = [] if stage == 0 else [split_row(groups, optimizer, stage, ranks, rank, how) for rank in range(ranks)]
     with deepspeed_classes() as classes:
         for rank, state in enumerate(per_rank):
             state["zero_stage"] = classes["ZeroStageEnum"](stage)
@@ -160,7 +160,10 @@ def _row(values: list[Tensor], paddings: list[int], ranks: int, rank: int) -> tu
     return padded[size * rank : size * (rank + 1)].clone(), min(size, max(0, size * (rank + 1) - row.numel()))
 
 
-def _rank(groups: Any, optimizer: Any, stage: int, ranks: int, rank: int, how: dict[str, Any]) -> dict[str, Any]:
+def split_row(
+    groups: Any, optimizer: Any, stage: int, ranks: int, rank: int, how: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The optimizer's part of a rank. `groups`: names and parameters of each group."""
     flats: list[Tensor] = []
     entries: list[dict[str, Any]] = []
     paddings = [[how.get("align", 0)] * len(group) for group in groups]

@@ -39,17 +39,28 @@ def check(name: str, ranks: list[dict[str, Any]], truth: dict[str, Any] | None =
     assert max(sent[FREEZE:]) * 14 < sent[0], (name, sent)  # of fp32: small buckets have much padding
 
 
-CASES = {"half": (2, "half", 3), "full": (1, "full", 1), "none": (0, "none", 1)}
+CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {
+    "half": (2, "half", 3, {}),
+    "uncorrected": (1, "full", 1, {"bias_correction": False}),
+    "full": (1, "full", 1, {}),
+    "none": (0, "none", 1, {}),
+}
+MORE = [pytest.param([name], marks=pytest.mark.matrix) for name in ("full", "none")]
 
 
-@pytest.mark.parametrize("name", ["half", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("full", "none"))])
-def test_ranks_have_the_same_weights(name: str) -> None:
-    """Stages 0 to 2, without offload, with it, and half."""
-    alone = {**config_for(0, None, 1), "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}}}
-    truth = run_ranks(0, train_all, {"alone": alone}, NUM_STEPS)[0]["alone"]
-    stage, offload, accumulation = CASES[name]
-    configs = {name: config_for(stage, OFFLOADS[offload], 2, accumulation=accumulation)}
-    check(name, run_ranks(2, train_all, configs, NUM_STEPS), truth)
+@pytest.mark.parametrize("names", [["half", "uncorrected"], *MORE])
+def test_ranks_have_the_same_weights(names: list[str]) -> None:
+    """Stages 0 to 2, without offload, with it, and half; and without bias correction."""
+    alone, configs = {}, {}
+    for name in names:
+        stage, offload, accumulation, options = CASES[name]
+        adamw = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], **options}}
+        alone[name] = {**config_for(0, None, 1), "optimizer": adamw}
+        configs[name] = config_for(stage, OFFLOADS[offload], 2, accumulation=accumulation, params=options)
+    truth = run_ranks(0, train_all, alone, NUM_STEPS)[0]
+    ranks = run_ranks(2, train_all, configs, NUM_STEPS)
+    for name in names:
+        check(name, ranks, truth[name])
 
 
 @pytest.mark.matrix

@@ -217,7 +217,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     words = r"emb\.weight ends at value 18, but the files have only 9 values\. The files are damaged or belong"
     with pytest.raises(ValueError, match=words):
         import_deepspeed(other, tmp_path / "out")
-    for name, words in (("layer_01-model_00-model_states.pt", "pipeline"), ("mp_rank_01_model_states.pt", "parallel")):
+    for name, words in (("zero", "universal"), ("mp_rank_01_model_states.pt", "tensor parallel")):
         source = write(tmp_path / name, model, optimizer, 2, 1)
         (source / "global_step3" / name).write_bytes(b"")
         with pytest.raises(ValueError, match=words):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from twinflow.zero.compression import floor_of, raised
+from twinflow.zero.compression import floor_of, raised, second_correction
 
 
 def step(optimizer: torch.optim.Optimizer, *params: nn.Parameter, grad: float = 1.0) -> None:
@@ -100,3 +100,11 @@ def test_a_parameter_that_comes_too_late_is_told_of(caplog: pytest.LogCaptureFix
         step(optimizer, first, late)
     assert caplog.text.count("does not update 1 parameters, because their first gradient came after") == 1
     assert not late.any()
+
+
+def test_error_feedback_without_bias_correction() -> None:
+    """The weight changes that ranks send become momenta with the step size of the update."""
+    options = {"betas": (0.9, 0.95)}
+    corrected = math.sqrt(1.0 - 0.95**3)
+    assert second_correction(options, 3) == second_correction({**options, "bias_correction": True}, 3) == corrected
+    assert second_correction({**options, "bias_correction": False}, 3) == 1.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,14 +29,15 @@ from twinflow.errors import invalid_value
 
 MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+LAYER: Final = re.compile(r"layer_(\d+)-(?:model_00-)?model_states\.pt")  # of a pipeline (deepspeed_pipeline.py)
 FOREIGN: Final = {  # names of files in checkpoints that cannot be imported
-    r"layer_\d+.*model_states\.pt": "pipeline parallelism",
     r".*expert_\d+.*": "a mixture of experts",
+    r"layer_\d+-(?!model_00-|model_states).*": "tensor parallelism",
     r"expp_rank_.*": "a mixture of experts",
     r"zero": "DeepSpeed's universal format",
 }
 WEIGHTS_ONLY: Final = "--weights-only (weights_only=True in Python)"
-_MISMATCH: Final = "The files are damaged or belong to different checkpoints. Copy all files of the checkpoint again."
+MISMATCH: Final = "The files are damaged or belong to different checkpoints. Copy all files of the checkpoint again."
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -63,11 +64,16 @@ class Values:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one tag, by rank. Stages 0 to 2 have one model file. Stage 0 has optimizer files only for bf16."""
+    """The files of one tag, by rank. Stages 0 to 2 have one model file. Stage 0 has optimizer files only for bf16.
+
+    A pipeline has files of its layers, and files for each pipeline rank.
+    """
 
     folder: Path  # named after the tag
     model: tuple[Path, ...]
     optim: tuple[Path, ...]
+    layers: Mapping[int, Path] = field(default_factory=dict)
+    pipe: tuple[Files, ...] = ()  # by pipeline rank: one model file, and optimizer files by data rank
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Saved:
     groups: tuple[Group, ...]
     masters: Mapping[str, Values]
     states: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...] = ()  # sentences for the user
 
 
 Place = Callable[[list[Tensor], str], dict[str, Values]]  # maps flat tensors of all ranks to parameters
@@ -106,6 +113,9 @@ def find_files(root: Path, tag: str | None) -> Files:
     for pattern, what in FOREIGN.items():
         if any(re.fullmatch(pattern, path.name) for path in folder.iterdir()):
             raise _foreign(folder, what)
+    layers = _layers(folder)
+    if layers:
+        return _pipeline(folder, layers)
     model = _by_rank(folder, MODEL)
     if not model:
         text = f"{folder} contains no DeepSpeed checkpoint: it has no file *mp_rank_00_model_states.pt."
@@ -135,20 +145,50 @@ def _find_folder(root: Path, tag: str | None) -> Path:
 
 
 def _foreign(path: Path, what: str) -> ValueError:
-    remedy = "Save the checkpoint with ZeRO stage 0 to 3 and without other parallelism."
+    remedy = "Save the checkpoint without it. ZeRO stages 0 to 3, and pipelines, can be imported."
     return ValueError(f"{path} was saved with {what}, which cannot be imported. {remedy}")
 
 
-def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
-    """The files whose names match `pattern`, in the order of ranks. ValueError if the file of a rank is missing."""
+def _layers(folder: Path) -> dict[int, Path]:
+    """The files of the layers of a pipeline, by the index of the layer. Functions have no files."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = LAYER.fullmatch(path.name)
+        if match is None:
+            continue
+        other = found.setdefault(int(match[1]), path)
+        if other != path:
+            raise ValueError(f"{path} and {other.name} are the same layer. Remove the file that another run wrote.")
+    return found
+
+
+def _pipeline(folder: Path, layers: Mapping[int, Path]) -> Files:
+    matches = [MODEL.fullmatch(path.name) for path in folder.iterdir()]
+    count = len({int(match[2]) for match in matches if match is not None})
+    ranks = tuple(Files(folder, _by_rank(folder, MODEL, i), _by_rank(folder, OPTIM, i)) for i in range(count))
+    if not ranks or any(len(one.model) != 1 for one in ranks):
+        raise ValueError(
+            f"{folder} has the layers of a pipeline, but not one file mp_rank_*_model_states.pt for each pipeline rank "
+            "from mp_rank_00 on. Copy the files of all ranks."
+        )
+    optim = tuple(path for one in ranks for path in one.optim)
+    return Files(folder, tuple(one.model[0] for one in ranks), optim, layers, ranks)
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str], pipe: int | None = None) -> tuple[Path, ...]:
+    """The files whose names match `pattern`, in the order of ranks. ValueError if the file of a rank is missing.
+    `pipe`: only the files of this pipeline rank. None: there is no pipeline.
+    """
     found: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
         if match is None:
             continue
         rank, part = int(match[1] or 0), int(match[2])
-        if part:
-            raise _foreign(path, "tensor or pipeline parallelism")
+        if pipe is None and part:
+            raise _foreign(path, "tensor parallelism")
+        if part != (pipe or 0):
+            continue
         if rank in found:
             raise ValueError(
                 f"{path} and {found[rank].name} belong to the same rank. Remove the file that another run wrote."
@@ -163,21 +203,21 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> tuple[Path, ...]:
 
 def read_saved(files: Files, weights_only: bool = False) -> Saved:
     """Reads the files. Tensors stay mapped from them. `weights_only`: the optimizer of stage 0 is not read."""
-    models = [_dict(load_torch_file(path), path, "module") for path in files.model]
+    models = [dict_in(load_torch_file(path), path, "module") for path in files.model]
     key = "optimizer_state_dict"
-    states = [_dict(_dict(load_torch_file(path), path, key)[key], path) for path in files.optim]
-    stage = _stage(files, states)
+    states = [dict_in(dict_in(load_torch_file(path), path, key)[key], path) for path in files.optim]
+    stage = zero_stage(files, states)
     head = models[0]
     aliases = dict(head.get("shared_params") or {})
     if stage < 3:
-        aliases |= _same_storage(_dict(head["module"], files.model[0]))
+        aliases |= _same_storage(dict_in(head["module"], files.model[0]))
     read: Read = ((), {}, {})
     if stage == 3:
         read = _read_stage3(files, head, states)
     elif states:
-        read = _read_row(files, head, states)
+        read = read_row(files, head, states)
     elif head.get("optimizer") and not weights_only:
-        read = _read_stage0(files.model[0], head, aliases)
+        read = _read_whole(files.model[0], head, aliases)
     groups, masters, found = read
     aliases = {name: first for name, first in aliases.items() if name not in masters}
     first = states[0] if states else head.get("optimizer") or {}
@@ -185,14 +225,14 @@ def read_saved(files: Files, weights_only: bool = False) -> Saved:
     return Saved(stage, head, first, weights, aliases, groups, masters, found)
 
 
-def _dict(value: Any, path: Path, *keys: str) -> dict[str, Any]:
+def dict_in(value: Any, path: Path, *keys: str) -> dict[str, Any]:
     if not isinstance(value, dict) or any(key not in value for key in keys):
         what = f"a dict with {', '.join(map(repr, keys))}" if keys else "a dict"
         raise ValueError(f"{path} is not a file of a DeepSpeed checkpoint: it does not contain {what}. Copy it again.")
     return value
 
 
-def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
+def zero_stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
     """The ZeRO stage. ValueError if the number of files does not fit the stage and the number of ranks."""
     if not states:
         if len(files.model) > 1:  # Only stage 3 has several model files.
@@ -200,7 +240,7 @@ def _stage(files: Files, states: Sequence[Mapping[str, Any]]) -> int:
         return 0
     stage = states[0].get("zero_stage", 3 if "fp32_flat_groups" in states[0] else 1)
     if stage not in (1, 2, 3):
-        raise invalid_value(f"zero_stage in the files of {files.folder}", stage, [1, 2, 3], _MISMATCH)
+        raise invalid_value(f"zero_stage in the files of {files.folder}", stage, [1, 2, 3], MISMATCH)
     count = states[0].get("partition_count", len(states))
     count = max(count) if isinstance(count, list) and count else count
     wanted = {"optim": count, "model": count if stage == 3 else 1}
@@ -226,7 +266,7 @@ def _flat_groups(files: Files, states: Sequence[Mapping[str, Any]], key: str) ->
     found: list[Any] = [state.get(key) for state in states]
     for path, values in zip(files.optim, found, strict=True):
         if not isinstance(values, list) or not all(isinstance(value, Tensor) for value in values):
-            raise ValueError(f"{path}: {key} is not a list of tensors. {_MISMATCH}")
+            raise ValueError(f"{path}: {key} is not a list of tensors. {MISMATCH}")
     return found
 
 
@@ -234,7 +274,7 @@ def _states(entries: Sequence[Mapping[str, Any]], step: Any, place: Place) -> di
     """The states of each parameter. `entries`: dicts of flat state tensors, by rank (in stage 3 also by group)."""
     names = [sorted(k for k, v in entry.items() if isinstance(v, Tensor) and v.shape) for entry in entries]
     if any(other != names[0] for other in names):
-        raise ValueError(f"Some ranks have other optimizer states than rank 0, which has {names[0]}. {_MISMATCH}")
+        raise ValueError(f"Some ranks have other optimizer states than rank 0, which has {names[0]}. {MISMATCH}")
     found: dict[str, dict[str, Any]] = {}
     for state in names[0]:
         for name, values in place([entry[state] for entry in entries], state).items():
@@ -242,13 +282,13 @@ def _states(entries: Sequence[Mapping[str, Any]], step: Any, place: Place) -> di
     return found
 
 
-def _read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Read:
+def read_row(files: Files, head: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Read:
     """Reads groups, masters and states of stages 1 and 2, and of bf16 training without a stage."""
     flats = _flat_groups(files, states, "single_partition_of_fp32_groups")
     shapes = _shapes(head, files.model[0])
     paddings = states[0].get("param_alignment_paddings") or [[]] * len(shapes)
     if {len(flat) for flat in flats} | {len(paddings)} != {len(shapes)}:
-        raise ValueError(f"param_shapes has {len(shapes)} groups, but a rank's files have more or fewer. {_MISMATCH}")
+        raise ValueError(f"param_shapes has {len(shapes)} groups, but a rank's files have more or fewer. {MISMATCH}")
     bases = [state.get("base_optimizer_state") for state in states]
     order = {name: at for at, name in enumerate(head["module"])}
     zero = (head.get("ds_config") or {}).get("zero_optimization") or {}
@@ -282,7 +322,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     parts = _shapes(head, files.model[0])
     shapes = {name: shape for part in parts for name, shape in part.items()}
     masters = _in_parts(shapes, _flat_groups(files, states, "fp32_flat_groups"), "fp32_flat_groups")
-    bases = [_dict(s.get("optimizer_state_dict", {}), files.optim[i]) for i, s in enumerate(states)]
+    bases = [dict_in(s.get("optimizer_state_dict", {}), files.optim[i]) for i, s in enumerate(states)]
     saved = bases[0].get("param_groups") or [{"params": list(range(len(parts)))}]
     numbers = [at for group in saved for at in group["params"]]
     if len(numbers) == len(parts):
@@ -290,7 +330,7 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     elif len(saved) == len(parts):
         groups = [Group(group, tuple(part)) for group, part in zip(saved, parts, strict=True)]
     else:
-        raise ValueError(f"param_shapes has {len(parts)} groups, but param_groups has {len(saved)}. {_MISMATCH}")
+        raise ValueError(f"param_shapes has {len(parts)} groups, but param_groups has {len(saved)}. {MISMATCH}")
     entries = [base.get("state", {}).get(at, {}) for base in bases for at in numbers]
     if not any(entries):
         return tuple(groups), masters, {}
@@ -302,37 +342,64 @@ def _read_stage3(files: Files, head: Mapping[str, Any], states: Sequence[Mapping
     return tuple(groups), masters, _states(entries, entries[0].get("step", saved[0].get("step")), place)
 
 
-def _read_stage0(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Read:
-    """Reads a checkpoint of stage 0: the state dict of a torch optimizer, with states of whole parameters. That of
-    half-precision training also contains fp32 masters.
-    """
-    optimizer = _dict(head["optimizer"], path)
-    base = _dict(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
+def _read_whole(path: Path, head: Mapping[str, Any], aliases: Mapping[str, str]) -> Read:
     known = {n: t for n, t in head["module"].items() if isinstance(t, Tensor) and n not in aliases}
     buffers = set(head.get("buffer_names") or [])
     candidates = {name: tensor.shape for name, tensor in known.items() if name not in buffers}
-    if optimizer.get("fp32_groups_flat") is not None:
-        return _read_fused(base, optimizer["fp32_groups_flat"], candidates)
-    masters = [tensor for group in optimizer.get("fp32_groups") or [] for tensor in group]
-    numbers = [at for group in base["param_groups"] for at in group["params"]]
-    entries = [base["state"].get(at, {}) for at in numbers]
-    tensors = [{k: v for k, v in entry.items() if isinstance(v, Tensor) and v.shape} for entry in entries]
-    names = [name for group in base["param_groups"] for name in group.get("param_names") or []]
-    if len(names) != len(numbers):
-        shapes = [t.shape for t in masters] or [next((v.shape for v in one.values()), None) for one in tensors]
-        names = _match(shapes, candidates, len(base["param_groups"]))
-    by_number = dict(zip(numbers, names, strict=True))
-    groups = tuple(Group(group, tuple(by_number[at] for at in group["params"])) for group in base["param_groups"])
-    wide = {name: _of_tensor(tensor) for name, tensor in zip(names, masters, strict=False)}
-    found = {
-        name: {"step": entry.get("step"), **{key: _of_tensor(value) for key, value in own.items()}}
-        for name, entry, own in zip(names, entries, tensors, strict=True)
-        if own
-    }
-    return groups, wide, found
+    optimizer = TorchState.of(head["optimizer"], path)
+    if optimizer.flats is not None:
+        return _read_fused(optimizer.base, optimizer.flats, candidates)
+    names = [name for group in optimizer.base["param_groups"] for name in group.get("param_names") or []]
+    if len(names) != len(optimizer.entries):
+        names = _match(optimizer.shapes, candidates, len(optimizer.base["param_groups"]))
+    return optimizer.read(names)
 
 
-def _unmatched(reason: str) -> ValueError:
+@dataclass(frozen=True)
+class TorchState:
+    """The optimizer of stage 0: the state dict of an optimizer of torch, with states of whole parameters. That of
+    half-precision training also contains fp32 masters.
+    """
+
+    base: Mapping[str, Any]
+    entries: tuple[Mapping[str, Any], ...]  # by parameter
+    masters: tuple[Tensor, ...]
+    flats: Sequence[Tensor] | None  # masters, if each group is one flat tensor
+
+    @classmethod
+    def of(cls, value: Any, path: Path) -> TorchState:
+        optimizer = dict_in(value, path)
+        base = dict_in(optimizer.get("optimizer_state_dict", optimizer), path, "state", "param_groups")
+        numbers = [at for group in base["param_groups"] for at in group["params"]]
+        masters = tuple(tensor for group in optimizer.get("fp32_groups") or [] for tensor in group)
+        return cls(base, tuple(base["state"].get(at, {}) for at in numbers), masters, optimizer.get("fp32_groups_flat"))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...] | None]:
+        """The shape of each parameter. None for one without state."""
+        if self.masters:
+            return [tuple(tensor.shape) for tensor in self.masters]
+        return [next((tuple(one.shape) for one in _tensors(entry).values()), None) for entry in self.entries]
+
+    def read(self, names: Sequence[str]) -> Read:
+        """The groups, masters and states. `names`: the names of all parameters, in the order of the optimizer."""
+        numbers = [at for group in self.base["param_groups"] for at in group["params"]]
+        by_number = dict(zip(numbers, names, strict=True))
+        groups = tuple(Group(one, tuple(by_number[at] for at in one["params"])) for one in self.base["param_groups"])
+        masters = {name: of_tensor(tensor) for name, tensor in zip(names, self.masters, strict=False)}
+        states = {
+            name: {"step": entry.get("step"), **{key: of_tensor(value) for key, value in _tensors(entry).items()}}
+            for name, entry in zip(names, self.entries, strict=True)
+            if _tensors(entry)
+        }
+        return groups, masters, states
+
+
+def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.shape}
+
+
+def unmatched(reason: str) -> ValueError:
     text = f"The optimizer states cannot be matched to parameters. Stage 0 does not save {reason}."
     return ValueError(f"{text} Import only the weights with {WEIGHTS_ONLY}.")
 
@@ -346,14 +413,14 @@ def _match(shapes: Sequence[tuple[int, ...] | None], candidates: Shapes, num_gro
         names = [name for name in names if candidates[name] in shapes]
     fits = num_groups == 1 and len(names) == len(shapes)
     if not fits or any(s is not None and s != candidates[n] for s, n in zip(shapes, names, strict=True)):
-        raise _unmatched("their names, and with several groups or frozen parameters, order and shapes are not enough")
+        raise unmatched("their names, and with several groups or frozen parameters, order and shapes are not enough")
     return names
 
 
 def _read_fused(base: Mapping[str, Any], flats: Sequence[Tensor], shapes: Shapes) -> Read:
     """Reads a checkpoint of half-precision training without a ZeRO stage, in which each group is one flat tensor."""
     if len(flats) != 1 or flats[0].numel() != sum(map(math.prod, shapes.values())):
-        raise _unmatched("which parameters are in a group, so there must be one group with all parameters")
+        raise unmatched("which parameters are in a group, so there must be one group with all parameters")
     group = base["param_groups"][0]
     entry = base["state"].get(group["params"][0], {})
     place = partial(_in_row, shapes, ())
@@ -391,17 +458,17 @@ def _weights(
             shape = tuple(frozen[name])
             found[name] = Values(shape, tensor.dtype, _cut(parts, 0, math.prod(shape), name))
         else:
-            found[name] = _of_tensor(tensor)
+            found[name] = of_tensor(tensor)
     missing = [name for name in masters if name not in found]
     if missing:
-        raise ValueError(f"param_shapes contains {missing[0]!r}, but the module has no such parameter. {_MISMATCH}")
+        raise ValueError(f"param_shapes contains {missing[0]!r}, but the module has no such parameter. {MISMATCH}")
     return found
 
 
 # The places of parameters in flat tensors.
 
 
-def _of_tensor(tensor: Tensor) -> Values:
+def of_tensor(tensor: Tensor) -> Values:
     return Values(tuple(tensor.shape), tensor.dtype, (tensor,))
 
 
@@ -416,7 +483,7 @@ def _in_row(shapes: Shapes, paddings: Sequence[int], row: Sequence[Tensor], what
     total, slack = sum(part.numel() for part in row), 2 * len(row)
     # The padding makes the length a multiple of twice the number of ranks. More padding means wrong shapes.
     if -(-total // slack) != -(-at // slack):
-        raise ValueError(f"{what}: The parameters need {at} values, but the files have {total}. {_MISMATCH}")
+        raise ValueError(f"{what}: The parameters need {at} values, but the files have {total}. {MISMATCH}")
     return found
 
 
@@ -432,7 +499,7 @@ def _in_parts(shapes: Shapes, ranks: Sequence[Sequence[Tensor]], what: str) -> d
         at += part
     sizes = sorted({sum(tensor.numel() for tensor in row) for row in ranks})
     if sizes != [at]:
-        raise ValueError(f"{what}: The parameters of a rank need {at} values, but ranks have {sizes}. {_MISMATCH}")
+        raise ValueError(f"{what}: The parameters of a rank need {at} values, but ranks have {sizes}. {MISMATCH}")
     return found
 
 
@@ -446,5 +513,5 @@ def _cut(row: Sequence[Tensor], start: int, numel: int, what: str) -> tuple[Tens
             parts.append(tensor.reshape(-1)[first - at : last - at])
         at += tensor.numel()
     if sum(part.numel() for part in parts) != numel:
-        raise ValueError(f"{what} ends at value {start + numel}, but the files have only {at} values. {_MISMATCH}")
+        raise ValueError(f"{what} ends at value {start + numel}, but the files have only {at} values. {MISMATCH}")
     return tuple(parts)

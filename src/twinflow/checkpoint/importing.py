@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twinflow.checkpoint.deepspeed_files import WEIGHTS_ONLY, Group, Saved, Values, find_files, read_saved
+from twinflow.checkpoint.deepspeed_pipeline import read_pipeline
 from twinflow.checkpoint.disk import check_tag
 from twinflow.checkpoint.plain import take_apart
 from twinflow.checkpoint.save import save
@@ -73,7 +74,7 @@ def import_deepspeed(
     if path.exists() and not replace:
         raise ValueError(f"{path} exists. Choose another folder, or use --force (replace=True in Python).")
     try:
-        saved = read_saved(files, weights_only)
+        saved = read_pipeline(files, weights_only) if files.layers else read_saved(files, weights_only)
         contents, meta, notes = _convert(saved, rule, weights_only)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, ValueError) and str(files.folder) in str(error):
@@ -90,7 +91,7 @@ def _convert(
     saved: Saved, rule: str | None, weights_only: bool
 ) -> tuple[dict[str, list[Entry]], dict[str, Any], list[str]]:
     """The files, the `meta` and the notes of a twinflow checkpoint that is not written yet."""
-    notes: list[str] = []
+    notes = list(saved.notes)
     meta = _counters(saved)
     leaves: list[Entry] = []
     if saved.states and not weights_only:
