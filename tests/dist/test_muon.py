@@ -49,6 +49,11 @@ def test_updates_during_backward(stage: int) -> None:
             )
 
 
+def test_marks_of_parameters_are_kept_when_ranks_divide_them() -> None:
+    (found,) = run_ranks(1, muon_cases.marked, 3)
+    assert {name for name, uses_muon in found.items() if uses_muon} == {"blocks.0.mlp.up.weight"}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_continues_on_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     run_ranks(2, muon_cases.save, stage, str(tmp_path))
