@@ -10,8 +10,9 @@ sets the initial weights and the batches. All runs are processes that share the 
 `--budget` is the time in seconds after which runs are stopped; the output names these.
 
 Part "limits" needs no model. It measures the second moment after gradients have fallen by 10, the steps of elements
-whose gradients are smaller than the largest in their block of 128, and the noise of weights without master relative to
-the noise of the gradients. Prints tables; `--save` writes them to `--save-to`, with a JSON file that has the curves.
+whose gradients are zero or smaller than the largest in their block of 128, and the noise of weights without master
+relative to the noise of the gradients. Prints tables; `--save` writes them to `--save-to`, with a JSON file that has
+the curves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -128,11 +130,11 @@ def training_page(runs: list[dict[str, Any]], scale: Scale) -> list[str]:
 # Limits, measured with the update kernels on vectors.
 
 
-def updated(store: Store, grads: Iterable[torch.Tensor], **options: Any) -> None:
-    """Updates a store in place, once for each gradient."""
+def updated(store: Store, grads: Iterable[torch.Tensor], begin: int = 0, **options: Any) -> None:
+    """Updates a store in place, once for each gradient. `begin`: the number of updates before."""
     options = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-12, "weight_decay": 0.0, "bias_correction": True, **options}
     for i, grad in enumerate(grads):
-        step = i + 1
+        step = begin + i + 1
         native.update([Segment(ADAMW, ADAMW.hyper(options, step), grad, store, 1.0, rounding_key(step, 0))])
 
 
@@ -158,6 +160,29 @@ def falling(num_steps: int = 6000) -> list[str]:
         assert v is not None
         ratio = (v.double().sqrt() / truth.sqrt()).mean()
         lines.append(f"| {states} | {v.double().mean() / truth.mean():.3f} | {ratio:.3f} |")
+    return [*lines, ""]
+
+
+def inactive(num_steps: int = 8000) -> list[str]:
+    """How far elements move whose gradient becomes exactly zero while others of their block keep theirs."""
+    numel, lr, num_active = 128 * 4, 1e-3, 100
+    lines = [f"Most elements of a block lose their gradient after {num_active} of {num_steps:,} steps, b2 = 0.99. "]
+    lines[0] += (
+        "Distance that they move after that, and in each of the last 1,000 steps, in units of the learning rate:"
+    )
+    lines += ["", "| states | b1 | distance | in each of the last steps |", "|---|---:|---:|---:|"]
+    for states, b1 in itertools.product(("fp32", "bf16", "int8", "4bit"), (0.9, 0.95)):
+        generator = torch.Generator().manual_seed(0)
+        store = new_store(ADAMW, states, torch.zeros(numel))
+        off = torch.arange(numel) % 128 >= 10
+        places = []
+        for i in range(num_steps):
+            grad = 1.0 + 0.3 * torch.randn(numel, generator=generator)
+            updated(store, [grad.masked_fill(off, 0.0) if i >= num_active else grad], i, lr=lr, betas=(b1, 0.99))
+            if i + 1 in (num_active, num_steps - 1000, num_steps):
+                places.append(decode_master(store)[off].mean().item() / lr)
+        start, end = places[0], places[-1]
+        lines.append(f"| {states} | {b1} | {abs(end - start):,.0f} | {abs(end - places[-2]) / 1000:.2f} |")
     return [*lines, ""]
 
 
@@ -220,7 +245,7 @@ def rounding_noise(num_steps: int = 2000) -> list[str]:
 
 def limits(is_quick: bool) -> list[str]:
     found = []
-    for part in (falling, outliers, rounding_noise):
+    for part in (falling, inactive, outliers, rounding_noise):
         try:
             lines = part(120) if is_quick else part()
         except Exception as error:

@@ -54,6 +54,21 @@ def train(rank: int, world: int, stage: int | None, options: dict[str, Any]) -> 
     return {"weights": weights, "own": own}
 
 
+def marked(rank: int, world: int, stage: int) -> dict[str, bool]:
+    """Which parameters Muon updates, if the user has marked one as a matrix and all others as no matrices."""
+    model = gpt()
+    for name, param in model.named_parameters():
+        param.use_muon = name == "blocks.0.mlp.up.weight"
+    zero = Zero(stage=stage)
+    if stage == 3:
+        partition(model, zero)
+    optimizer = TwinOptimizer(model, "muon", lr=0.02, zero=zero)
+    names = {param: name for name, param in model.named_parameters()}
+    found = {names[param]: group["use_muon"] for group in optimizer.param_groups for param in group["params"]}
+    optimizer.close()
+    return found
+
+
 def save(rank: int, world: int, stage: int, folder: str) -> None:
     """Saves a checkpoint in the middle of a training on several ranks."""
     engine = _engine(stage)

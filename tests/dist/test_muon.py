@@ -11,6 +11,7 @@ import muon_cases
 import pytest
 import torch
 from dist_support import run_ranks
+from parallel_cases import config_of, train_all
 from twin_support import matrix_but
 
 
@@ -47,6 +48,22 @@ def test_updates_during_backward(stage: int) -> None:
             torch.testing.assert_close(
                 torch.tensor(found["weights"][name]), torch.tensor(values), rtol=0, atol=1e-6, msg=name
             )
+
+
+@pytest.mark.matrix
+def test_stages_of_a_pipeline_are_as_one_process() -> None:
+    """Two stages, alone and with two data ranks. The first stage may have other param groups than the last one."""
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 1e-3, "eps": 1e-3}}}
+    truth = run_ranks(0, train_all, {"x": {**config_of(1, 1, 1), **muon}}, 4)[0]["x"]["losses"]
+    for pipe, data, stage in ((2, 1, 0), (2, 2, 1)):
+        config = {**config_of(pipe, 1, data, stage=stage, offload="half"), **muon}
+        for found in run_ranks(pipe * data, train_all, {"x": config}, 4):
+            assert found["x"]["losses"] == pytest.approx(truth, rel=1e-5)
+
+
+def test_marks_of_parameters_are_kept_when_ranks_divide_them() -> None:
+    (found,) = run_ranks(1, muon_cases.marked, 3)
+    assert {name for name, uses_muon in found.items() if uses_muon} == {"blocks.0.mlp.up.weight"}
 
 
 @pytest.mark.parametrize("stage", [2, 3])

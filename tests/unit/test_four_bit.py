@@ -16,6 +16,7 @@ from twinflow.offload.materialize import build
 from twinflow.optim import twin_build
 from twinflow.optim.host import HostAdamW
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.optim.twin_state import weight_reader
 from twinflow.rules import RULES, reference
 from twinflow.rules.formats import (
     MOMENT4_MAX,
@@ -265,6 +266,17 @@ def test_states_of_other_formats_are_converted(source: tuple[str, str], into: tu
             run(other, target, range(3, 4))  # it trains
             for name, value in other.named_parameters():
                 assert value.isfinite().all(), name
+
+
+def test_weights_without_master_are_read_from_the_state() -> None:
+    """A checkpoint in the background need not copy them from the GPU."""
+    with closing(TwinOptimizer(model := gpt(), states="4bit", master="none", ratio=1.0, host_threads=1)) as optimizer:
+        run(model, optimizer, range(2))
+        optimizer.wait()
+        for param in optimizer.runtime.params:
+            read = weight_reader(param)
+            assert read is not None, param.name
+            assert torch.equal(read(), param.tensor)
 
 
 def test_what_the_user_writes_is_kept() -> None:

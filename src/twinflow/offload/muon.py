@@ -80,7 +80,7 @@ class MuonUpdater(DeviceUpdater):
     def update_of(self, store: Store, task: Task, factor: float, decision: Tensor | None) -> Callable[[], None]:
         grads, bucket, present = task.grads, task.bucket, list(task.present)
         assert grads is not None
-        groups = {param.group: task.job.options[param.group] for param in bucket.params}
+        groups = task.job.options
         keys = {i: rounding_key(bucket.steps[i] + 1, bucket.params[i].index) for i in present}
         write = self._weights_updater.writer(_stateless(store), task, 1.0, grads.device)
         turn = self._exchange.take_turn() if self._exchange is not None else 0
@@ -120,7 +120,7 @@ class MuonUpdater(DeviceUpdater):
         directions: Tensor,
         factor: float,
         decision: Tensor | None,
-        groups: Mapping[int, Options],
+        groups: Sequence[Options],
         keys: Mapping[int, Key],
     ) -> None:
         """Updates the momentum of each matrix, and writes its direction to `directions`."""

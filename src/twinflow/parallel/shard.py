@@ -76,10 +76,10 @@ def is_copy(param: Tensor) -> bool:
 
 
 def keep_marks(old: Tensor, new: Tensor) -> None:
-    """Copy the marks of a parameter to the one that replaces it."""
-    for name in (_MARK, _COPY):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
+    """Copy the marks of a parameter, and the user's attributes such as `use_muon`, to the one that replaces it."""
+    for name, value in vars(old).items():
+        if name in (_MARK, _COPY) or not name.startswith("_"):
+            vars(new).setdefault(name, value)
 
 
 def shard_of(param: Tensor) -> TensorShard | None:

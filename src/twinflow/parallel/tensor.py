@@ -36,7 +36,7 @@ from twinflow.parallel import collectives
 from twinflow.parallel.collectives import SEQUENCE_DIM
 from twinflow.parallel.deferral import is_conv1d, linear
 from twinflow.parallel.plans import CUTTING, NAMING, REGIONS, Style, match, plan_for
-from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
+from twinflow.parallel.shard import TensorShard, even_shard, keep_marks, mark, shard_of
 
 _SUMMED = "_twinflow_summed"  # attribute of a parameter whose gradient is summed over the ranks
 # Attributes of layers that are set to the sizes of the rank's part.
@@ -231,6 +231,7 @@ def _replace(modules: Any, cuts: Mapping[int, Cut]) -> None:
     made = {}
     for key, cut in cuts.items():
         made[key] = nn.Parameter(cut.shard.cut(cut.param.detach()), requires_grad=cut.param.requires_grad)
+        keep_marks(cut.param, made[key])
         mark(made[key], cut.shard)
     for module in modules:
         for name, param in module._parameters.items():
