@@ -420,6 +420,14 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Remove the key from the config, and pass the option to TwinOptimizer().",
         ),
     },
+    "Tiled sequences": {
+        "router loss": Conflict(
+            "output_router_logits",
+            "tile_sequence() of modules with experts",
+            "tiles compute the inner results of a module without gradients, so the loss of the router would have none",
+            "Set config.output_router_logits to False, or leave these modules out.",
+        ),
+    },
     "Sequence parallelism": {
         "sum": Conflict(
             'gradient_allreduce_op "sum"',

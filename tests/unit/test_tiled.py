@@ -54,6 +54,7 @@ def test_a_tiled_module_equals_the_module(tile: int) -> None:
     model = MLP().double()
     expected = values_and_gradients(model, model, torch.float64)
     handle = tile_modules({"mlp": model}, tile)
+    model(torch.zeros(1, 39, 8, dtype=torch.float64))  # the first call also compares a few tokens
     model.tokens.clear()
     found = values_and_gradients(model, model, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -100,6 +101,64 @@ def test_dropout_drops_the_same_values_in_backward() -> None:
     torch.testing.assert_close(grad, torch.autograd.grad(reference.sum(), x)[0])
     model.eval()
     torch.testing.assert_close(model(x)[:, :5], model(x[:, :5]))
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in training without a dropout module, as some routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.line(x)
+        return y * torch.rand_like(y) if self.training else y
+
+
+def test_random_numbers_of_a_function_are_the_same_in_backward() -> None:
+    model = Noisy().double()
+    tile_modules({"noisy": model}, 5)
+    x = torch.randn(1, 20, 8, dtype=torch.float64).requires_grad_()
+    out = model(x)
+    out.sum().backward()
+    # The bias has the gradient of the sum of the factors, and each factor is the output divided by the line.
+    line = torch.nn.functional.linear(x, model.line.weight, model.line.bias)
+    torch.testing.assert_close(model.line.bias.grad, (out / line).sum((0, 1)))
+
+
+class Mixing(nn.Module):
+    """The output for a token depends on the token before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 8, 2)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(x.transpose(1, 2), (1, 0))
+        y: Tensor = self.dropout(self.convolution(padded).transpose(1, 2))
+        return y
+
+
+def test_a_module_that_mixes_tokens_is_refused() -> None:
+    model = Mixing()
+    tile_modules({"mixing": model}, 5)
+    with pytest.raises(RuntimeError, match="mixing cannot run over tiles, because its output for a token depends"):
+        model(torch.randn(1, 20, 8))
+    assert model.dropout.training
+
+
+def test_the_loss_of_routers_in_tiles_is_refused() -> None:
+    transformers: Any = __import__("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    handle = tile_sequence(model, 4, modules=["MixtralSparseMoeBlock"])
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(ValueError, match="output_router_logits cannot be used with tile_sequence"):
+        model(input_ids=TOKENS, labels=TOKENS, output_router_logits=True)
+    handle.remove()
+    assert model(input_ids=TOKENS, labels=TOKENS, output_router_logits=True).aux_loss is not None
 
 
 def test_frozen_weights_and_inputs_without_gradients() -> None:
@@ -154,7 +213,8 @@ def test_a_checkpointed_layer_runs_its_mlp_no_more_often_than_without_tiles(is_r
     found = values_and_gradients(run, model, torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     # Four tiles in the forward and four in the backward: the recomputation of the layer ends before the MLP.
-    assert mlp.tokens == [10, 10, 10, 8] * (3 if is_reentrant else 2)
+    # The first call also compares a few tokens.
+    assert mlp.tokens == [4, 2] + [10, 10, 10, 8] * (3 if is_reentrant else 2)
 
 
 def test_a_copy_and_a_pickle_have_the_original_forward() -> None:

@@ -2,8 +2,8 @@
 
 The intermediate results of an MLP for 500,000 tokens take tens of gigabytes. A tiled module keeps only its input. Its
 forward runs over tiles of tokens and writes their results into one tensor. Its backward runs each tile again, with
-gradients, and sums the gradients of the weights in fp32, or in their own dtype if that is wider. A module with dropout
-draws the same random numbers again.
+gradients, and sums the gradients of the weights in fp32, or in their own dtype if that is wider. A module with random
+numbers, such as dropout, draws the same ones again.
 
 A tiled module inside a checkpointed layer: torch stops the recomputation of a layer when the last saved tensor of its
 forward exists again. `_Keep` saves the input of the module before the module runs. If the module is the last operation
@@ -90,6 +90,7 @@ class Tiled:
         self._module, self._forward = module, module.forward
         self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
         self._inner = _Inner(module, module.forward)
+        self._is_checked = False
         module.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -108,6 +109,9 @@ class Tiled:
         if num_tokens <= self.tile:
             return self._forward(*args, **kwargs)
         flat = x.reshape(1, num_tokens, x.shape[-1])
+        if not self._is_checked:
+            self._check_tokens(flat)
+            self._is_checked = True
         params = {name: param for name, param in self._module.named_parameters() if not _is_wrapper(param)}
         run = _Run(self._inner, list(params), self.tile, self.name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (flat, *params.values())):
@@ -116,6 +120,36 @@ class Tiled:
         else:
             out = run.forward(flat)
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _check_tokens(self, x: Tensor) -> None:
+        """Raises RuntimeError if the output for a token depends on the tokens before it, as in a convolution. Compares
+        the outputs of a few tokens of the first call, with and without the tokens before them.
+        """
+        # Rounding may choose other experts, and random numbers depend on the number of tokens.
+        if x.is_meta or has_experts(self._module):
+            return
+        stop = min(4, x.shape[1])
+        start = stop // 2
+        before = randoms_of(x.device)
+        dropouts = [part for part in self._module.modules() if _is_dropout(part) and part.training]
+        for part in dropouts:
+            part.training = False
+        try:
+            with torch.no_grad(), same_randoms(before):
+                outs = [self._forward(x[:, rows].clone()) for rows in (slice(stop), slice(start, stop))]
+                is_random = not _are_same(before, randoms_of(x.device))
+        finally:
+            for part in dropouts:
+                part.training = True
+        if is_random or not all(isinstance(y, Tensor) and y.dim() == 3 for y in outs) or outs[0].shape[1] != stop:
+            return
+        whole, alone = outs[0][:, start:].float(), outs[1].float()
+        if bool(((whole - alone).norm(dim=-1) > 0.1 * alone.norm(dim=-1) + 1e-6).any()):
+            raise wrong_state(
+                f"{self.name} cannot run over tiles",
+                "its output for a token depends on other tokens",
+                "Leave this module out of the tiled modules.",
+            )
 
     def remove(self) -> None:
         """Restores the forward. If another library has wrapped this object, it stays and runs one tile."""
@@ -144,11 +178,6 @@ class _Inner(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return self._original(x)
 
-    @property
-    def draws_randoms(self) -> bool:
-        """Whether a module inside has dropout and is in training mode."""
-        return any(part.training and getattr(part, "p", 0) for part in self.module.modules() if _is_dropout(part))
-
 
 class _Run:
     """One call of a tiled module, between its forward and its backward."""
@@ -158,14 +187,14 @@ class _Run:
         self._names = [f"module.{one}" for one in names]
         self._tile = tile
         self._name = name
-        self._randoms: Randoms = []  # states of the generators before the forward
+        self._randoms: Randoms = []  # states of the generators before the forward, if it draws random numbers
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self.kept: Any = None  # the autograd node that has saved the input and the weights
 
     def forward(self, x: Tensor) -> Tensor:
         """The results of all tiles in one tensor."""
-        if self._inner.draws_randoms:
-            self._randoms = randoms_of(x.device)
+        is_training = any(part.training for part in self._inner.modules())
+        before = randoms_of(x.device) if is_training else []
         self._autocast = autocast_of(x.device.type)
         out: Tensor | None = None
         for rows in self._tiles(x):
@@ -176,6 +205,8 @@ class _Run:
             out[:, rows] = y
             del y  # before the next tile makes its own
         assert out is not None
+        if before and not _are_same(before, randoms_of(x.device)):
+            self._randoms = before
         return out
 
     def backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
@@ -249,6 +280,11 @@ class _Tiles(Function):
         return (None, *ctx.run.backward(grad, ctx.needs_input_grad[1:]))
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module has experts, among which it divides tokens."""
+    return any("Expert" in type(part).__name__ or "Router" in type(part).__name__ for part in module.modules())
+
+
 def _is_dropout(module: nn.Module) -> bool:
     return "Dropout" in type(module).__name__
 
@@ -262,6 +298,10 @@ def randoms_of(device: torch.device) -> Randoms:
     """The states of the generators of random numbers: that of the CPU, and that of `device`."""
     states = [(torch.device("cpu"), torch.get_rng_state())]
     return states if device.type != "cuda" else [*states, (device, torch.cuda.get_rng_state(device))]
+
+
+def _are_same(first: Randoms, second: Randoms) -> bool:
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
 
 
 @contextmanager

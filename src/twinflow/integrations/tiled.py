@@ -8,33 +8,34 @@ long sequences is computed for a part of the heads at a time. The kernels then a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from twinflow.activations.tiled import TILE, TileHandle, tile_modules
+from twinflow.activations.tiled import TILE, TileHandle, has_experts, tile_modules
 from twinflow.activations.wrap import class_of
+from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
 from twinflow.integrations.chunked_loss import ChunkedLoss, chunk_loss
 from twinflow.offload.blocks import find_blocks
 
 _MLPS: Final = ("MLP", "FeedForward", "FFN", "Mlp")
 HEADS_NUMEL: Final = 1 << 29  # elements of the queries whose attention is computed at a time
-# torch's own norms keep only their input, so tiles would not save memory.
-_FUSED_NORMS: Final = (nn.LayerNorm, nn.RMSNorm)
+# The first two keep only their input, so tiles would not save memory. The others work on several tokens.
+_OTHER_NORMS: Final = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 class TiledSequence:
     """The tiled modules and the loss in chunks of a model. `remove` restores the model."""
 
-    def __init__(self, tiles: TileHandle, loss: ChunkedLoss | None, attention: Callable[[], None] | None) -> None:
+    def __init__(self, tiles: TileHandle, loss: ChunkedLoss | None, undo: Sequence[Callable[[], None]]) -> None:
         self.names = tiles.names  # the tiled modules
         self.has_loss = loss is not None  # the loss of a Hugging Face model is computed in chunks
         self._tiles = tiles
         self._loss = loss
-        self._attention = attention
+        self._undo = list(undo)
 
     def remove(self) -> None:
         """Restores the forwards of the modules, and the loss."""
@@ -42,9 +43,8 @@ class TiledSequence:
         if self._loss is not None:
             self._loss.remove()
             self._loss = None
-        if self._attention is not None:
-            self._attention()
-            self._attention = None
+        while self._undo:
+            self._undo.pop()()
 
 
 def tile_sequence(
@@ -71,11 +71,22 @@ def tile_sequence(
     if loss or (loss is None and _has_causal_loss(model)):
         lazy = chunk_loss(model)
     try:
-        return TiledSequence(tile_modules(found, tile), lazy, split_heads(model))
+        tiles = tile_modules(found, tile)
+        heads = split_heads(model)
+        undo = [] if heads is None else [heads]
+        if any(has_experts(module) for module in found.values()):
+            undo.append(model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True).remove)
+        return TiledSequence(tiles, lazy, undo)
     except ValueError:
         if lazy is not None:
             lazy.remove()
         raise
+
+
+def _refuse_router_logits(model: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+    """Raises ValueError if the loss of a model uses what its routers compute. Tiles compute it without gradients."""
+    if kwargs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
+        raise conflict("Tiled sequences", "router loss")
 
 
 def split_heads(model: Any) -> Callable[[], None] | None:
@@ -145,7 +156,7 @@ def _chosen(model: nn.Module, classes: Sequence[str] | None) -> Iterator[tuple[s
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return class_of(module).endswith("Norm") and not isinstance(module, _FUSED_NORMS)
+    return class_of(module).endswith("Norm") and not isinstance(module, _OTHER_NORMS)
 
 
 def _has_causal_loss(model: nn.Module) -> bool:

@@ -72,8 +72,8 @@ def ring_attention(
     """The causal attention of this rank's queries to the keys of all ranks.
 
     q is [batch, heads, tokens of this rank, head_dim], k and v are [batch, kv_heads, tokens of this rank, head_dim],
-    where kv_heads divides heads. `steps` is the result of `plan_steps`. `scale`: None means head_dim ** -0.5. The width of
-    values may be another one than that of queries and keys, as in multi-head latent attention.
+    where kv_heads divides heads. `steps` is the result of `plan_steps`. `scale`: None means head_dim ** -0.5. Values
+    may be wider or narrower than queries and keys, as in multi-head latent attention.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     width = v.shape[3]
