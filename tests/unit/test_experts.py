@@ -111,6 +111,31 @@ def test_an_expert_without_tokens_keeps_its_state_and_one_with_zeros_does_not() 
     optimizer.close()
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_updates_begin_in_backward_for_experts_with_tokens_alone(offloads: bool) -> None:
+    """An expert waits for no other expert, and one without tokens has no buffer for gradients."""
+    model = Modules()
+    optimizer = twin(model, early=True, ratio=1.0, offload_params=offloads)
+    runtime = optimizer.runtime
+    train(model, optimizer, 1, range(1))  # gradients are not taken in the first step
+    for step in range(1, 6):
+        loss_of(model, tokens_of(step), 0).backward()
+        begun = {param.name for task in runtime.steps.job.tasks for param in task.bucket.members}
+        assert begun == {param.name for param in runtime.params if param.was_hit}
+        assert len(begun) < len(runtime.params)
+        assert not any(map(runtime.collector.task_of, runtime.buckets))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_small_experts_share_buckets() -> None:
+    model = Modules()
+    optimizer = TwinOptimizer(model, lr=LR)
+    assert len({bucket.plan.block for bucket in optimizer.runtime.buckets}) == len(optimizer.runtime.buckets)
+    optimizer.close()
+
+
 def _differs(name: str, before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return not torch.equal(before[name], after[name])
 

@@ -13,6 +13,7 @@ import torch
 
 from twinflow.cli.plan_input import count_module
 from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
+from twinflow.parallel.shapes import shape_of
 from twinflow.planner import costs
 from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
 from twinflow.planner.costs import (
@@ -584,6 +585,8 @@ def test_sizes_of_published_shapes() -> None:
     found = [from_hf(config) for config in (olmoe, qwen, {**mixtral, "vocab_size": 32000}, gpt_oss)]
     assert [round(one.numel / 1e9, 1) for one in found] == [6.9, 30.5, 46.7, 20.9]
     assert [round(one.active_numel / 1e9, 1) for one in found] == [1.3, 3.4, 12.9, 4.2]
+    for one in found:  # the plan of layouts over several GPUs
+        assert shape_of(one, 2048).model_flops(2048) == pytest.approx(one.model_flops(2048) * 2048, rel=0.25)
     with pytest.raises(ValueError, match=r"num_experts_per_tok in config.json is 65, but must be at most .* 64"):
         from_hf({**olmoe, "num_experts_per_tok": 65})
 

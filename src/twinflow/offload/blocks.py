@@ -9,7 +9,7 @@ hooks of such a block never run (nn.MultiheadAttention never calls its out_proj)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,6 +65,21 @@ def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[
                 found.setdefault(param, set()).add(ROOT)
     wanted = [param for param in model.parameters() if param.requires_grad != frozen]
     return {p: found[p].copy().pop() if len(found[p]) == 1 and not is_external(p) else ROOT for p in wanted}
+
+
+def experts_of(blocks: Sequence[Block]) -> dict[nn.Parameter, int]:
+    """The number of the expert to which a parameter belongs, for experts that are modules.
+
+    Modules inside a block are taken for experts if they are members of one ModuleList and have parameters of equal
+    shapes. A forward may leave out any of them.
+    """
+    lists = (m for block in blocks for m in block.module.modules() if isinstance(m, nn.ModuleList))
+    alike = (members for members in lists if len({tuple(p.shape for p in one.parameters()) for one in members}) == 1)
+    found: dict[nn.Parameter, int] = {}
+    for number, expert in enumerate((one for members in alike for one in members), 1):
+        for param in expert.parameters():
+            found.setdefault(param, number)
+    return found
 
 
 def mark_external(param: nn.Parameter) -> None:

@@ -367,17 +367,18 @@ class Queues(NamedTuple):
 
 
 def new_queues(params: Sequence[Param], buckets: Sequence[Bucket], is_each_alone: bool) -> Queues:
-    """Make one queue for each block, and one for each parameter outside of all blocks.
+    """Make one queue for each block, for each expert with buckets of its own, and for each parameter outside of all
+    blocks.
 
     Parameters outside of all blocks have separate queues, because they get their gradients at very different times.
     `is_each_alone`: make a separate queue for every parameter.
     """
-    by_block: dict[int, GradientQueue] = {}
+    by_block: dict[tuple[int, int], GradientQueue] = {}
     found = Queues([], [], {})
     for param in params:
-        block = param.buckets[0].plan.block if param.buckets else ROOT
+        block, expert = (param.buckets[0].plan.block, param.buckets[0].plan.expert) if param.buckets else (ROOT, 0)
         is_alone = is_each_alone or block == ROOT
-        queue = GradientQueue() if is_alone else by_block.setdefault(block, GradientQueue())
+        queue = GradientQueue() if is_alone else by_block.setdefault((block, expert), GradientQueue())
         if queue not in found.every:
             found.every.append(queue)
             found.wholes[queue] = Whole([], [], [])

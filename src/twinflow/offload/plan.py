@@ -8,6 +8,9 @@ With compressed communication, neighbouring elements of a bucket share a scale. 
 pipeline or tensor ranks must then have the same neighbours on all these ranks. Parameters are therefore in the same
 bucket only if their `ParamSpec.shared` is equal.
 
+Experts that are modules, with a module for each, get buckets of their own if they are not small. The update of an
+expert then begins when its own gradients are complete, and an expert without tokens takes no buffer for gradients.
+
 Matrices that Muon orthogonalises in one batch form a unit. Whether a matrix is in a batch with others may change the
 last bits of the result, so units depend on the model alone, and a unit is never divided over buckets (except by ZeRO).
 """
@@ -31,6 +34,7 @@ HOST = "host"  # state in host memory, updated by the CPU
 RESIDENT = "resident"  # state in device memory, updated by the device
 STREAMED = "streamed"  # state in host memory, copied to the device for each update and back
 PLACES = (HOST, RESIDENT, STREAMED)
+_SMALL = 64  # an expert gets a bucket of its own if it fills this fraction of one
 MATRICES = "matrices"  # part of the name of an updater
 
 
@@ -47,6 +51,7 @@ class ParamSpec:
     is_counted: bool = True  # part of the gradient norm; False for a copy of another rank's parameter
     shared: str = ""  # a name that is equal on all pipeline or tensor ranks with a copy of the parameter; see above
     unit: int | None = None  # for a matrix that Muon updates: the number of its unit; see above
+    expert: int = 0  # for a parameter of an expert that is a module: the number of the expert; see above
 
 
 class Part(NamedTuple):
@@ -80,6 +85,7 @@ class BucketPlan:
     can_alias: bool = True  # all parameters are contiguous, so that views of them can be part of the state
     is_counted: bool = True  # part of the gradient norm
     is_matrix: bool = False  # Muon updates the parameters, always on the device
+    expert: int = 0  # the expert whose parameters these are; 0: any parameters of the block
 
     def at(self, place: str) -> BucketPlan:
         """The plan with another place. A bucket of matrices that is to be on the host is streamed instead."""
@@ -124,10 +130,14 @@ def plan_buckets(
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
     buckets: list[BucketPlan] = []
+    sizes: dict[int, int] = {}
+    for param in params:
+        sizes[param.expert] = sizes.get(param.expert, 0) + param.numel
     kinds: dict[_Kind, list[tuple[int, Part]]] = {}
     for i, (param, cuts) in enumerate(zip(params, parts or on_host(params), strict=True)):
         for part in cuts:
-            flags = param.is_contiguous, param.is_counted, param.unit is not None
+            is_large = sizes[param.expert] * _SMALL >= max_numel and param.unit is None
+            flags = param.is_contiguous, param.is_counted, param.unit is not None, param.expert if is_large else 0
             kind = _Kind(param.shared, param.block, param.dtype, part.place, *flags)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
@@ -150,6 +160,7 @@ class _Kind(NamedTuple):
     can_alias: bool
     is_counted: bool
     is_matrix: bool
+    expert: int
 
 
 def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
-from twinflow.offload.blocks import find_blocks, num_owners, owners
+from twinflow.offload.blocks import experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.materialize import build, on_meta
@@ -285,6 +285,8 @@ def params_of(
     block_of = owners(model, blocks) if model is not None else {}
     ties = num_owners(model) if model is not None else {}
     position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
+    # Ranks exchange all buckets in each step, so that they gain nothing from buckets for each expert.
+    experts = experts_of(blocks) if zero is None else {}
     units = Units()
     params: list[Param] = []
     specs: list[ParamSpec] = []
@@ -299,7 +301,8 @@ def params_of(
         if group in matrix_groups:
             can_split = False
             unit = params[-1].unit = units.of(tensor.shape, block, group, tensor.dtype, is_flat)
-        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, can_split, is_flat, is_counted, what, unit))
+        flags = can_split, is_flat, is_counted, what, unit, experts.get(tensor, 0)
+        specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, *flags))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order
 

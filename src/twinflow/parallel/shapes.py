@@ -33,6 +33,7 @@ class Shape:
     inner: int = 0  # width of the MLP. 0: 4 h
     tensor_units: int = 0  # tensor ranks divide it. 1: they cannot split the model. 0: only the sizes above count
     joins_last: bool = False  # the last layer is on the stage of the head
+    idle_numel: int = 0  # elements of a layer in experts that a token does not use
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden", "num_heads", "sequence", "vocab_size"):
@@ -69,7 +70,7 @@ class Shape:
 
     def layer_flops(self, num_tokens: int) -> tuple[float, float]:
         """FLOPs of a layer's forward: matrix products with weights, and attention."""
-        return 2.0 * self.layer_numel * num_tokens, 4.0 * self.sequence * self.hidden * num_tokens
+        return 2.0 * (self.layer_numel - self.idle_numel) * num_tokens, 4.0 * self.sequence * self.hidden * num_tokens
 
     def model_flops(self, num_tokens: int) -> float:
         """FLOPs of forward and backward of the whole model, without recomputation."""
@@ -110,4 +111,5 @@ def shape_of(model: ModelCost, sequence: int) -> Shape:
         inner=model.inner,
         tensor_units=model.tensor_units,
         joins_last=model.joins_last,
+        idle_numel=round(sum(model.idle) / len(model.blocks)),
     )
