@@ -45,7 +45,6 @@ def main():
     folder = shared_folder(args.folder)
     engine = build(Model, 0)
     losses = train(engine, 4)
-    tensor = torch.arange(3.0)
     engine.save_checkpoint(folder, tag="small", client_state={"epoch": 2, "seen": [1, 2], "best": {"loss": 0.5}})
     found = {}
 
@@ -78,7 +77,6 @@ def main():
     other.load_checkpoint(folder, "frozen", load_module_strict=False)
     assert torch.equal(other.module.first.weight.detach(), first)
     losses += train(other, 2, start=2)
-    assert engine.load_checkpoint(folder, "missing") == (None, {}) if tensor.numel() == 0 else True
     with torch.no_grad():
         losses.append(other(*batch(99)).item())
     report(losses, **found)
