@@ -257,7 +257,9 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
     """The shapes of the parameters by group. They determine which values of a flat tensor belong to a parameter."""
     shapes = head.get("param_shapes")
     if not isinstance(shapes, list):
-        raise ValueError(f"{path} has no list param_shapes. Save it again with a newer version of DeepSpeed.")
+        raise ValueError(
+            f"{path} has no list param_shapes. Save it with ZeRO stage 1 to 3, by a newer version of DeepSpeed."
+        )
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
