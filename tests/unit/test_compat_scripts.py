@@ -22,7 +22,8 @@ from twinflow.config import load_config
 
 ROOT = Path(__file__).parents[2]
 RESULT = sorted((ROOT / "benchmarks" / "results").glob("*-compat-deepspeed.md"))[-1]
-QUICK = ("zero_stage2", "client_optimizer", "gathered_parameters")  # on one process; the others are in the matrix
+# On one process; the others are in the matrix.
+QUICK = ("zero_stage2", "client_optimizer", "gathered_parameters", "checkpointing_calls")
 
 
 def load_benchmark() -> Any:
