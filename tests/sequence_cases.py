@@ -10,6 +10,7 @@ from torch import Tensor
 
 import twinflow
 from twinflow.attention import BSLongformerSparsityConfig, sparsify
+from twinflow.compat import groups
 from twinflow.integrations.tiled import tile_sequence
 from twinflow.models.gpt import GPT, GPTConfig
 from twinflow.parallel import split_sequence
@@ -176,8 +177,20 @@ def load_data(rank: int, world: int, size: int) -> dict[str, Any]:
     assert loader is not None
     batches = [[tensor.tolist() for tensor in batch] for batch in loader]
     found = {"batches": batches, "data": engine.dp_rank, "num_data": engine.dp_world_size, "len": len(loader)}
+    found |= groups_of(engine)
     engine.destroy()
     return found
+
+
+def groups_of(engine: Any) -> dict[str, Any]:
+    """The ranks of this engine by DeepSpeed's names, and a sum over those of the sequence."""
+    groups.note_engine(engine)
+    total = torch.tensor([2.0**engine.global_rank])
+    dist.all_reduce(total, group=groups.get_sequence_parallel_group())
+    own = [groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_world_size()]
+    every = [groups.get_sequence_data_parallel_rank(), groups.get_sequence_data_parallel_world_size()]
+    is_world = groups.get_sequence_data_parallel_group() is dist.group.WORLD
+    return {"sum": float(total), "own": own, "every": every, "is_world": is_world}
 
 
 def errors(rank: int, world: int) -> dict[str, str]:

@@ -143,6 +143,9 @@ def test_the_loader_gives_each_rank_its_part_of_a_sequence() -> None:
         (1, 2, 2),
         (1, 2, 2),
     ]
+    for i, rank in enumerate(ranks):
+        assert (rank["own"], rank["every"], rank["is_world"]) == ([i % 2, 2], [i, 4], True)
+        assert rank["sum"] == (3.0 if i < 2 else 12.0)
     for first, second in (ranks[:2], ranks[2:]):
         for left, right in zip(first["batches"], second["batches"], strict=True):
             tokens, targets = (

@@ -709,6 +709,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch:
 def test_folders_of_others_are_neither_loaded_nor_replaced(tmp_path: Path) -> None:
     foreign = {
         "ds": (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a DeepSpeed checkpoint"),
+        "pipe": (["layer_00-model_states.pt", "mp_rank_00_model_states.pt"], "`twinflow import`"),
         "pt": (["model.pt"], "a pickled checkpoint"),
         "hf": (["config.json", "model.safetensors"], "a Hugging Face model folder"),
         "bin": (["config.json", "pytorch_model.bin"], "a pickled checkpoint"),

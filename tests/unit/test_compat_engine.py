@@ -322,10 +322,32 @@ def test_coefficients_of_lamb(deepspeed: Any) -> None:
         wanted = min(max(float(old.double().norm() / move.norm()), 0.01), 0.3)
         assert coeff == pytest.approx(wanted, rel=1e-5)
         torch.testing.assert_close(param.detach().double(), old.double() - 1e-2 * wanted * move, rtol=1e-5, atol=1e-7)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=cases.config(0))
-    with pytest.raises(RuntimeError, match="an engine uses this optimizer"):
-        own.get_lamb_coeffs()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_coefficients_of_lamb_in_an_engine(deepspeed: Any, is_given: bool) -> None:
+    """They are those of the optimizer without an engine, in the order of the parameters."""
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    config = cases.config(0, gradient_clipping=0)
+    alone, model = cases.net(), cases.net()
+    plain = deepspeed.ops.lamb.FusedLamb(alone.parameters(), **options)
+    given = deepspeed.ops.lamb.FusedLamb(model.parameters(), **options) if is_given else None
+    del config["optimizer"]
+    if not is_given:
+        config["optimizer"] = {"type": "Lamb", "params": options}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        alone(x).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        assert optimizer.get_lamb_coeffs() == pytest.approx(plain.get_lamb_coeffs(), rel=1e-4)
+    assert len(plain.get_lamb_coeffs()) == 4
     engine.destroy()
+    with pytest.raises(RuntimeError, match="the engine was destroyed"):
+        optimizer.get_lamb_coeffs()
 
 
 @pytest.mark.parametrize("trains", [False, True])

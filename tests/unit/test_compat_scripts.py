@@ -22,7 +22,8 @@ from twinflow.config import load_config
 
 ROOT = Path(__file__).parents[2]
 RESULT = sorted((ROOT / "benchmarks" / "results").glob("*-compat-deepspeed.md"))[-1]
-QUICK = ("zero_stage2", "client_optimizer", "gathered_parameters")  # on one process; the others are in the matrix
+# On one process; the others are in the matrix.
+QUICK = ("zero_stage2", "client_optimizer", "gathered_parameters", "checkpointing_calls")
 
 
 def load_benchmark() -> Any:
@@ -41,8 +42,8 @@ ROWS = {(row["script"], row["ranks"]): row for row in FOUND["scripts"]}
 FEATURES = [case for case in benchmark.all_cases() if case.path.parent == benchmark.SCRIPTS]
 
 
-def test_there_are_forty_scripts_and_all_have_a_result() -> None:
-    assert len(FEATURES) == 40
+def test_there_are_fifty_scripts_and_all_have_a_result() -> None:
+    assert len(FEATURES) == 50
     for case in benchmark.all_cases():
         assert all((case.name, ranks) in ROWS for ranks in case.ranks), case.name
 

@@ -257,6 +257,22 @@ def test_stage_0_with_one_flat_master(tmp_path: Path) -> None:
     assert found.meta["optimizer"]["num_skipped"] == 2
 
 
+def test_steps_of_fused_adam(tmp_path: Path) -> None:
+    """DeepSpeed's FusedAdam counts only the steps of the last parameter of a group, whose key "step" stays 0."""
+    model, optimizer = trained()
+    source = write(tmp_path / "ds", model, optimizer, 0, 1)
+    path = source / "global_step3" / "mp_rank_00_model_states.pt"
+    saved = torch.load(path, weights_only=True)
+    saved["optimizer"]["param_groups"][0]["step"] = 0
+    for at, entry in saved["optimizer"]["state"].items():
+        entry["step"] = 3 if at == max(saved["optimizer"]["state"]) else 0
+    torch.save(saved, path)
+    import_deepspeed(source, tmp_path / "out")
+    found = open_checkpoint(tmp_path / "out")
+    assert found is not None
+    assert {entry["step"] for entry in found.meta["optimizer_state"].values()} == {3}
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_no_damage_ends_in_anything_but_a_named_error(

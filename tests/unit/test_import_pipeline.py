@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.nn import functional
 from twin_support import quick_torch
 
 import twinflow
+from twinflow.checkpoint import importing
 from twinflow.checkpoint.importing import import_deepspeed
 from twinflow.engine.pipeline import PipelineEngine
 from twinflow.parallel import LayerSpec, PipelineModule, TiedLayerSpec
@@ -244,3 +246,22 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path) -> None:
     refused("part", "saved by 2 ranks", remove="zero_pp_rank_1_mp_rank_01_optim_states.pt")
     refused("layer", r"No file of a layer has 'layers\.1\.linear", remove="layer_01-model_00-model_states.pt")
     refused("key", "tied layers with the key 'table'", remove="layer_00-model_00-model_states.pt")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_damage_ends_in_anything_but_a_named_error(
+    zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "save", lambda root, *_, **__: root)  # writing is not what can go wrong here
+    source = write(tmp_path / "ds", "tied", *trained("tied"), zero, [0, 3, 6], 1)
+    generator = random.Random(zero)
+    for path in sorted((source / "global_step3").iterdir())[::3]:
+        raw = path.read_bytes()
+        for at in generator.sample(range(raw.index(b"byteorder")), 40):  # in front of it is the pickle
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ generator.randrange(1, 256)]) + raw[at + 1 :])
+            try:
+                import_deepspeed(source, tmp_path / "out")
+            except ValueError as error:
+                assert "global_step3" in str(error)  # noqa: PT017
+        path.write_bytes(raw)

@@ -14,8 +14,9 @@ from torch import nn
 
 from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
-from twinflow.integrations.given import rule_for, section_for, take_over
+from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping, PendingNorm
+from twinflow.optim.equivalent import rule_for, section_for
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES
 

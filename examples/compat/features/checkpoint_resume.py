@@ -29,7 +29,7 @@ def main():
     assert path is not None
     assert (client_state["epoch"], client_state["name"]) == (3, "small")
     after = train(engine, args.steps, start=4)
-    report([*losses, *after], steps=engine.global_steps, rate=engine.get_lr()[0])
+    report([*losses, *after], resumed=len(after), steps=engine.global_steps, rate=engine.get_lr()[0])
 
 
 if __name__ == "__main__":

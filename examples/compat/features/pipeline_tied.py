@@ -65,12 +65,17 @@ def main():
     folder = shared_folder(args.folder)
     engine = build()
     data = sequences(0)
-    losses = [float(engine.train_batch(data_iter=data)) for _ in range(args.steps)]
-    engine.save_checkpoint(folder, tag="pipe")
-    losses += [float(engine.train_batch(data_iter=data)) for _ in range(2)]
-    engine.load_checkpoint(folder, tag="pipe")
-    losses += [float(engine.train_batch(data_iter=data)) for _ in range(2)]
-    report(losses)
+    losses = []
+    if args.load is None:
+        losses = [float(engine.train_batch(data_iter=data)) for _ in range(args.steps)]
+        engine.save_checkpoint(folder, tag="pipe")
+        losses += [float(engine.train_batch(data_iter=data)) for _ in range(2)]
+    else:
+        data = sequences(2 * (args.steps + 2))
+    path, _ = engine.load_checkpoint(args.load or folder, tag="pipe")
+    assert path is not None
+    after = [float(engine.train_batch(data_iter=data)) for _ in range(2)]
+    report([*losses, *after], resumed=len(after))
 
 
 if __name__ == "__main__":

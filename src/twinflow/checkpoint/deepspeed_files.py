@@ -257,7 +257,9 @@ def _shapes(head: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ..
     """The shapes of the parameters by group. They determine which values of a flat tensor belong to a parameter."""
     shapes = head.get("param_shapes")
     if not isinstance(shapes, list):
-        raise ValueError(f"{path} has no list param_shapes. Save it again with a newer version of DeepSpeed.")
+        raise ValueError(
+            f"{path} has no list param_shapes. Save it with ZeRO stage 1 to 3, by a newer version of DeepSpeed."
+        )
     return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
 
@@ -388,11 +390,22 @@ class TorchState:
         groups = tuple(Group(one, tuple(by_number[at] for at in one["params"])) for one in self.base["param_groups"])
         masters = {name: of_tensor(tensor) for name, tensor in zip(names, self.masters, strict=False)}
         states = {
-            name: {"step": entry.get("step"), **{key: of_tensor(value) for key, value in _tensors(entry).items()}}
-            for name, entry in zip(names, self.entries, strict=True)
+            name: {"step": step, **{key: of_tensor(value) for key, value in _tensors(entry).items()}}
+            for name, entry, step in zip(names, self.entries, self._steps(), strict=True)
             if _tensors(entry)
         }
         return groups, masters, states
+
+    def _steps(self) -> list[Any]:
+        """The step of each parameter. DeepSpeed's FusedAdam updates all parameters of a group with the step of the last
+        one, and counts only that one. Its groups have the key "step".
+        """
+        found: list[Any] = []
+        for group in self.base["param_groups"]:
+            steps = [self.base["state"].get(at, {}).get("step") for at in group["params"]]
+            counted = [step for step in steps if isinstance(step, int)]
+            found += [max(counted)] * len(steps) if "step" in group and counted else steps
+        return found
 
 
 def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -169,7 +169,8 @@ def describe(path: Path) -> str:
     if not path.is_dir():
         return "neither a file nor a folder. Give the folder of a checkpoint."
     names = sorted(entry.name for entry in path.iterdir())
-    pickled = next((name for name in names if name.endswith(PICKLED)), None)
+    # Of a pipeline of DeepSpeed, files of layers come first.
+    pickled = max((name for name in names if name.endswith(PICKLED)), key=lambda name: "mp_rank" in name, default=None)
     if pickled and "mp_rank" in pickled:
         return f"a DeepSpeed checkpoint ({pickled}). {NEVER}. Convert it with `twinflow import`."
     if pickled:

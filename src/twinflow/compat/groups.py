@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twinflow.engine import Engine
-from twinflow.errors import incompatible
+from twinflow.errors import incompatible, wrong_state
 
 _LAST: list[weakref.ref[Engine]] = []  # the engine that initialize() has built last
 
@@ -55,6 +55,24 @@ def get_data_parallel_group() -> Any:
     return dist.group.WORLD
 
 
+def get_sequence_data_parallel_group() -> Any:
+    """The process group of all ranks among which ZeRO divides the state: replicas, and ranks that share a sequence.
+    Raises ValueError with pipeline or tensor ranks.
+    """
+    engine = _engine()
+    return get_data_parallel_group() if engine is None or engine.sequence is None else dist.group.WORLD
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """The number of replicas times the number of ranks that share a sequence."""
+    return get_data_parallel_world_size() * get_sequence_parallel_world_size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """The index of this process among these ranks. Those of a sequence are neighbours."""
+    return get_data_parallel_rank() * get_sequence_parallel_world_size() + get_sequence_parallel_rank()
+
+
 def get_data_parallel_group_ranks() -> list[int]:
     """The global ranks of the processes that have a replica of the model, in order. Raises ValueError with pipeline or
     tensor ranks.
@@ -72,6 +90,21 @@ def get_sequence_parallel_rank() -> int:
     """The index of this process among the ranks that share a sequence."""
     engine = _engine()
     return engine.sequence.rank if engine is not None and engine.sequence is not None else 0
+
+
+def get_sequence_parallel_group() -> Any:
+    """The process group of the ranks that share a sequence with this one, which the model's attention uses too: all of
+    these ranks must make their calls between the same forwards. Raises RuntimeError without such ranks.
+    """
+    engine = _engine()
+    group = engine.get_sequence_parallel_group() if engine is not None else None
+    if group is None:
+        raise wrong_state(
+            "get_sequence_parallel_group() cannot return a group",
+            "no ranks share a sequence",
+            "Set sequence_parallel_size in the config, and call it after initialize() (docs/long-sequences.md).",
+        )
+    return group
 
 
 def get_model_parallel_world_size() -> int:

@@ -196,7 +196,6 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         "domino": Refused("Use tensor_parallel.autotp_size (docs/3d.md): tensor ranks wait for their all-reduces"),
         "eigenvalue": Refused("Quantize with another library, such as torchao"),
         "hybrid_engine": Refused(_NO_INFERENCE),
-        "sequence_parallel": Refused(_NO_SEQUENCE),
         "fp16": Refused(f"Set fp16 in the config. For a 1-bit optimizer set {_ONEBIT}"),
         "swap_tensor": Refused("Offload to host memory: twinflow does not use NVMe"),
         "zenflow": Refused("Use offload_optimizer with delayed_update, whose updates run during the next step"),
@@ -237,6 +236,13 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         "twinflow.parallel.topology", "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology"
     )
     | {"PipelineParallelGrid": Refused(_NO_GROUPS)},
+    "runtime.sequence_parallel": {"ulysses_sp": Refused(_NO_SEQUENCE)},
+    "runtime.sequence_parallel.parallel_state_sp": _ours(
+        _OF + "groups",
+        "get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size "
+        "get_sequence_parallel_group get_sequence_parallel_rank get_sequence_parallel_world_size",
+    )
+    | {"initialize_sequence_parallel": Refused(_NO_SEQUENCE)},
     "runtime.utils": _ours(
         _OF + "utils",
         "ensure_directory_exists move_to_device noop_decorator partition_balanced partition_uniform see_memory_usage "
@@ -277,14 +283,14 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         _get_data_parallel_world_size="get_data_parallel_world_size",
         _get_model_parallel_world_size="get_model_parallel_world_size",
         _get_data_parallel_group_ranks="get_data_parallel_group_ranks",
-        _get_sequence_data_parallel_group="get_data_parallel_group",
-        _get_sequence_data_parallel_rank="get_data_parallel_rank",
-        _get_sequence_data_parallel_world_size="get_data_parallel_world_size",
+        _get_sequence_data_parallel_group="get_sequence_data_parallel_group",
+        _get_sequence_data_parallel_rank="get_sequence_data_parallel_rank",
+        _get_sequence_data_parallel_world_size="get_sequence_data_parallel_world_size",
+        _get_sequence_parallel_group="get_sequence_parallel_group",
         _get_sequence_parallel_rank="get_sequence_parallel_rank",
         _get_sequence_parallel_world_size="get_sequence_parallel_world_size",
     )
     | _ours(_OF + "start", _clone_world_group="get_world_group")
-    | {"_get_sequence_parallel_group": Refused(_NO_SEQUENCE)}
     | _refused(
         _NO_MOE,
         "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_data_parallel_group_dict "

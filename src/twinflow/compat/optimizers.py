@@ -14,6 +14,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from twinflow.build_optimizer import follow
 from twinflow.errors import invalid_value, wrong_state
+from twinflow.offload.bucket import Param
+from twinflow.offload.torch_streamed import StreamedTorchUpdater
+from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.optim.closure import loss_of
 from twinflow.optim.host import HostOptimizer
 from twinflow.optim.lamb import Lamb
@@ -212,13 +215,34 @@ class FusedLamb(Lamb):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The ratios of norms of the last step, of each parameter that had a gradient."""
-        if self in _TWINS:
-            raise wrong_state(
-                "get_lamb_coeffs() cannot return coefficients",
-                "an engine uses this optimizer, and its updates run in other threads, which do not keep them",
-                "Call step() of FusedLamb without an engine, or leave the call out.",
-            )
-        return list(self.coeffs)
+        return lamb_coeffs(_TWINS[self]) if self in _TWINS else list(self.coeffs.values())
+
+
+def lamb_coeffs(owner: weakref.ref[TwinOptimizer]) -> list[float]:
+    """The ratios of norms of the last update of each parameter, if an engine has an optimizer with LAMB's rule. Waits
+    for running updates. Raises RuntimeError if each rank updates only some of the parameters.
+    """
+    twin = owner()
+    problem, remedy = "the engine was destroyed or deleted", "Call it earlier."
+    if twin is not None and twin.team is not None and twin.team.is_partitioned:
+        problem, remedy = "each rank updates only some of the parameters", "Use ZeRO stage 0, or leave the call out."
+    elif twin is not None and not twin.runtime.is_closed:
+        twin.wait()
+        return [ratio for param in twin.runtime.params for ratio in _ratios_of(param)]
+    raise wrong_state("get_lamb_coeffs() cannot return coefficients", problem, remedy)
+
+
+def _ratios_of(param: Param) -> list[float]:
+    """The ratio of a parameter; empty if it was never updated."""
+    found = []
+    for bucket in param.buckets:
+        updater = bucket.updater.host if isinstance(bucket.updater, StreamedTorchUpdater) else bucket.updater
+        assert isinstance(updater, TorchUpdater)
+        inner = updater.inner(bucket)
+        assert isinstance(inner.optimizer, Lamb)
+        own = [inner.params[i] for i, piece in enumerate(bucket.slices) if piece.param == param.index]
+        found += [inner.optimizer.coeffs[host] for host in own if host in inner.optimizer.coeffs]
+    return found
 
 
 _PASSED_ON = (

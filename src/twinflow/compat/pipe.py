@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -55,9 +56,10 @@ def reset() -> None:
     """Does nothing: no activations are kept between steps. DeepSpeed scripts call this function."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `function` and saves only its inputs for backward."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    # Not as arguments by name, because torch's function has some of its own.
+    return torch_checkpoint(partial(function, **kwargs), *args, use_reentrant=False)
 
 
 non_reentrant_checkpoint = checkpoint

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from enum import Enum, IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from twinflow import build
 from twinflow.compat.groups import note_engine
-from twinflow.compat.optimizers import Named, hand_over, load_state, state_of
+from twinflow.compat.optimizers import Named, hand_over, lamb_coeffs, load_state, state_of
 from twinflow.config import load_config, resolve_batch
 from twinflow.config.load import read_source
 from twinflow.config.schema import ZeroOptimization
@@ -26,6 +27,8 @@ from twinflow.engine.loader import ResumableLoader
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import init_distributed as join_group
 from twinflow.launch.environment import joined
+from twinflow.optim.equivalent import groups_for, rule_for, section_for
+from twinflow.optim.twin import TwinOptimizer
 
 DeepSpeedConfigError = ValueError
 _TIMEOUT_S = 1800.0
@@ -150,8 +153,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         init_distributed(distributed_port=given.get("distributed_port", 29500))
     optimizer = given.get("optimizer")
     state = state_of(optimizer) if isinstance(optimizer, Optimizer) else None
-    if isinstance(optimizer, Named) and optimizer.rule_name is not None:
-        given |= _by_name(optimizer, given)
+    if isinstance(optimizer, Optimizer):
+        given |= _as_rule(optimizer, given)
     engine, twin, loader, scheduler = build.initialize(**given)
     engine.save_weights_as("pytorch_model.bin")
     note_engine(engine)
@@ -161,6 +164,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Engine, Any, Any, Any]:
         _settle_before_reads(scheduler, engine)
     if twin is not None and scheduler is not None:
         twin.param_groups = _SettledGroups(twin.param_groups, engine)
+    if isinstance(twin, TwinOptimizer) and twin.rule_name.endswith((".Lamb", ".FusedLamb")):
+        vars(twin)["get_lamb_coeffs"] = partial(lamb_coeffs, weakref.ref(twin))
     if twin is None or twin is optimizer or not isinstance(optimizer, Optimizer):
         return engine, twin, loader, scheduler
     engine.set_client_optimizer(optimizer)
@@ -220,18 +225,34 @@ class _SettledGroups(list[dict[str, Any]]):
         return super().__iter__()
 
 
-def _by_name(optimizer: Named, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces the optimizer in the arguments of `build.initialize` by a config with its rule, and parameter groups."""
+def _as_rule(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces an optimizer in the arguments of `build.initialize` by a config with its rule, and parameter groups.
+
+    This concerns those with DeepSpeed's names, and, with stage 3 on several ranks, those of torch that have a rule: a
+    rank then has only some rows of a parameter. Empty for other optimizers.
+    """
     sources = ("config", "config_params")
     name = next((name for name in sources if given.get(name) is not None), None)
     source = given[name] if name is not None else getattr(given.get("args"), "deepspeed_config", None)
-    if source is None:
-        remedy = "Pass the config as config=, config_params= or args.deepspeed_config."
-        raise invalid_value("config", None, "a dict or the path of a JSON file", remedy)
-    section = {"type": optimizer.rule_name, "params": optimizer.options()}
+    section: dict[str, object]
+    if isinstance(optimizer, Named) and optimizer.rule_name is not None:
+        section, groups = {"type": optimizer.rule_name, "params": optimizer.options()}, optimizer.groups()
+        if source is None:
+            remedy = "Pass the config as config=, config_params= or args.deepspeed_config."
+            raise invalid_value("config", None, "a dict or the path of a JSON file", remedy)
+    else:
+        rule = rule_for(optimizer)
+        if rule is None or source is None or get_world_size() == 1 or not _has_stage3(source):
+            return {}
+        section, groups = section_for(optimizer, rule), groups_for(optimizer)
     changed: dict[str, Any] = dict.fromkeys(("args", *sources), None)
     changed["config"] = {**read_source(source)[1], "optimizer": section}
-    return {**changed, "optimizer": None, "model_parameters": optimizer.groups()}
+    return {**changed, "optimizer": None, "model_parameters": groups}
+
+
+def _has_stage3(source: Any) -> bool:
+    section = read_source(source)[1].get("zero_optimization", {})
+    return isinstance(section, Mapping) and section.get("stage") == 3
 
 
 def init_distributed(

@@ -34,11 +34,11 @@ from twinflow.dist.sharded import is_dtensor
 from twinflow.engine import Engine
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.integrations import need
-from twinflow.integrations.given import groups_for, rule_for, section_for
 from twinflow.integrations.norms import Clipping
 from twinflow.integrations.parts import allocate, gathered_weights, has_no_values
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.integrations.torch_state import load_torch_state, torch_state
+from twinflow.optim.equivalent import groups_for, rule_for, section_for
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import own_device
 from twinflow.optim.twin_checks import check_loss

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from twinflow.checkpoint.load import Checkpoint
 from twinflow.checkpoint.plain import put_together
-from twinflow.integrations.given import TORCH_ONLY
 from twinflow.offload.torch_state import num_steps
+from twinflow.optim.equivalent import TORCH_ONLY
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import ALL_RULES
 

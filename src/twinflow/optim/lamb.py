@@ -57,7 +57,7 @@ class Lamb(Optimizer):
             "eps_inside_sqrt": eps_inside_sqrt,
         }
         super().__init__(params, defaults)
-        self.coeffs: list[float] = []  # the ratios of norms of the last step, of each parameter with a gradient
+        self.coeffs: dict[Tensor, float] = {}  # the ratios of norms of the last step, of each parameter with a gradient
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -69,12 +69,12 @@ class Lamb(Optimizer):
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Updates every parameter that has a gradient."""
         loss = loss_of(closure)
-        self.coeffs = [
-            self._update(param, param.grad, group)
+        self.coeffs = {
+            param: self._update(param, param.grad, group)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
-        ]
+        }
         return loss
 
     def _update(self, param: Tensor, grad: Tensor, group: Options) -> float:
