@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import twinflow
 from twinflow.checkpoint import Entry
 from twinflow.checkpoint.tensors import TensorWriter
 from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.offload.frozen import Frozen
 
 SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=2, hidden=32, num_heads=2)
 LARGEST = 4 * 128 * 32
@@ -75,11 +77,15 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, 0.01)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Every tensor takes a while to be read for writing."""
     write = TensorWriter.write
 
     def slowly(entry: Entry) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(seconds)
         return entry.read()
 
     def slow(self: TensorWriter, path: Path, entries: Sequence[Entry], *rest: Any) -> Any:
@@ -243,6 +249,140 @@ def test_what_cannot_be_left_to_the_checkpoint_is_copied(
     engine.destroy()
     assert costs.num_copies > 0
     compare_files(tmp_path)
+
+
+@pytest.mark.parametrize("is_alias", [False, True], ids=["in place", "data"])
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_weight_that_the_user_writes_is_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, is_alias: bool
+) -> None:
+    """On the device the weight is the master weight. On the host the first write makes the state differ from it."""
+
+    def write(engine: Any) -> None:
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                (param.data if is_alias else param).mul_(0.5)
+
+    for limit, folder in ((None, "plain"), ("free", "beside")):
+        engine = engine_of(limit, ratio=ratio)
+        train(engine, 0, 1)
+        write(engine)
+        with monkeypatch.context() as patch:
+            held = Held(patch)
+            if limit is None:
+                held.go.set()
+            engine.save_checkpoint(tmp_path / folder)
+            write(engine)
+            held.go.set()
+            engine.wait_for_checkpoint()
+        engine.destroy()
+    compare_files(tmp_path)
+
+
+def test_a_frozen_weight_that_the_user_writes_ends_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = GPT(SHAPE)
+    model.teacher = torch.nn.Linear(8, 8).requires_grad_(False)
+    engine = engine_of("free", model)
+    train(engine, 0, 1)
+    held = Held(monkeypatch)
+    engine.save_checkpoint(tmp_path)
+    model.teacher.weight.lerp_(torch.zeros(8, 8), 0.1)
+    held.go.set()
+    with pytest.raises(RuntimeError, match=r"the frozen parameter teacher\.weight was written after save_checkpoint"):
+        engine.wait_for_checkpoint()
+    assert not (tmp_path / "latest").exists()
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    assert (tmp_path / "latest").exists()
+
+
+def test_a_checkpoint_that_fails_releases_stores_after_the_last_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of("free", ratio=0.0)
+    train(engine, 0, 1)
+    is_copying, order = threading.Event(), []
+    value, freeze = Frozen._value, engine.optimizer.runtime.executor.freeze
+
+    def slow_value(frozen: Frozen, reading: Any) -> Any:
+        found = value(frozen, reading)
+        is_copying.set()
+        time.sleep(0.1)
+        order.append("copied")
+        return found
+
+    def noted_freeze(index: int, has_state: bool, has_params: bool) -> None:
+        if not has_state and not has_params:
+            order.append("released")
+        freeze(index, has_state, has_params)
+
+    def fail(*_: Any) -> Any:
+        assert is_copying.wait(60)
+        raise OSError("The disk is full")
+
+    monkeypatch.setattr(Frozen, "_value", slow_value)
+    monkeypatch.setattr(engine.optimizer.runtime.executor, "freeze", noted_freeze)
+    monkeypatch.setattr(TensorWriter, "write", fail)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 1, 2)  # asks for copies
+    with pytest.raises(OSError, match="The disk is full"):
+        engine.wait_for_checkpoint()
+    assert order.count("copied") == 1
+    assert order[0] == "copied"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("seed", [15, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(15))])
+def test_random_loops_save_what_a_blocking_save_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Steps with and without clipping and skips, saves in a row, failing saves, writes and reads of weights."""
+    slow_down(monkeypatch, 0.001)
+    numbers = random.Random(seed)
+    limit = numbers.choice([0, LARGEST, 1 << 30, "free"])
+    offload = {"ratio": numbers.choice([0.0, 0.4, 1.0, 1.0]), "states": numbers.choice(["fp32", "bf16", "int8"])}
+    more = {"gradient_clipping": numbers.choice([0.0, 0.05, 1e3])}
+    if numbers.random() < 0.5:
+        more["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    names = ["step", "step", "step", "save", "save", "write", "read", "skip", "full disk", "wait"]
+    actions = [(numbers.choice(names), numbers.random()) for _ in range(12)] + [("save", 0.0)]
+    for folder in ("plain", "beside"):
+        engine = engine_of(limit if folder == "beside" else None, None, more, **offload)
+        for number, (action, choice) in enumerate(actions):
+            params = list(engine.module.parameters())
+            param = params[int(choice * len(params))]
+            if action == "step":
+                train(engine, number, number + 1)
+            elif action == "skip" and "bf16" in more:
+                engine.backward(engine(*(torch.zeros(4, 16, dtype=torch.int64),) * 2).loss * float("nan"))
+                engine.step()
+            elif action == "save":
+                engine.save_checkpoint(tmp_path / folder, tag=f"at{number}")
+            elif action == "write":
+                with torch.no_grad():
+                    param.mul_(1 + choice)
+            elif action == "read":
+                assert param.detach().clone().isfinite().all()
+            elif action == "full disk" and folder == "beside":
+                engine.wait_for_checkpoint()
+                with monkeypatch.context() as patch:
+                    patch.setattr(TensorWriter, "write", _fail)
+                    engine.save_checkpoint(tmp_path / "full")
+                    if choice < 0.5:
+                        time.sleep(0.01)
+                    with pytest.raises(OSError, match="The disk is full"):
+                        engine.wait_for_checkpoint()
+            elif action == "wait":
+                engine.wait_for_checkpoint()
+        engine.destroy()
+    compare_files(tmp_path)
+
+
+def _fail(*_: Any) -> Any:
+    time.sleep(0.01)
+    raise OSError("The disk is full")
 
 
 @pytest.mark.usefixtures("slow_disk")

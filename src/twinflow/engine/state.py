@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -191,8 +192,11 @@ def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[F
     frozen = Frozen(runtime.frozen, runtime.device, stores, limit)
     by_tensor = {param.tensor: param for param in runtime.params}
     params: dict[str, Param | None] = {param.name: param for param in runtime.params}
+    untrained: dict[str, Tensor] = {}
     for name, tensor in engine.module.named_parameters(remove_duplicate=False):
-        params[name] = by_tensor.get(tensor)  # None for a frozen parameter, which does not change
+        params[name] = by_tensor.get(tensor)  # None for a frozen parameter, which updates do not change
+        if params[name] is None and runtime.param_offload is None and not tensor.is_inference():
+            untrained[name] = tensor
     # A delayed update, or ranks that compress communication, have other weights in the state than in the parameters.
     has_weights = not (runtime.steps.has_unsent or runtime.settings.delayed_update or engine.optimizer.is_compressed)
 
@@ -205,7 +209,10 @@ def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[F
             return replace(leaf, read=lambda: value)
         param = params[name]
         if param is None:
-            return leaf
+            if name not in untrained:
+                return leaf
+            tensor = untrained[name]
+            return replace(leaf, done=partial(_check_unchanged, name, tensor, tensor._version))
         read = leaf.read
         if not is_state and all(bucket.offloads_params for bucket in param.buckets):
             is_state = True
@@ -217,6 +224,16 @@ def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[F
         return replace(leaf, read=read, done=done)
 
     return frozen, {file: [frozen_entry(one, file == "optimizer") for one in leaves] for file, leaves in files.items()}
+
+
+def _check_unchanged(name: str, tensor: Tensor, version: int) -> None:
+    """Raises RuntimeError if a frozen parameter was written after the call of save(). It is read without a copy."""
+    if tensor._version != version:
+        raise wrong_state(
+            "The checkpoint in the background cannot be written",
+            f"the frozen parameter {name} was written after save_checkpoint()",
+            "Call wait_for_checkpoint() before the write, make it a buffer, or set checkpoint.background to false.",
+        )
 
 
 class _Own:

@@ -15,8 +15,9 @@ There are two threads: the reader, which writes the checkpoint, and the copier (
 checkpoint reads (`_Reading`) is read or copied by one of the two threads, which marks it under the lock
 `Executor.changed`. The reader gets values on the host without a copy. They must not change until it calls `done`. When
 all readings of a bucket's state, or of its parameters, are written or copied, this part is released (`_make_safe`).
-Updates on the device, and writes to the state that the user has caused, call `wait_until_read`. The copier learns from
-the native executor what waits on the host (`wanted`).
+Updates on the device, and writes to the state that the user has caused, call `wait_until_read`. Guarded weights
+(weight_guard.py) call `wait_until_weights_read`. The copier learns from the native executor what waits on the host
+(`wanted`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from twinflow import native
 from twinflow.device import Device
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
+from twinflow.offload.plan import HOST
 from twinflow.offload.weight_guard import plain
 from twinflow.rules.segment import Store
 
@@ -52,6 +54,14 @@ class FrozenState:
         current = self.current
         if current is not None:
             current.wait_until_read(bucket)
+
+    def wait_until_weights_read(self, buckets: Iterable[Bucket]) -> None:
+        """Blocks until the parameters of these buckets may be changed. State on the host is in other memory."""
+        current = self.current
+        if current is not None:
+            for bucket in buckets:
+                if bucket.plan.place != HOST or current.reads_params(bucket):
+                    current.wait_until_read(bucket)
 
     def wait_until_over(self) -> None:
         """Blocks until no background checkpoint reads the state any more."""
@@ -133,12 +143,15 @@ class Frozen:
         """Releases all buckets and ends the copier. The functions that `add` has returned must not be called later."""
         with self._changed:
             self._is_over = True
+            self._changed.notify_all()
+        # If the checkpoint has failed, the copier may still read a store, which must not be used or unlocked before.
+        self._copier.join()
+        with self._changed:
             for index in self._unread:
                 self._executor.freeze(index, False, False)
             self._unread.clear()
             self._state.current = None
             self._changed.notify_all()
-        self._copier.join()
 
     def wait_until_read(self, bucket: Bucket) -> None:
         """Asks for copies of the unread state of a bucket and blocks until this state is written or copied.
@@ -152,6 +165,11 @@ class Frozen:
                     self._wanted.append(index)
                 self._executor.check()
                 self._changed.wait(1.0)
+
+    def reads_params(self, bucket: Bucket) -> bool:
+        """Whether readings of a bucket's parameters are left."""
+        with self._changed:
+            return self._parts(bucket.plan.index)[1]
 
     def costs(self) -> Costs:
         num_aside = self._executor.counters.num_aside - self._num_aside

@@ -363,6 +363,7 @@ class Runtime:
             return  # a frozen weight that lives on the host
         self._taker.note_weight_read(param)
         self._waits.wait(param)
+        self.frozen.wait_until_weights_read(param.buckets)  # the caller may write to the weight
 
     def settle_all(self) -> None:
         """Block until all weights have the values that they would have with torch now."""
