@@ -244,17 +244,17 @@ TF_INLINE void narrow(const int32_t* __restrict from, uint8_t* __restrict into, 
   for (; i < n; ++i) into[i] = (uint8_t)from[i];
 }
 
-// e4m3: sign, 4 exponent bits (bias 7), 3 bits of mantissa. 448 is the largest value. Let P be the power of two of a
-// number, at least 2^-6. The sum of the number and 2^20 P has the rounded mantissa in its lowest bits.
-TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, uint8_t* __restrict into, int n) {
+// e4m3: sign, 4 exponent bits (bias 7), 3 bits of mantissa. 448 is the largest value. Rounding is stochastic.
+TF_INLINE void encode_e4m3(const float* __restrict from, float inverse, const uint16_t* __restrict random,
+                           uint8_t* __restrict into, int n) {
   alignas(64) int32_t codes[kBlock];
   for (int i = 0; i < n; ++i) {
-    const uint32_t u = bits(from[i] * inverse), magnitude = u & 0x7fffffffu;
-    const int32_t power = (int32_t)(u & 0x7f800000u), least = 121 << 23;
-    const uint32_t exponent = (uint32_t)(power > least ? power : least), spacing = exponent + (20u << 23);
-    const uint32_t mantissa = bits(value(magnitude) + value(spacing)) - spacing;
-    const int32_t code = (int32_t)((exponent >> 20) + mantissa) - (121 << 3);
-    codes[i] = (code < 126 ? code : 126) | (int32_t)((u >> 24) & 0x80u);
+    const uint32_t scaled = bits(from[i] * inverse), magnitude = scaled & 0x7fffffffu;
+    const uint32_t small = (uint32_t)((int32_t)(magnitude - (121u << 23)) >> 31);  // all ones below 2^-6, where
+    const uint32_t u = bits(value(magnitude) + value(small & (121u << 23)));       // the spacing is fixed: 2^-9
+    const uint32_t rounded = u - (small & (1u << 23)) + ((uint32_t)random[i] << 4);
+    const int32_t code = (int32_t)(rounded >> 20) - (120 << 3);
+    codes[i] = (code < 126 ? code : 126) | (int32_t)((scaled >> 24) & 0x80u);
   }
   narrow(codes, into, n);
 }

@@ -8,10 +8,9 @@
 // process 32 elements at once.
 //
 // Why the bits are the same: the rule has the same operations in the same order. The codes are computed differently:
-// - m: s = m * inverse, P = the power of two below |s|, 2^-6 at least. 2^20 P + s, rounded once, is what codecs.h
-//   computes, with the sign kept. Its exponent and its lowest bits hold the code.
-// - v: below 2^-14 codecs.h adds 2^-14 to s and subtracts 1 from the exponent. This is s/2 + 2^-15, rounded once. Both
-//   curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is right on both sides.
+// - v: below 2^-14 codecs.h adds 2^-14 to s = v * inverse and subtracts 1 from the exponent. This is s/2 + 2^-15,
+// rounded
+//   once. Both curves meet at 2^-14, so the larger of s and s/2 + 2^-15 is right on both sides. m: the same with 2^-6.
 // - Both inverses include a power of two that removes the bias of the exponent from the byte of the code.
 // - There is no clamp: top / largest * x exceeds top by at most two units in the last place, too few for the next code.
 // - Rare blocks use the plain loops. These are blocks with a NaN among the weights (if m or v has a NaN, a weight is
@@ -39,11 +38,9 @@ TF_INLINE __m512i highs(__m512i even, __m512i odd) {
   return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333ull, even, swap);
 }
 
-// The bytes of 64 elements from two vectors of words. kUpper: from the upper halves of the words.
-template <bool kUpper>
+// The lower bytes of two vectors of words: those of 64 elements.
 TF_INLINE __m512i bytes(__m512i first, __m512i second) {
-  const int at = kUpper ? 0x01010101 : 0;
-  const __m512i from = _mm512_set4_epi32(0x0e0c0a08 + at, 0x06040200 + at, 0x0e0c0a08 + at, 0x06040200 + at);
+  const __m512i from = _mm512_set4_epi32(0x0e0c0a08, 0x06040200, 0x0e0c0a08, 0x06040200);
   const __m512i both = _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(first, from), 0xff00ff00ff00ff00ull, second, from);
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both);
 }
@@ -166,7 +163,7 @@ struct Int8Tile {
     return largest;
   }
 
-  // Computes the scales and inverses of a block (codecs.h). Inverses of m are multiplied by 2^-13 and those of v by
+  // Computes the scales and inverses of a block (codecs.h). Inverses of m are multiplied by 2^-8 and those of v by
   // 2^-16. Returns false for a block that must use the plain loops.
   TF_INLINE_MEMBER bool scan(const Largest& largest, int at, float* inverse) const {
     const __m512 a = _mm512_shuffle_f32x4(largest.m, largest.v, 0x44);
@@ -178,7 +175,7 @@ struct Int8Tile {
     const __m128 top = _mm_unpacklo_ps(_mm512_castps512_ps128(both), _mm512_extractf32x4_ps(both, 2));
     const float m_max = kMomentMax, v_max = kVarianceMax;
     const __mmask8 some = _mm_cmp_ps_mask(top, _mm_setzero_ps(), _CMP_NEQ_OQ);
-    const __m128 shifted = _mm_setr_ps(m_max * 0x1p-13f, v_max * 0x1p-16f, 1.0f, 1.0f);
+    const __m128 shifted = _mm_setr_ps(m_max * 0x1p-8f, v_max * 0x1p-16f, 1.0f, 1.0f);
     _mm_storel_pi((__m64*)inverse, _mm_maskz_div_ps(some, shifted, top));
     const __m128 scale = _mm_mul_ps(top, _mm_setr_ps(1.0f / m_max, 1.0f / v_max, 0.0f, 0.0f));
     _mm_store_ss(scales[0] + at / kBlock, scale);
@@ -188,32 +185,31 @@ struct Int8Tile {
     return ((unsigned)large | (unsigned)nan) == 0;
   }
 
-  // Codes of m in the upper bytes of words.
-  TF_INLINE_MEMBER static __m512i encode_m(const float* from, __m512 inverse) {
+  // Codes without sign in the lower bytes of words, for numbers >= 0. `not_random` has the inverted random bits.
+  TF_INLINE_MEMBER static __m512i encode(__m512 even, __m512 odd, float least, __m512i not_random) {
+    const __m512 numbers[2] = {even, odd};
     __m512i code[2];
-    for (int odd = 0; odd < 2; ++odd) {
-      const __m512 s = _mm512_mul_ps(_mm512_load_ps(from + 16 * odd), inverse);
-      const __m512 power = floats(_mm512_and_si512(integers(s), dwords(0xff800000u)));
-      // the larger magnitude, with the sign of `power`
-      const __m512 at_least = _mm512_range_ps(power, _mm512_set1_ps(0x1p-19f), 3);
-      const __m512i rounded = integers(_mm512_fmadd_ps(at_least, _mm512_set1_ps(0x1p20f), s));
-      code[odd] = _mm512_madd_epi16(rounded, dwords(0x00010010u));  // upper half + 16 times lower half
-    }
-    const __m512i both = lows(code[0], code[1]);  // sign, four unused bits, code, four zeros
-    return _mm512_ternarylogic_epi32(words(0x8000), both, _mm512_slli_epi16(both, 4), 0xca);
-  }
-
-  // Codes of v in the lower bytes of words. `not_random` has the inverted random bits.
-  TF_INLINE_MEMBER static __m512i encode_v(const float* from, __m512 inverse, __m512i not_random) {
-    __m512i code[2];
-    for (int odd = 0; odd < 2; ++odd) {
-      const __m512 s = _mm512_mul_ps(_mm512_load_ps(from + 16 * odd), inverse);
-      const __m512 half = _mm512_fmadd_ps(s, _mm512_set1_ps(0.5f), _mm512_set1_ps(0x1p-31f));
-      code[odd] = _mm512_srli_epi32(integers(_mm512_max_ps(s, half)), 4);  // code in the upper half, rest in the lower
+    for (int k = 0; k < 2; ++k) {
+      const __m512 half = _mm512_fmadd_ps(numbers[k], _mm512_set1_ps(0.5f), _mm512_set1_ps(least));
+      // code in the upper half, rest in the lower
+      code[k] = _mm512_srli_epi32(integers(_mm512_max_ps(numbers[k], half)), 4);
     }
     const __m512i whole = highs(code[0], code[1]), rest = lows(code[0], code[1]);
     const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, not_random);  // where rest + random carries
     return _mm512_mask_sub_epi16(whole, up, whole, words(-1));
+  }
+
+  TF_INLINE_MEMBER static __m512i encode_m(const float* from, __m512 inverse, __m512i not_random) {
+    const __m512 even = _mm512_mul_ps(_mm512_load_ps(from), inverse);
+    const __m512 odd = _mm512_mul_ps(_mm512_load_ps(from + 16), inverse);
+    const __m512i code = encode(magnitude(even), magnitude(odd), 0x1p-15f, not_random);
+    const __m512i sign = _mm512_srli_epi16(highs(integers(even), integers(odd)), 8);
+    return _mm512_ternarylogic_epi32(words(0x80), sign, code, 0xca);
+  }
+
+  TF_INLINE_MEMBER static __m512i encode_v(const float* from, __m512 inverse, __m512i not_random) {
+    return encode(_mm512_mul_ps(_mm512_load_ps(from), inverse), _mm512_mul_ps(_mm512_load_ps(from + 16), inverse),
+                  0x1p-31f, not_random);
   }
 
   // codecs.h: random_block, for 32 elements.
@@ -235,12 +231,13 @@ struct Int8Tile {
     for (int i = at; i < at + kBlock; i += 64) {
       __m512i m_code[2], v_code[2];
       for (int k = 0; k < 2; ++k) {
-        m_code[k] = encode_m(m + i + 32 * k, m_inverse);
-        v_code[k] = encode_v(v + i + 32 * k, v_inverse, inverted_random(places, high));
+        const __m512i not_random = inverted_random(places, high);
+        m_code[k] = encode_m(m + i + 32 * k, m_inverse, not_random);
+        v_code[k] = encode_v(v + i + 32 * k, v_inverse, not_random);
         places = _mm512_add_epi16(places, words(32));
       }
-      _mm512_storeu_si512(codes[0] + i, bytes<true>(m_code[0], m_code[1]));
-      __m512i v_codes = bytes<false>(v_code[0], v_code[1]);
+      _mm512_storeu_si512(codes[0] + i, bytes(m_code[0], m_code[1]));
+      __m512i v_codes = bytes(v_code[0], v_code[1]);
       const __mmask64 zero = _mm512_testn_epi8_mask(v_codes, v_codes);
       if (__builtin_expect(zero != 0, 0)) {  // only 0 has the code 0
         __mmask64 positive = 0;

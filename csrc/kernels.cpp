@@ -161,7 +161,7 @@ struct Update {
     uint8_t *m_codes = out(s.state[0], t.code, at), *v_codes = out(s.state[1], t.code + kTile, at);
     for_blocks(n, [&] [[gnu::always_inline]] (int i, int count) {
       const float a = first[i / kBlock], b = second[i / kBlock];
-      a == a ? encode_e4m3(m + i, a, m_codes + i, count) : (void)memset(m_codes + i, 0, (size_t)count);
+      a == a ? encode_e4m3(m + i, a, t.random + i, m_codes + i, count) : (void)memset(m_codes + i, 0, (size_t)count);
       b == b ? encode_e5m3(v + i, b, t.random + i, v_codes + i, count) : (void)memset(v_codes + i, 0, (size_t)count);
     });
     flush_out(s.state[0], t.code, at, n);
@@ -209,7 +209,7 @@ struct Update {
 
   Key key() const { return {s.key[0], s.key[1]}; }
 
-  // Random bits for the rounding of the second state. A tile starts at a block.
+  // Random bits for the rounding of states. A tile starts at a block.
   void draw(int64_t at, int n) const { draw(key(), t.random, at, n); }
 
   void draw(Key key, uint16_t* into, int64_t at, int n) const {

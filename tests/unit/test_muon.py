@@ -43,7 +43,7 @@ from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 from twinflow.planner.models import gpt_cost
 from twinflow.planner.placement import choose
 from twinflow.planner.simulate import ClipDecision, predict
-from twinflow.rules.formats import decode_e4m3, encode_e4m3_stochastic, rounding_key
+from twinflow.rules.formats import decode_e4m3, encode_e4m3, rounding_key
 from twinflow.rules.muon import COEFFICIENTS, MUON, SCALES, scale
 from twinflow.rules.newton_schulz import iterate, muon_step, orthogonalise
 from twinflow.zero.matrices import RowExchange, owners_of, rows_of
@@ -150,14 +150,14 @@ def test_an_int8_momentum_is_rounded_without_bias(share: float) -> None:
     block = torch.full((128 * 8 + 3,), -share)
     block[::128] = 1.0
     keys = [rounding_key(step, 3) for step in range(300)]
-    found = torch.stack([decode_e4m3(*encode_e4m3_stochastic(block, 0, key)) for key in keys])
+    found = torch.stack([decode_e4m3(*encode_e4m3(block, 0, key)) for key in keys])
     pick = torch.arange(block.numel()) % 128 != 0
     assert found[:, pick].mean().item() == pytest.approx(-share, rel=0.02)
     exact = decode_e4m3(torch.arange(127, dtype=torch.uint8), torch.ones(1))
     for sign in (1.0, -1.0):  # values of codes stay
-        assert torch.equal(decode_e4m3(*encode_e4m3_stochastic(sign * exact, 0, (1, 2))), sign * exact)
-    part = encode_e4m3_stochastic(block[512:], 512, keys[0])[0]
-    assert torch.equal(part, encode_e4m3_stochastic(block, 0, keys[0])[0][512:])
+        assert torch.equal(decode_e4m3(*encode_e4m3(sign * exact, 0, (1, 2))), sign * exact)
+    part = encode_e4m3(block[512:], 512, keys[0])[0]
+    assert torch.equal(part, encode_e4m3(block, 0, keys[0])[0][512:])
 
 
 def test_an_int8_momentum_is_encoded_in_chunks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_an_int8_momentum_is_encoded_in_chunks_with_the_same_bits(monkeypatch: p
 def test_a_block_of_an_int8_momentum_that_is_not_finite_is_read_as_nan(bad: float) -> None:
     values = torch.ones(256)
     values[3] = bad
-    found = decode_e4m3(*encode_e4m3_stochastic(values, 0, (1, 2)))
+    found = decode_e4m3(*encode_e4m3(values, 0, (1, 2)))
     assert found[:128].isnan().all()
     assert torch.equal(found[128:], values[128:])
 

@@ -142,18 +142,15 @@ def block_scales(x, TOP: tl.constexpr):
 
 
 @triton.jit
-def encode_e4m3(x):
-    """Codes (rounded to nearest) and scales.
-
-    Let P be the largest power of two up to the magnitude of a scaled number, but at least 2**-6. The sum of this
-    magnitude and 2**20 * P has the rounded mantissa in its lowest bits.
-    """
+def encode_e4m3(x, random):
+    """Codes (rounded stochastically) and scales."""
     inverse, scales, is_finite = block_scales(x, MOMENT_MAX)
-    u = bits(x * inverse)
-    exponent = tl.maximum(u & 0x7F800000, 121 << 23)
-    spacing = exponent + (20 << 23)
-    mantissa = bits(value(u & 0x7FFFFFFF) + value(spacing)) - spacing
-    code = tl.minimum((exponent >> 20) + mantissa - (121 << 3), 126) | ((u >> 24) & 0x80)
+    scaled = bits(x * inverse)
+    magnitude = value(scaled & 0x7FFFFFFF)
+    is_small = (scaled & 0x7FFFFFFF) < (121 << 23)  # below 2**-6 the values of adjacent codes differ by 2**-9
+    u = bits(tl.where(is_small, magnitude + 2.0**-6, magnitude))
+    code = ((u + (random << 4)) >> 20) - tl.where(is_small, 121 << 3, 120 << 3)
+    code = tl.minimum(code, 126) | ((scaled >> 24) & 0x80)
     return tl.where(is_finite, code, 0).to(tl.uint8), scales
 
 
@@ -388,11 +385,14 @@ def _update_elements(tile, numbers, factor, buffers, RULE: tl.constexpr, FORMAT:
         tl.store(first + at + index, codes, mask=mask)
         tl.store(first_scales + scales_at, m_scales, mask=block_mask)
         tl.store(second_scales + scales_at, v_scales, mask=block_mask)
-    elif first is not None:
-        _store_state(m, 0, first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
-    if second is not None and FORMAT != "4bit":
+    elif second is not None:
         random = random_bits(first_block, own + KEY, BLOCKS)
         _store_state(v, random, second, second_scales, at + index, scales_at, mask, block_mask, FORMAT, 1)
+        if first is not None:
+            _store_state(m, random, first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
+    elif first is not None:  # a rule with one state, which is not rounded at random
+        tl.static_assert(FORMAT != "int8")
+        _store_state(m, 0, first, first_scales, at + index, scales_at, mask, block_mask, FORMAT, 0)
 
 
 @triton.jit
@@ -447,7 +447,7 @@ def _load_state(state, scales, at, scales_at, mask, block_mask, FORMAT: tl.const
 @triton.jit
 def _store_state(x, random, state, scales, at, scales_at, mask, block_mask, FORMAT: tl.constexpr, WHICH: tl.constexpr):
     if FORMAT == "int8":
-        codes, scale = encode_e4m3(x) if WHICH == 0 else encode_e5m3(x, random)
+        codes, scale = encode_e4m3(x, random) if WHICH == 0 else encode_e5m3(x, random)
         tl.store(state + at, codes, mask=mask)
         tl.store(scales + scales_at, scale, mask=block_mask)
     elif FORMAT == "bf16":

@@ -25,7 +25,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
-from twinflow.rules.formats import BLOCK, Key, encode_e4m3_stochastic, rounding_key
+from twinflow.rules.formats import BLOCK, Key, encode_e4m3, rounding_key
 from twinflow.rules.muon import MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
 from twinflow.rules.rule import Options
@@ -145,7 +145,7 @@ def _put_momentum(store: Store, values: Tensor, first_index: int, key: Key, deci
         return _keep_or_copy(state, values.to(state.dtype), decision)
     for at in range(0, values.numel(), _CHUNK):
         part = values[at : at + _CHUNK]
-        codes, scales = encode_e4m3_stochastic(part, first_index + at, key)
+        codes, scales = encode_e4m3(part, first_index + at, key)
         _keep_or_copy(state[at : at + _CHUNK], codes, decision)
         _keep_or_copy(scale.narrow(0, at // BLOCK, scales.numel()), scales, decision)
 

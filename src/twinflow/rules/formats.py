@@ -5,7 +5,7 @@ and run on any device. csrc/codecs.h and gpu/kernel.py give the same bits.
 |---|---|---|---|---|
 | fp32 | fp32 | fp32 | fp32 or split | fp32 |
 | bf16 | bf16, nearest | bf16, stochastic | split | fp32 |
-| int8 | e4m3, nearest (Muon: stochastic) | e5m3, stochastic | split | fp32 |
+| int8 | e4m3, stochastic | e5m3, stochastic | split | fp32 |
 | 4bit | e3m0, stochastic | 4 bits without 0, stochastic | split | fp32 |
 
 Without a master (`master="none"`), a bf16 weight is the only copy. The update computes in fp32, and the new weight is
@@ -17,10 +17,10 @@ fp32 scale for its codes of 8 or 4 bits. The two 4-bit codes of an element share
 lower half.
 
 The variance is rounded stochastically: at b2 = 0.999 its decay in a step is less than half a unit in the last place of
-bf16 or of a code, so that rounding to nearest would undo the decay. For the same reason the 4-bit momentum, the int8
-momentum of Muon and a weight without master are rounded stochastically. The random bits are a hash of (step, parameter,
-index), with another hash for each kind of value. They depend neither on the machine nor on the number of threads nor on
-the division into segments.
+bf16 or of a code, so that rounding to nearest would undo the decay. For the same reason the momentum in codes of 8 and
+4 bits and a weight without master are rounded stochastically. The random bits are a hash of (step, parameter, index),
+with another hash for a 4-bit momentum and for a weight. They depend neither on the machine nor on the number of threads
+nor on the division into segments.
 """
 
 from __future__ import annotations
@@ -171,23 +171,18 @@ def _scales(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return inverse.repeat_interleave(BLOCK)[: x.numel()], largest * fp32(1.0 / top)
 
 
-def encode_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (uint8: sign, 4 bits of exponent, 3 bits of mantissa; rounded to nearest) and scales."""
-    inverse, scales = _scales(x, MOMENT_MAX)
-    scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
-    return scaled.clamp(-MOMENT_MAX, MOMENT_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scales
+def encode_e4m3(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
+    """Codes (uint8: sign, 4 bits of exponent, 3 bits of mantissa; rounded stochastically) and scales.
 
-
-def encode_e4m3_stochastic(x: Tensor, first_index: int, key: Key) -> tuple[Tensor, Tensor]:
-    """`encode_e4m3`, rounded stochastically, for Muon: with a momentum of 0.95 the decay in a step is less than half of
-    the distance between two codes. The key is salted here.
+    The variance of an element is rounded with the same random bits: both are then rounded up or down together, so that
+    their quotient changes less.
     """
     inverse, scales = _scales(x, MOMENT_MAX)
     scaled = torch.where(inverse.isnan(), 0.0, x * inverse)
     magnitude = scaled.abs()
     small = magnitude < 2.0**-6
     u = torch.where(small, magnitude + 2.0**-6, magnitude).view(torch.int32)
-    rounded = (u + (random_bits(first_index, x.numel(), salted(key, MOMENT_SALT), x.device) << 4)) >> 20
+    rounded = (u + (random_bits(first_index, x.numel(), key, x.device) << 4)) >> 20
     code = (rounded - torch.where(small, 121 << 3, 120 << 3)).clamp(max=126)
     return (code | ((scaled.view(torch.int32) >> 24) & 0x80)).to(torch.uint8), scales
 

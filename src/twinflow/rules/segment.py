@@ -299,7 +299,8 @@ def encode_state(store: Store, which: int, values: Tensor, first_index: int = 0,
         scale.copy_(scales)
     elif store.format == "int8":
         assert scale is not None
-        codes, scales = formats.encode_e4m3(values) if which == 0 else formats.encode_e5m3(values, first_index, key)
+        encode = formats.encode_e4m3 if which == 0 else formats.encode_e5m3
+        codes, scales = encode(values, first_index, key)
         state.copy_(codes)
         scale.copy_(scales)
     elif store.format == "bf16":
