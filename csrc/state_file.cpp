@@ -277,12 +277,11 @@ void StateFile::work_loop() {
 }
 
 // Reads or writes one block, without the lock. False after an error.
-bool StateFile::run(const Work& work, const Record& record) {
+bool StateFile::run(const Work& work, Record& record) {
   int64_t start = work.block * settings_.block_bytes;
   int64_t num_bytes = std::min(settings_.block_bytes, record.num_bytes - start);
   char* at = work.buffer->raw + start;
-  // Only the owner of a buffer uses the checksums of its record, and each block has its own.
-  uint32_t& checksum = const_cast<Record&>(record).checksum[work.block];
+  uint32_t& checksum = record.checksum[work.block];
   if (!work.is_write && !record.is_written) {
     memset(at, 0, num_bytes);
     return true;

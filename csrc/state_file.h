@@ -88,7 +88,7 @@ class StateFile {
   };
 
   void work_loop();
-  bool run(const Work& work, const Record& record);
+  bool run(const Work& work, Record& record);
   void done(const Work& work);
   void fail(int32_t kind, int32_t error, int64_t offset);
   void start_reads();

@@ -129,9 +129,9 @@ def addresses(shape: Store) -> Store:
 
 
 def record_bytes(shape: Store) -> int:
-    """Bytes of the record of a store."""
+    """Bytes of the record of a store: at least a page, also if a rank has no part of the bucket."""
     tensors = (shape.master, shape.weight, *shape.states, *shape.scales)
-    return in_pages(sum(_room(tensor) for tensor in tensors if tensor is not None))
+    return in_pages(max(1, sum(_room(tensor) for tensor in tensors if tensor is not None)))
 
 
 def _room(tensor: Tensor) -> int:

@@ -80,7 +80,8 @@ class StateFile:
         except BaseException:
             os.close(fd)
             raise
-        self._finalizer = weakref.finalize(self, _close, library, self.handle, fd, os.getpid())
+        self._open, self._pid = [fd], os.getpid()
+        weakref.finalize(self, _free, library, self.handle, self._open, self._pid)
 
     def _reserve(self, start: int, num_bytes: int) -> None:
         try:
@@ -149,14 +150,20 @@ class StateFile:
 
     def close(self) -> None:
         """Ends the threads and frees buffers and file. State that is not in a checkpoint is lost."""
-        self._finalizer()
+        _close(self._library, self.handle, self._open, self._pid)
 
 
-def _close(library: ExecutorLibrary, handle: int, fd: int, pid: int) -> None:
-    if os.getpid() != pid:  # a forked process has neither the threads nor the buffers
-        return
-    library.tf_file_close(handle)  # `handle` stays valid: an executor may still refer to it
-    os.close(fd)
+def _close(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has neither the threads nor the buffers
+        library.tf_file_close(handle)
+    while open_fds:
+        os.close(open_fds.pop())
+
+
+def _free(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
+    _close(library, handle, open_fds, pid)
+    if os.getpid() == pid:
+        library.tf_file_free(handle)  # the native executor keeps what it still needs
 
 
 def in_pages(num_bytes: int) -> int:
@@ -185,14 +192,14 @@ def _full(folder: Path, num_bytes: int, error: OSError) -> OSError:
     )
 
 
-def new_file(folder: Path) -> tuple[int, Path, bool]:
+def new_file(folder: Path, option: str = "nvme_path") -> tuple[int, Path, bool]:
     """Creates a file and removes its name. Returns its descriptor, the former path, and whether it is used around the
-    page cache, which some file systems refuse.
+    page cache, which some file systems refuse. `option`: the option with the folder, for errors.
     """
     try:
         fd, name = tempfile.mkstemp(prefix="twinflow-state-", dir=folder)
     except OSError as error:
-        raise unusable_path("nvme_path", folder, "a folder in which files can be created", error) from error
+        raise unusable_path(option, folder, "a folder in which files can be created", error) from error
     direct = -1
     try:
         if _DIRECT:
