@@ -97,7 +97,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "states", "ratio", "accumulation", "buffers", "mode"), matrix_but(pairwise_of(CELLS), CELLS)
+    ("rule", "states", "ratio", "accumulation", "buffers", "mode"), matrix_but(list(pairwise_of(CELLS))[::2], CELLS)
 )
 def test_the_disk_gives_the_same_bits(
     tmp_path: Path, rule: str, states: str, ratio: float, accumulation: int, buffers: int, mode: str
@@ -209,6 +209,9 @@ def test_records_are_read_before_their_gradients_exist(tmp_path: Path) -> None:
         assert found.num_updates == 12 * num_buckets
         # No order is known in the first step. Later steps may differ from the one before in a few places.
         assert num_buckets - 3 <= found.num_late < found.num_updates / 3
+        # The start writes each record, and so does each step. Only the buffers hold records that were read for nothing.
+        written = found.bytes_written / (file.sizes.total_bytes / num_buckets)
+        assert written == pytest.approx(13 * num_buckets, abs=6)
 
 
 def test_memory_and_space_are_shown_and_freed(tmp_path: Path) -> None:
@@ -346,6 +349,11 @@ def test_conflicts_are_named(tmp_path: Path, options: dict[str, Any], match: str
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_path_is_no_path() -> None:
+    with pytest.raises(ValueError, match=r"tuning\.nvme_path is '', but must be a folder"):
+        twin(gpt(), nvme_path="", shadow_bytes=0, ratio=1.0)
+
+
 @pytest.mark.parametrize("field", ["buffer_count", "disk_requests", "disk_block_bytes"])
 def test_numbers_are_checked(tmp_path: Path, field: str) -> None:
     with pytest.raises(ValueError, match=rf"tuning\.{field} is 0, but must be a whole number"):
@@ -376,6 +384,11 @@ def run(engine: Any, steps: range) -> None:
     for step in steps:
         engine.backward(engine(*batch(step)).loss)
         engine.step()
+
+
+def save(engine: Any, folder: Path, tag: str) -> None:
+    engine.save_checkpoint(folder, tag=tag)
+    engine.wait_for_checkpoint()
 
 
 def test_the_config_is_that_of_deepspeed(tmp_path: Path) -> None:
@@ -416,6 +429,26 @@ def test_a_checkpoint_of_a_run_on_the_disk_continues_anywhere(tmp_path: Path, ba
         run(engine, range(3, 6))
         assert_same(snapshot(engine.module, engine.optimizer), wanted)
         engine.destroy()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_fails_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, background: bool) -> None:
+    engine = engine_of(tmp_path, checkpoint={"background": background})
+    run(engine, range(2))
+    save(engine, tmp_path / "saved", "first")
+    run(engine, range(2, 3))
+    engine.optimizer.wait()
+    file = file_of(engine.optimizer)
+    file.flush()
+    with broken(file), pytest.raises((OSError, RuntimeError), match="Input/output error"):
+        save(engine, tmp_path / "saved", "second")
+    assert (tmp_path / "saved" / "latest").read_text().strip() == "first"
+    with suppress(OSError, RuntimeError):
+        engine.destroy()
+    engine = engine_of(None, seed=1)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert engine.global_steps == 2
+    engine.destroy()
 
 
 def test_deepspeeds_functions_read_and_write_state_on_the_disk(tmp_path: Path) -> None:

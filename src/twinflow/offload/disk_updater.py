@@ -76,6 +76,10 @@ class DiskUpdater:
             slices.clear(store, self.rule.start_value(options[bucket.params[index].group]))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        if keep:  # usually nothing changes, and the record need not be written
+            with self._slice(bucket, index, is_changed=False) as store:
+                if slices.keeps_master(store, values):
+                    return
         with self._slice(bucket, index, is_changed=True) as store:
             slices.write_master(store, values, keep)
 

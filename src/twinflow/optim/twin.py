@@ -104,6 +104,7 @@ class TwinOptimizer(Outcomes):
     - `offload_params`: the weights of blocks with state on the host are there too. The weights of a block are copied to
       the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
       `placement` then place whole blocks.
+    - `tuning.nvme_path`: a folder on a disk. The state that would be on the host is in a file there.
 
     How a step works:
 

@@ -366,6 +366,8 @@ def check_disk(settings: Settings, ratio: float | str, zero: Zero | None, rule: 
     tuning = settings.tuning
     if tuning.nvme_path is None:
         return
+    if not tuning.nvme_path:
+        raise invalid_value("tuning.nvme_path", "", "a folder on a local disk, or None")
     found = {
         "ratio": ratio == "auto",
         "rule": rule is None,
