@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 6
+#define TF_API_VERSION 7
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -131,6 +131,37 @@ enum tf_sync_point {
   TF_PARAMS_READ = 2048  // parameters change after a background checkpoint has read them
 };
 
+// State in a file (state_file.h). A record is the part of the file with the state of one bucket.
+typedef struct tf_state_file tf_state_file;
+typedef struct tf_file_settings {
+  int32_t fd;  // stays open until tf_file_close
+  int32_t num_buffers, num_threads;
+  int64_t buffer_bytes;  // the size of the largest record
+  int64_t
+      block_bytes;  // the size of one read or write; as all sizes and offsets, a multiple of the sectors of the disk
+} tf_file_settings;
+typedef struct tf_file_failure {
+  int32_t kind;   // 0: the file works; otherwise the first failure, a tf_file_failure_kind
+  int32_t error;  // errno; 0: the end of the file was reached, or no byte could be written
+  int64_t offset;
+} tf_file_failure;
+enum tf_file_failure_kind { TF_FILE_READ = 1, TF_FILE_WRITE = 2, TF_FILE_CHECKSUM = 3 };
+typedef struct tf_file_counters {
+  int64_t bytes_read, bytes_written;
+  int64_t num_updates, num_late;  // updates of records; those whose record was not even being read when they asked
+} tf_file_counters;
+TF_PUBLIC tf_state_file* tf_file_new(const tf_file_settings* settings);  // NULL: there is too little memory
+TF_PUBLIC void tf_file_close(tf_state_file* file);                       // ends the threads and frees the buffers
+TF_PUBLIC void tf_file_free(tf_state_file* file);
+TF_PUBLIC int64_t tf_file_add(tf_state_file* file, int64_t offset, int64_t num_bytes);  // a new record, with zeros
+// Waits for the memory with a record, which belongs to the caller until tf_file_release. NULL: the file has failed or
+// is closed.
+TF_PUBLIC void* tf_file_hold(tf_state_file* file, int64_t record);
+TF_PUBLIC void tf_file_release(tf_state_file* file, int64_t record, int32_t is_changed);
+TF_PUBLIC int32_t tf_file_flush(tf_state_file* file);  // waits until all records are written; 0: it failed or is closed
+TF_PUBLIC void tf_file_failed(tf_state_file* file, tf_file_failure* failure);
+TF_PUBLIC void tf_file_count(tf_state_file* file, tf_file_counters* counters);
+
 typedef struct tf_settings {
   int32_t device;         // CUDA device; -1: no GPU, streams are threads
   int32_t holds_on_host;  // gradients wait for the clipping decision in host slots and not on the device
@@ -138,6 +169,7 @@ typedef struct tf_settings {
   int32_t is_external;    // the caller makes the updates with an optimizer in Python (tf_next_update)
   int64_t slot_bytes;
   int32_t num_slots, num_weight_slots;
+  tf_state_file* file;  // NULL: all state is in memory
 } tf_settings;
 
 typedef struct tf_slice {
@@ -256,7 +288,9 @@ TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int3
                                   int32_t sums_on_host, int32_t keeps_weight_slots);
 TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);
 
-TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices);
+// `record`: the part of the file with the store, as if it were in memory at the address `base`; -1: it is in memory.
+TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices, int64_t record,
+                               int64_t base);
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
 TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
 TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none

@@ -17,7 +17,9 @@ Executor::Executor(std::shared_ptr<Driver> driver, const tf_settings& settings)
       in_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
       fetch_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
       slots_(*driver_, settings.slot_bytes, settings.num_slots),
-      weight_slots_(*driver_, settings.slot_bytes, settings.num_weight_slots) {
+      weight_slots_(*driver_, settings.slot_bytes, settings.num_weight_slots),
+      file_(settings.file ? settings.file->file : nullptr) {
+  if (file_) file_->listen([this] { follow_file(); });
   mover_ = std::thread([this] { move_loop(); });
   if (!is_external_) worker_ = std::thread([this] { work_loop(); });
 }
@@ -29,6 +31,7 @@ void Executor::close() {
     is_closing_ = true;
   }
   changed_.notify_all();
+  if (file_) file_->listen(nullptr);
   mover_.join();
   if (worker_.joinable()) worker_.join();
   out_.reset();  // waits for the copies of this stream
@@ -46,6 +49,14 @@ void Executor::free_slots() {
 void Executor::fail() {
   Lock lock(mutex_);
   if (failure_ == kWorks) failure_ = kFailedOutside;
+  changed_.notify_all();
+}
+
+// Called by a thread of the file.
+void Executor::follow_file() {
+  bool works = !file_->failure().kind;
+  Lock lock(mutex_);
+  if (!works && failure_ == kWorks) failure_ = kFailedOutside;
   changed_.notify_all();
 }
 
@@ -106,9 +117,9 @@ void Executor::add_weight_slots(int32_t num_more) {
 
 // Stores.
 
-int64_t Executor::new_store(const tf_pointers* pointers, int64_t num_slices) {
+int64_t Executor::new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base) {
   Lock lock(mutex_);
-  stores_[next_id_] = Pointers(pointers, pointers + num_slices);
+  stores_[next_id_] = {{pointers, pointers + num_slices}, record, base};
   return next_id_++;
 }
 
@@ -437,10 +448,11 @@ int64_t Executor::hold_back(int64_t id, int64_t index) {
   task->has_weights = !found.slices.empty();
   if (task->has_weights && found.spec.has_weight_slots) {
     task->weight_slot = weight_slots_.take(true, is_off(TF_WEIGHT_SLOT));
-    const Pointers& store = stores_.at(found.store);
-    for (size_t i = 0; i < store.size(); ++i)
+    const Store& store = stores_.at(found.store);
+    assert(store.record < 0);
+    for (size_t i = 0; i < store.slices.size(); ++i)
       tf_cast(task->weight_slot->raw + found.slices[i].offset * bytes_of(found.spec.type), found.spec.type,
-              store[i].master, TF_F32, found.slices[i].numel);
+              store.slices[i].master, TF_F32, found.slices[i].numel);
   }
   found.updated = owner.spec.number;
   found.sent = found.published = found.due = owner.spec.number - 1;

@@ -41,6 +41,9 @@
 // - Background checkpoints: an update of a bucket whose store the checkpoint still reads (`saved_store`) writes to a
 //   speculative store too, also after the decision. When the stores are swapped, the old one belongs to the checkpoint
 //   until `freeze` ends. If no speculative store is free, the update waits until the state is read or copied.
+// - State in a file (state_file.h): an update starts when the file has read the state of its bucket, which belongs to
+//   the task until the update is done. The lock of the file is taken after `mutex_`. Such a bucket has no speculative
+//   store, and its weights are sent from slots.
 #pragma once
 #include <assert.h>
 
@@ -54,12 +57,14 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "api.h"
 #include "late_streams.h"
 #include "slots.h"
+#include "state_file.h"
 #include "streams.h"
 
 namespace tf {
@@ -72,7 +77,28 @@ enum class Phase { kOnDevice, kOnHost, kUpdating, kAhead, kToSend, kDone };
 
 inline int64_t bytes_of(int32_t type) { return type == TF_F32 ? 4 : 2; }
 
-using Pointers = std::vector<tf_pointers>;  // a store: the buffers of each slice
+struct Store {
+  std::vector<tf_pointers> slices;  // the buffers of each slice
+  int64_t record = -1;              // the part of the file with this store; -1: it is in memory
+  int64_t base = 0;                 // the address of the record for which `slices` hold
+
+  // The buffers of a slice. `state`: the memory with the record, if the store is in a file.
+  tf_pointers at(size_t slice, char* state) const {
+    tf_pointers found = slices[slice];
+    if (record < 0) return found;
+    auto move = [&](auto*& buffer) {
+      auto* raw = buffer ? state + (reinterpret_cast<int64_t>(buffer) - base) : nullptr;
+      buffer = reinterpret_cast<std::remove_reference_t<decltype(buffer)>>(raw);
+    };
+    move(found.weight);
+    move(found.master);
+    for (int k = 0; k < 2; ++k) {
+      move(found.state[k]);
+      move(found.scale[k]);
+    }
+    return found;
+  }
+};
 
 struct Task;
 
@@ -147,6 +173,7 @@ struct Task {
   bool has_weights = false;
   Slot* slot = nullptr;
   const void* grads = nullptr;
+  char* state = nullptr;           // the memory with the state, if the state is in a file
   int64_t speculative_store = -1;  // the store to which the update writes, if not to the state itself
   Slot* weight_slot = nullptr;
   std::vector<void*> weights;  // weights of an external update
@@ -181,7 +208,7 @@ class Executor {
   void resize(int32_t num_slots, int32_t num_weight_slots, bool sums_on_host, bool keeps_weight_slots);
   void add_weight_slots(int32_t num_more);
 
-  int64_t new_store(const tf_pointers* pointers, int64_t num_slices);
+  int64_t new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base);
   void free_store(int64_t store);
   void add_speculative_store(int64_t layout, int64_t store);
   int64_t take_speculative_store(int64_t layout);
@@ -250,6 +277,7 @@ class Executor {
   // Threads.
   void move_loop();
   void work_loop();
+  void follow_file();
 
   // Waits with the lock held. False if the executor has failed or is closing.
   template <class Condition>
@@ -337,6 +365,7 @@ class Executor {
   void finish(Task& task);
   void free_speculative_store(Task& task);
   void free_slot(Task& task);
+  void free_state(Task& task, bool is_changed);
   void free_gradients(Task& task);
   void tell_released(Task& task);
   void copy_out(Task& task, Slot* slot);
@@ -363,8 +392,9 @@ class Executor {
   std::unique_ptr<Stream> out_, in_, fetch_;
   std::atomic<double> orders_delay_s_{0};  // for tests
   SlotPool slots_, weight_slots_;
+  const std::shared_ptr<StateFile> file_;  // of stores that are not in memory; nullptr: there are none
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::map<int64_t, Pointers> stores_;
+  std::map<int64_t, Store> stores_;
   std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout
   std::set<int64_t> missing_;                                   // buckets that found no speculative store
   std::map<int64_t, std::unique_ptr<Job>> jobs_;

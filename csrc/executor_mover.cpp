@@ -171,7 +171,8 @@ const void* Executor::weight_of(const Task& task, size_t i) {
   const Bucket& one = *task.bucket;
   if (!task.weights.empty()) return task.weights[i];
   if (task.weight_slot) return task.weight_slot->raw + one.slices[i].offset * bytes_of(one.spec.type);
-  const tf_pointers& found = stores_.at(one.store)[i];
+  assert(stores_.at(one.store).record < 0);
+  const tf_pointers& found = stores_.at(one.store).slices[i];
   return found.weight ? found.weight : found.master;
 }
 
@@ -185,7 +186,8 @@ bool Executor::start_fetches() {
     for (auto& item : fetch.items) {
       const void* from = item.from;
       if (item.bucket >= 0) {
-        const tf_pointers& first = stores_.at(bucket(item.bucket).store)[0];
+        assert(stores_.at(bucket(item.bucket).store).record < 0);
+        const tf_pointers& first = stores_.at(bucket(item.bucket).store).slices[0];
         from = first.weight ? first.weight : first.master;
       }
       fetch_->begin_span();

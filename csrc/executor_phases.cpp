@@ -47,6 +47,7 @@ bool Executor::reserve(Task& task) {
 }
 
 bool Executor::take_store(Task& task) {
+  if (stores_.at(task.bucket->store).record >= 0) return false;
   if (is_external_ || !task.is_whole()) return false;  // a swap would lose slices that are not updated
   auto& stores = speculative_stores_[task.bucket->spec.layout];
   if (stores.empty()) {
@@ -149,6 +150,7 @@ void Executor::give_up(Task& task) {
   auto& parts = task.bucket->parts;
   parts.erase(std::remove(parts.begin(), parts.end(), &task), parts.end());
   free_speculative_store(task);
+  free_state(task, false);
   free_gradients(task);
   task.has_weights = false;
   finish(task);
@@ -172,6 +174,12 @@ void Executor::free_speculative_store(Task& task) {
   if (task.weight_slot) weight_slots_.give(task.weight_slot, nullptr);
   task.weight_slot = nullptr;
   task.has_weights = false;
+}
+
+// Gives the state of a task back to its file.
+void Executor::free_state(Task& task, bool is_changed) {
+  if (task.state) file_->release_update(stores_.at(task.bucket->store).record, is_changed);
+  task.state = nullptr;
 }
 
 void Executor::free_slot(Task& task) {

@@ -79,6 +79,8 @@ bool Executor::prepare(Task& task) {
   if (is_saved && task.speculative_store < 0 && !take_store(task)) return want(*task.bucket);
   if (is_saved) task.bucket->is_wanted = false;
   if (!is_saved && !is_ahead && task.speculative_store >= 0) free_speculative_store(task);
+  int64_t record = stores_.at(task.bucket->store).record;
+  if (record >= 0 && task.has_present() && !task.state && !(task.state = file_->try_hold(record))) return false;
   if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
   // An update before the decision keeps its slot until the decision is made, so the pool may grow.
   task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
@@ -156,9 +158,16 @@ void Executor::update(Lock& lock, Task& task) {
   bool is_ahead = !task.job->is_open();
   bool is_aside = task.speculative_store >= 0;
   assert(is_aside || !is_ahead);
+  bool is_own_master = one.spec.type == TF_F32 || one.spec.master_kind == TF_MASTER_NONE;
   std::vector<tf_segment> segments;
-  const Pointers& read = stores_.at(one.store);
-  const Pointers& write = is_aside ? stores_.at(task.speculative_store) : read;
+  struct Copy {
+    void* into;
+    const void* from;
+    int64_t numel;
+  };
+  std::vector<Copy> copies;
+  const Store& read = stores_.at(one.store);
+  const Store& write = is_aside ? stores_.at(task.speculative_store) : read;
   int64_t size = task.is_summed ? 4 : bytes_of(one.spec.type);
   for (size_t i = 0; i < one.slices.size(); ++i) {
     if (!task.present[i]) continue;
@@ -166,24 +175,27 @@ void Executor::update(Lock& lock, Task& task) {
     int64_t step = one.spec.steps[i] + 1;
     const tf_hyper& row = hyper_of(task, slice.group, step);
     tf_segment segment{};
+    tf_pointers from = read.at(i, task.state), into = write.at(i, task.state);
     segment.grad = static_cast<const char*>(task.grads) + slice.offset * size;
-    segment.weight_in = read[i].weight;
-    segment.weight = write[i].weight;
-    if (task.weight_slot) segment.weight = task.weight_slot->raw + slice.offset * bytes_of(one.spec.type);
-    segment.master_in = read[i].master;
-    segment.master = write[i].master;
+    segment.weight_in = from.weight;
+    segment.weight = into.weight;
+    void* sent = task.weight_slot ? task.weight_slot->raw + slice.offset * bytes_of(one.spec.type) : nullptr;
+    bool is_in_state = is_own_master || into.weight;
+    if (sent && !is_in_state) segment.weight = sent;
+    if (sent && is_in_state) copies.push_back({sent, is_own_master ? into.master : into.weight, slice.numel});
+    segment.master_in = from.master;
+    segment.master = into.master;
     for (int k = 0; k < 2; ++k) {
-      segment.state_in[k] = read[i].state[k];
-      segment.state[k] = write[i].state[k];
-      segment.scale_in[k] = read[i].scale[k];
-      segment.scale[k] = write[i].scale[k];
+      segment.state_in[k] = from.state[k];
+      segment.state[k] = into.state[k];
+      segment.scale_in[k] = from.scale[k];
+      segment.scale[k] = into.scale[k];
     }
     segment.numel = slice.numel;
     segment.first_index = slice.first_index;
     segment.rule = one.spec.rule;
     segment.format = one.spec.format;
     segment.grad_type = task.is_summed ? static_cast<int32_t>(TF_F32) : one.spec.type;
-    bool is_own_master = one.spec.type == TF_F32 || one.spec.master_kind == TF_MASTER_NONE;
     segment.weight_type = is_own_master ? static_cast<int32_t>(TF_NONE) : one.spec.type;
     segment.master_kind = one.spec.master_kind;
     segment.factor = static_cast<float>(row.sign * task.job->factor());
@@ -195,12 +207,15 @@ void Executor::update(Lock& lock, Task& task) {
   lock.unlock();
   double start_s = now_s();
   if (!segments.empty()) tf_update(segments.data(), segments.size());
+  // Weights in a state that leaves the memory before they are sent.
+  for (auto& copy : copies) memcpy(copy.into, copy.from, copy.numel * bytes_of(one.spec.type));
   double end_s = now_s();
   lock.lock();
   log_if_long(TF_SPAN_LOCK, end_s);
   counters_.busy_s += end_s - start_s;
   if (!segments.empty())
     log_.add({is_ahead ? TF_SPAN_AHEAD : TF_SPAN_UPDATE, static_cast<int32_t>(task.bucket_index), start_s, end_s});
+  free_state(task, !segments.empty());
   updated(task, is_ahead);
   changed_.notify_all();
 }

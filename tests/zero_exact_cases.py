@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -194,7 +195,8 @@ def build(model: Toy, case: Case, is_alone: bool) -> TwinOptimizer:
     if case.scaled:
         options["loss_scale"] = dynamic(initial_power=4, hysteresis=1, window=2)
     sums = {"sums": "host"} if case.zero.get("stage") == 2 else {}  # as ranks do it
-    tuning = Tuning(**{"bucket_numel": 384, "shadow_bytes": 1 << 20, **sums, **case.tuning})
+    own = case.tuning if not is_alone else {k: v for k, v in case.tuning.items() if k != "nvme_path"}
+    tuning = Tuning(**{"bucket_numel": 384, "shadow_bytes": 1 << 20, **sums, **own})
     zero = None if is_alone else Zero(**case.zero)
     return TwinOptimizer(model, rule_of(case.rule), accumulation_steps=case.parts, zero=zero, tuning=tuning, **options)
 
@@ -325,7 +327,9 @@ def _is_norm(norm: float | None, truth: float | None) -> bool:
 def fail(rank: int, world: int, where: str) -> dict[str, str]:
     """Something breaks on the second rank in the third step; what the loop there and elsewhere got to hear."""
     rule = "torch adagrad" if where == "worker" else "adamw"  # an update of ours is no Python that could raise
-    case = Case({"stage": 2}, rule, options={"early": True, "max_grad_norm": 50.0})
+    disk = {"nvme_path": tempfile.gettempdir(), "buffer_count": 1, "shadow_bytes": 0} if where == "disk" else {}
+    options = {"early": True, "max_grad_norm": 50.0, "ratio": 1.0}
+    case = Case({"stage": 2}, rule, options=options, tuning=disk)
     model = Toy(case)
     optimizer = build(model, case, is_alone=False)
     for step in range(20):
@@ -345,7 +349,10 @@ def _break(optimizer: TwinOptimizer, where: str) -> None:
         raise ZeroDivisionError
 
     runtime = optimizer.runtime
-    if where == "worker":
+    if where == "disk":
+        assert runtime.executor.file is not None
+        os.dup2(os.open("/proc/self/mem", os.O_RDWR), runtime.executor.file.fd)  # EIO
+    elif where == "worker":
         for bucket in (bucket for bucket in runtime.buckets if bucket.slices):
             runtime.updater.inner(bucket).optimizer.step = broken  # type: ignore[attr-defined]
     else:

@@ -32,6 +32,7 @@ from twinflow.zero.compression import Compression
 TIMEOUT_S = 1800.0  # limit for a rank to wait for another; the watch for hangs (`hang_timeout_s`) reacts much earlier
 
 
+MAX_REQUESTS: Final = 64  # reads and writes of the disk at the same time: each takes a thread
 REPLICATED: Final = {"onebitlamb": OneBitLamb, "zerooneadam": ZeroOneAdam}
 
 
@@ -207,6 +208,12 @@ def offload_options(config: Config) -> dict[str, Any]:
         return {"ratio": ratio, "early": "auto", "offload_params": is_on_host, "states": config.states}
     options = {name: getattr(offload, name) for name in offload.own_keys()} | {"states": config.states}
     tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
+    if offload.device == "nvme":
+        aio = config.aio
+        num_requests = min(MAX_REQUESTS, aio.queue_depth * aio.intra_op_parallelism)
+        tuning |= {"disk_requests": num_requests, "disk_block_bytes": aio.block_size}
+    else:
+        tuning["nvme_path"] = None
     options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
     options["offload_params"] = offloads_params(config)
     if offload.device == "none":

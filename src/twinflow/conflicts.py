@@ -38,6 +38,7 @@ _RING: Final = 'sequence ranks in the mode "ring"'
 _USE_ULYSSES: Final = 'Use the mode "ulysses".'
 _GIVE_MODEL: Final = "Pass the model as the first argument."
 _NO_STREAMED: Final = "Use tuning.streamed=0."
+_ON_DISK: Final = "state on the disk (nvme_path)"
 
 DIVISIONS: Final = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}  # config keys and their defaults
 
@@ -170,6 +171,53 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             _PARAM_KEY,
             "a delayed update needs a second copy of the weights, and the optimizer state has only one",
             "Set delayed_update to false.",
+        ),
+    },
+    "State on the disk": {
+        "ratio": Conflict(
+            'ratio="auto"',
+            _ON_DISK,
+            "the placement is chosen from times of updates in memory",
+            "Use a number as ratio, such as 1.0.",
+        ),
+        "rule": Conflict(
+            "A user's optimizer as rule",
+            _ON_DISK,
+            "the native executor reads state for the updates of twinflow's own rules",
+            "Use one of the rules {rules}, or leave nvme_path out.",
+        ),
+        "muon": Conflict(
+            'rule="muon"',
+            _ON_DISK,
+            "Muon updates matrices on the GPU, which copies their state from host memory",
+            'Use rule="adamw", or leave nvme_path out.',
+        ),
+        "offload_params": Conflict(
+            _ON_HOST,
+            _ON_DISK,
+            "the weights of a block are fetched from its state, which must be in host memory",
+            "Use offload_params=False, or leave nvme_path out.",
+        ),
+        "delayed_update": Conflict(
+            "delayed_update=True",
+            _ON_DISK,
+            "a delayed update keeps its weights in the state until the next step",
+            "Use delayed_update=False.",
+        ),
+        "streamed": Conflict(
+            "tuning.streamed={streamed}", _ON_DISK, "streamed state is copied from host memory", _NO_STREAMED
+        ),
+        "shadow_bytes": Conflict(
+            "shadow_bytes={shadow_bytes}",
+            _ON_DISK,
+            "updates before the clipping decision need a second copy of the state in host memory",
+            "Leave shadow_bytes out: these updates wait for the decision.",
+        ),
+        "compression": Conflict(
+            "1-bit Adam",
+            _ON_DISK,
+            "its ranks exchange differences to weights in the state, which must be in host memory",
+            "Use AdamW, or leave nvme_path out.",
         ),
     },
     "ZeRO stages 2 and 3": {

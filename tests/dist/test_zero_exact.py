@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import cache
@@ -39,6 +40,8 @@ from twinflow.rules import RULES
 
 STAGES = (0, 1, 2)
 EARLY: dict[str, Any] = {"early": True}
+ALL_ON_HOST: dict[str, Any] = {"ratio": 1.0}
+ON_DISK: dict[str, Any] = {"nvme_path": tempfile.gettempdir(), "buffer_count": 1, "shadow_bytes": 0}
 LONG_S = 900  # for hundreds of cases on a busy machine
 pytestmark = pytest.mark.timeout(LONG_S + 100)
 
@@ -94,6 +97,11 @@ KINDS: dict[str, Case] = {
     "delayed, three backwards": Case({}, parts=3, options={**EARLY, "delayed_update": True, "ratio": 0.5}),
     "delayed, some used": Case({}, pattern="some", bad=math.inf, scaled=True, options={"delayed_update": True}),
     "streamed": Case({}, options=EARLY, tuning={"streamed": 1.0}),
+    "on disk": Case({}, options={**EARLY, **ALL_ON_HOST}, tuning=ON_DISK),
+    "on disk, fp16, scaled": Case({}, dtype="fp16", bad=math.inf, scaled=True, options={"ratio": 0.5}, tuning=ON_DISK),
+    "on disk, bf16, other order": Case(
+        {}, dtype="bf16", pattern="turned round", watched=False, options={**EARLY, **ALL_ON_HOST}, tuning=ON_DISK
+    ),
     "closed and built again": Case({}, event="rebuild", options=EARLY),
     "model loaded": Case({}, dtype="bf16", event="load", options={**EARLY, "ratio": 0.5}),
     "weights edited": Case({}, event="edit", options={**EARLY, "ratio": 0.5}),
@@ -126,6 +134,9 @@ STUCK: dict[str, Case] = {
     "other order, few buffers": Case({}, pattern="turned round", options=EARLY, tuning={"flat_bytes": 512}),
     "few buffers, three backwards": Case(
         {}, pattern="some", parts=3, options={**EARLY, "max_grad_norm": 50.0}, tuning={"flat_bytes": 512}
+    ),
+    "on disk, some used, few buffers": Case(
+        {}, pattern="some", parts=3, options={**EARLY, **ALL_ON_HOST, "max_grad_norm": 20.0}, tuning=ON_DISK
     ),
     "delayed, few buffers": Case(
         {}, options={**EARLY, "delayed_update": True, "ratio": 0.5}, tuning={"flat_bytes": 512, "num_slots": 1}
@@ -254,12 +265,12 @@ def test_a_result_changes_without_this_sync_point_and_not_with_it(point: str) ->
 # Ends.
 
 
-@pytest.mark.parametrize("where", ["worker", "publish"])
+@pytest.mark.parametrize("where", ["worker", "publish", "disk"])
 def test_a_failure_on_one_rank_ends_all(where: str) -> None:
     """The rank where something failed says what; the others hear of it when that one leaves."""
     first, second = run_ranks(2, fail, where, timeout_s=120)
     assert second["error"] == "WorkerError"
-    assert "ZeroDivisionError" in second["cause"]
+    assert ("Input/output error" if where == "disk" else "ZeroDivisionError") in second["cause"]
     assert first["error"] == "WorkerError"
 
 

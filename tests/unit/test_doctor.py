@@ -16,10 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from twinflow.bench import machine as machine_module
+from twinflow.bench.disk import measure_disk
 from twinflow.bench.machine import Machine, parse_cpu, parse_huge_pages, parse_meminfo
 from twinflow.cli import doctor as doctor_module
 from twinflow.cli import facts as facts_module
-from twinflow.cli.doctor import doctor, print_report
+from twinflow.cli.doctor import doctor, print_report, to_dict
 from twinflow.cli.facts import Cuda, Extra, Facts, Gpu, Kernels, Pinned, findings, is_usable, threads_source
 from twinflow.monitor.progress import gib
 
@@ -251,3 +252,23 @@ def test_variables_that_cannot_work(variable: str, value: str, code: int, words:
     run = run_script(script, tmp_path, tmp_path, **{variable: value})
     assert run.returncode == code, run.stderr
     assert words in " ".join(run.stdout.split())
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    found = measure_disk(tmp_path, num_bytes=1 << 20, num_requests=3, block_bytes=1 << 16)
+    assert min(found.read, found.write, found.update) > 1e5
+    assert found.free_bytes > 1 << 20
+    assert not list(tmp_path.iterdir())
+    for word in ("disk", str(tmp_path), "read", "write", "update", "GB/s"):
+        assert word in report(replace(GOOD, disk=found))
+    assert "through the page cache" in report(replace(GOOD, disk=replace(found, is_direct=False)))
+    assert to_dict(replace(GOOD, disk=found), [])["disk"]["read"] == found.read
+
+
+def test_a_disk_that_cannot_be_measured_is_named(tmp_path: Path) -> None:
+    result = run_doctor("--disk", str(tmp_path / "missing"))
+    assert result.exit_code == 1
+    assert "--disk is" in result.output
+    with pytest.raises(OSError, match=r"--disk is .*, but must be a folder with"):
+        measure_disk(tmp_path, num_bytes=1 << 60)
+    assert not list(tmp_path.iterdir())

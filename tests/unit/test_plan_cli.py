@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import twinflow
+from twinflow.bench.disk import measure_disk
 from twinflow.cli.main import app
 from twinflow.cli.plan_input import count_module, parse_count
 from twinflow.cli.plan_text import bar
@@ -329,3 +331,37 @@ def test_numbers_as_people_write_them() -> None:
     assert bar(0.5) == "█" * 17
     assert bar(0.001) == "▏"
     assert bar(2.0).endswith("▶")
+
+
+def test_state_on_a_disk_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(measure_disk, num_bytes=1 << 20, num_requests=2, block_bytes=1 << 16)
+    monkeypatch.setattr("twinflow.cli.plan_disk.measure_disk", small)
+    found = plan_json(*H200, "--disk", str(tmp_path))
+    numel, disk = found["model"]["params"], found["disk"]
+    sizes = {row["states"]: row["file_bytes"] for row in disk["formats"]}
+    assert sizes["fp32"] == pytest.approx(12 * numel, rel=0.01)
+    assert sizes["bf16"] == pytest.approx(8 * numel, rel=0.01)
+    for row in disk["formats"]:
+        assert row["step_s"] == pytest.approx(2 * row["file_bytes"] / disk["update"])
+        assert row["fits"] == (row["file_bytes"] <= disk["free_bytes"])
+        assert row["buffer_bytes"] > 0
+    text = plan(*H200, "--disk", str(tmp_path)).stdout
+    assert "all state on the disk" in text
+    assert "GB in the file" in text
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("Muon", "Muon updates matrices"), ("Adamax", "A user's optimizer")])
+def test_an_optimizer_whose_state_cannot_be_on_a_disk_is_named(tmp_path: Path, kind: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"optimizer": {"type": kind, "params": {"lr": 1e-3}}}))
+    result = plan(*H200, "--config", str(tmp_path / "config.json"), "--disk", str(tmp_path))
+    assert result.exit_code == 1
+    assert reason in " ".join(result.output.split())
+
+
+def test_the_device_of_a_disk_is_named_as_unused(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    (tmp_path / "config.json").write_text(json.dumps({"zero_optimization": {"offload_optimizer": offload}}))
+    found = plan_json(*H200, "--config", str(tmp_path / "config.json"))
+    at = "zero_optimization.offload_optimizer"
+    assert found["unused_keys"] == [f"{at}.device", f"{at}.nvme_path"]
+    assert found["config"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"

@@ -552,7 +552,11 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"pipeline": {"stages": 1}}, ("--pipeline-parallel-size", 2), ["--pipeline-parallel-size", "'stages'"]),
         ({"tensor_parallel": {"autotp_size": 2}}, (), ["--model-parallel-size", "'autotp_size'"]),
         ({"zero_optimization": {"offload_optimiser": {}}}, (), ["FILE", "offload_optimiser", "'offload_optimizer'"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, (), ["FILE", "device", "nvme", "cpu"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}},
+            (),
+            ["FILE", "device", "nvme", "cpu", "twinflow.initialize()"],
+        ),
         ({"wandb": {"enabled": True}}, (), ["wandb.enabled", "pip install wandb"]),
         ("", (), ["FILE", "empty"]),
         ("{", (), ["FILE", "line 1"]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from twinflow.bench.disk import DiskRates, measure_disk
 from twinflow.bench.machine import Machine
+from twinflow.cli import told_errors
 from twinflow.cli.facts import Cuda, Facts, Finding, Kernels, Pinned, findings, gather, is_usable
 from twinflow.monitor.progress import gib
 
@@ -23,9 +26,15 @@ Rows = list[tuple[str, str]]
 
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of the report."),
+    disk: Path | None = typer.Option(
+        None, "--disk", help="Also measure the disk of this folder, with a file of 1 GiB, which is removed again."
+    ),
 ) -> None:
     """Check this machine and say how to fix what is missing. The exit code is 1 if twinflow cannot work here."""
     facts = gather()
+    if disk is not None:
+        with told_errors():
+            facts = replace(facts, disk=measure_disk(disk))
     found = findings(facts)
     if as_json:
         typer.echo(json.dumps(to_dict(facts, found)))
@@ -47,6 +56,7 @@ def print_report(console: Console, facts: Facts, found: Sequence[Finding]) -> No
         ("native kernels", kernel_rows(facts.kernels)),
         ("versions", [(name, version or "not installed") for name, version in facts.versions.items()]),
         ("CUDA", cuda_rows(facts.cuda, facts.pinned)),
+        ("disk", disk_rows(facts.disk) if facts.disk is not None else []),
         ("optional, installed", [(e.name, f"{e.version}: {e.purpose}") for e in facts.extras if e.version is not None]),
         ("optional, missing", [(e.name, f"{e.purpose}: pip install {e.name}") for e in missing]),
     ]
@@ -116,4 +126,14 @@ def cuda_rows(cuda: Cuda, pinned: Pinned) -> Rows:
         ("torch's CUDA", cuda.built_for or "none"),
         ("driver", f"{cuda.driver or 'none'}, up to CUDA {cuda.driver_cuda}" if cuda.driver_cuda else "none"),
         ("pinned memory", f"{trial}; RLIMIT_MEMLOCK: {limit}"),
+    ]
+
+
+def disk_rows(disk: DiskRates) -> Rows:
+    return [
+        ("folder", f"{disk.folder}, {gib(disk.free_bytes)} free"),
+        ("access", "around the page cache" if disk.is_direct else "through the page cache: no direct I/O here"),
+        ("read", f"{disk.read / 1e9:.2f} GB/s"),
+        ("write", f"{disk.write / 1e9:.2f} GB/s"),
+        ("update", f"{disk.update / 1e9:.2f} GB/s of reads and writes together"),
     ]

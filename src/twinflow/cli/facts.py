@@ -14,6 +14,7 @@ import torch
 
 from twinflow import native
 from twinflow.bench.check import disagreements
+from twinflow.bench.disk import DiskRates
 from twinflow.bench.machine import Machine, read_machine, read_versions, version_of
 from twinflow.monitor.progress import gib
 from twinflow.native.cgroup import read_text
@@ -99,6 +100,7 @@ class Facts:
     cuda: Cuda
     pinned: Pinned
     extras: Sequence[Extra]
+    disk: DiskRates | None = None  # None: no folder was given
 
 
 def gather() -> Facts:

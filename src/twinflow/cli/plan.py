@@ -11,6 +11,7 @@ from typing import Any, Final
 import typer
 
 from twinflow.cli import told_errors
+from twinflow.cli.plan_disk import disk_lines, disk_rows, measure
 from twinflow.cli.plan_input import (
     PlanOptions,
     choose_model,
@@ -57,6 +58,8 @@ def _show(options: PlanOptions) -> int:
     made = plan_around(fit, wish, place.setting, config)
     best_config = config_of(fit.case, config) if fit.fits else {}
     ignored = unused_keys(config)
+    rates = measure(options.disk, config) if options.disk is not None else None
+    rows = disk_rows(made.run, formats_of(wish), rates) if rates is not None else []
     files = []
     if options.html is not None:
         write_whole(options.html, plan_page(made, fit, place.text, best_config, ignored))
@@ -68,9 +71,14 @@ def _show(options: PlanOptions) -> int:
             raise unusable_path("--write-config", options.write_config, "a file that can be written", error) from None
         files.append(f"config: {options.write_config}")
     if options.as_json:
-        typer.echo(json.dumps(to_dict(made, fit, place.text, best_config, ignored)))
+        found = to_dict(made, fit, place.text, best_config, ignored)
+        if rates is not None:
+            found["disk"] = {**asdict(rates), "formats": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(found))
     else:
         print_plan(made, fit, place.text, ignored)
+        for line in disk_lines(rows, rates) if rates is not None else ():
+            typer.echo(line)
         for line in files:
             typer.echo(line)
     return 0 if fit.fits else 1

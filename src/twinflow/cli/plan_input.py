@@ -122,6 +122,10 @@ class PlanOptions:
         None, "none: plan bf16 weights without an fp32 master. They take 2 bytes less.  [default: fp32]"
     )
     grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1 if it fits]")
+    disk: Path | None = option(
+        None,
+        "Also plan state on the disk of this folder. A file of 1 GiB, which is removed again, measures it.",
+    )
     as_json: bool = option(False, "Print one JSON object instead of the tables.", "--json")
     html: Path | None = option(None, "Also write an HTML page to this file.")
     write_config: Path | None = option(None, "Write the recommended config to this file.")
@@ -471,7 +475,7 @@ def unused_keys(config: Mapping[str, Any], at: str = "") -> list[str]:
     found: list[str] = []
     for key, value in config.items():
         name = f"{at}{key}"
-        if name in _USED_KEYS:
+        if name in _USED_KEYS and value != "nvme":  # only --disk plans state on a disk
             continue
         if isinstance(value, dict) and value:
             found += unused_keys(value, f"{name}.")

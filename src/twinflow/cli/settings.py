@@ -342,6 +342,10 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
     offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     ratio = only_one("--ratio", parse_ratio(options.ratio), offload, "ratio")
     placement = only_one("--placement", options.placement, offload, "placement")
+    if offload.get("device") == "nvme":
+        remedy = "This command plans without a disk. Use twinflow.initialize() for state on a disk."
+        name = f"{options.config}: zero_optimization.offload_optimizer.device"
+        raise invalid_value(name, "nvme", ["cpu", "none"], remedy)
     if offload.get("device") == "none":  # then all state is on the GPU
         ratio = only_one("--ratio", ratio, offload, "device") or 0.0
         offload = {**offload, "placement": "auto"}

@@ -169,7 +169,7 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         "transformer": Refused(_NO_FUSED_LAYER),
         "fp_quantizer": Refused('Set offload_optimizer.states "int8" for a compact optimizer state'),
         "muon": Refused('Set optimizer.type to "Muon" in the config'),
-        "aio": Refused("Offload to host memory: twinflow does not use NVMe"),
+        "aio": Refused("Set offload_optimizer.device nvme: twinflow reads and writes the state itself"),
     },
     "ops.adam": _ours(_OF + "optimizers", "DeepSpeedCPUAdam FusedAdam")
     | {"ZenFlowCPUAdam": Refused("Use offload_optimizer with delayed_update, whose updates run during the next step")},
@@ -197,7 +197,7 @@ _PUBLIC: dict[str, dict[str, Entry]] = {
         "eigenvalue": Refused("Quantize with another library, such as torchao"),
         "hybrid_engine": Refused(_NO_INFERENCE),
         "fp16": Refused(f"Set fp16 in the config. For a 1-bit optimizer set {_ONEBIT}"),
-        "swap_tensor": Refused("Offload to host memory: twinflow does not use NVMe"),
+        "swap_tensor": Refused("Set offload_optimizer.device nvme: twinflow reads and writes the state itself"),
         "zenflow": Refused("Use offload_optimizer with delayed_update, whose updates run during the next step"),
         "progressive_layer_drop": Refused("Drop layers in the model's forward"),
         "data_pipeline": Refused("Choose and order the samples in your data loader"),

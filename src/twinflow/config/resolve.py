@@ -152,6 +152,13 @@ def notes(config: Config) -> list[str]:
             rule = rule_of(type(offload).model_fields[name])
             if rule is not None and rule.for_host:
                 lines.append(f"zero_optimization.offload_optimizer.{name}: {because}")
+    if offload is None or offload.device != "nvme":
+        given = offload.model_fields_set if offload is not None else set()
+        because = "no effect here, because device is not nvme"
+        names = [name for name in ("nvme_path", "buffer_count") if name in given]
+        lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in names]
+        if "aio" in config.model_fields_set:
+            lines.append("aio: no effect here, because zero_optimization.offload_optimizer.device is not nvme")
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage
         lines.append(

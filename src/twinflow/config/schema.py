@@ -61,7 +61,7 @@ _FULLY_SHARD = (
 )
 _QUANTIZED = "leave it out: twinflow sends gradients without quantization"
 _ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
-_NVME = "twinflow does not use NVMe"
+_NVME = "weights are not offloaded to a disk"
 _BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
 _TURNS_ON = "; like every true key of this section, this key turns checkpointing on"
 _COMET = "use tensorboard, csv_monitor or wandb: Comet is not supported"
@@ -170,17 +170,17 @@ class TensorParallel(Section):
 class OffloadOptimizer(Section):
     """`zero_optimization.offload_optimizer`: master weights, optimizer state and update on the host."""
 
-    device: Literal["cpu", "none"] = honoured(
+    device: Literal["cpu", "nvme", "none"] = honoured(
         "none",
-        "place of the optimizer state; cpu: the share `ratio` of it is on the host; none: all of it is on the GPU",
-        hints={"nvme": 'State on NVMe is not supported. Use "cpu". State in "int8" takes half the memory of "fp32"'},
+        "place of the optimizer state; cpu: the share `ratio` of it is on the host; nvme: this share is on a disk and "
+        "is updated on the host; none: all of it is on the GPU",
     )
-    nvme_path: str | None = unused(None, _NVME)
-    buffer_count: Whole = unused(4, _NVME)
+    nvme_path: str | None = honoured(None, "device nvme: a folder on a local disk")
+    buffer_count: Positive = honoured(4, "device nvme: number of host buffers, each for the state of one bucket")
     pin_memory: bool = unused(True, "host buffers of transfers are always page-locked")
-    pipeline_read: bool = unused(False, _NVME)
-    pipeline_write: bool = unused(False, _NVME)
-    fast_init: bool = unused(False, _NVME)
+    pipeline_read: bool = unused(False, "reads always overlap with updates")
+    pipeline_write: bool = unused(False, "writes always overlap with updates")
+    fast_init: bool = unused(False, "a file begins with zeros, which are not read")
     ratio: Ratio = honoured(
         1.0,
         'share of the state that is on the host; "auto": the share with the fastest step, chosen after the first steps',
@@ -230,6 +230,19 @@ class OffloadOptimizer(Section):
         """The keys that TwinOptimizer gets: each is the name of one of its arguments or of a field of `Tuning`."""
         keys = ((name, rule_of(info)) for name, info in cls.model_fields.items() if name != "device")
         return tuple(name for name, rule in keys if rule is not None and rule.kind == HONOURED)
+
+
+class Aio(Section):
+    """`aio`: reads and writes with `offload_optimizer.device` nvme."""
+
+    block_size: Positive = honoured(1 << 20, "bytes of one read or write, rounded up to whole pages")
+    queue_depth: Positive = honoured(
+        8, "number of reads and writes at the same time, multiplied by intra_op_parallelism; at most 64 together"
+    )
+    intra_op_parallelism: Positive = honoured(1, "factor of queue_depth")
+    single_submit: bool = unused(False, "each read and each write is submitted by a thread of its own")
+    overlap_events: bool = unused(True, "reads and writes always overlap")
+    use_gds: bool = unused(False, "state is read into host memory, where it is updated")
 
 
 class OffloadParam(Section):
@@ -557,7 +570,7 @@ class Config(Section):
     zero_allow_untested_optimizer: bool = unused(False, "any torch.optim.Optimizer is allowed")
     zero_force_ds_cpu_optimizer: bool = unused(True, "any torch.optim.Optimizer can run on the host")
     vocabulary_size: Positive | None = unused(None, "the model determines the size of its vocabulary")
-    aio: Free | None = unused(None, "twinflow does not use NVMe")
+    aio: Aio = section(Aio, "reads and writes of the optimizer state on a disk")
 
     gradient_predivide_factor: Above = honoured(
         1.0,
@@ -633,6 +646,7 @@ RENAMES: Final = (
     Rename(("allgather_size",), (ZERO, "allgather_bucket_size")),
     Rename(("offload_optimizer",), (ZERO, "offload_optimizer")),
     Rename(("offload_param",), (ZERO, "offload_param")),
+    Rename(("aio", "thread_count"), ("aio", "intra_op_parallelism")),
     Rename((ZERO, "cpu_offload"), (ZERO, "offload_optimizer"), convert=_offload),
     Rename((ZERO, "cpu_offload_param"), (ZERO, "offload_param"), convert=_offload),
     Rename((ZERO, "stage3_gather_fp16_weights_on_model_save"), (ZERO, "stage3_gather_16bit_weights_on_model_save")),
@@ -673,6 +687,7 @@ def json_schema() -> dict[str, Any]:
         (): schema,
         ("zero_optimization",): schema["$defs"]["ZeroOptimization"],
         ("tensor_parallel",): schema["$defs"]["TensorParallel"],
+        ("aio",): schema["$defs"]["Aio"],
     }
     for part in (schema, *schema["$defs"].values()):
         part["properties"] = {name: _or_auto(key) for name, key in part["properties"].items()}

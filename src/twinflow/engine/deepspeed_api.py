@@ -95,7 +95,15 @@ def _overlaps(config: Config) -> bool:
 
 def _is_offloaded(config: Config) -> bool:
     offload = config.zero_optimization.offload_optimizer
-    return offload is not None and offload.device == "cpu"
+    return offload is not None and offload.device != "none"
+
+
+def _is_on(device: str) -> Callable[[Config], bool]:
+    def read(config: Config) -> bool:
+        offload = config.zero_optimization.offload_optimizer
+        return offload is not None and offload.device == device
+
+    return read
 
 
 def _ratio(config: Config) -> object:
@@ -210,8 +218,9 @@ ENGINE: Final[Mapping[str, Method]] = {
         "param_persistence_threshold model_persistence_threshold allgather_sequential"
     ),
     **_same_keys(f"{_ZERO}.offload_optimizer", "", "super_offload cpuadam_cores_perc"),
-    "zero_use_cpu_optimizer": Computed(_is_offloaded, "whether offload_optimizer.device is cpu"),
-    "zero_cpu_offload": Computed(_is_offloaded, "whether offload_optimizer.device is cpu"),
+    "zero_use_cpu_optimizer": Computed(_is_offloaded, "whether offload_optimizer.device is cpu or nvme"),
+    "zero_cpu_offload": Computed(_is_on("cpu"), "whether offload_optimizer.device is cpu"),
+    "zero_nvme_offload_optimizer": Computed(_is_on("nvme"), "whether offload_optimizer.device is nvme"),
     "zero_partial_offload": Computed(_ratio, "offload_optimizer.ratio; 1.0 without this section"),
     "is_first_weights_partition_group": Computed(
         lambda config: config.zero_optimization.stage == 3, "whether the stage is 3"
@@ -239,7 +248,7 @@ ENGINE: Final[Mapping[str, Method]] = {
     **_no_effect(
         _OFF,
         "data_efficiency_enabled data_sampling_enabled curriculum_learning_enabled random_ltd_enabled "
-        "autotuning_enabled autotuning_profile_model_info zero_nvme_offload_optimizer is_deepcompile_active "
+        "autotuning_enabled autotuning_profile_model_info is_deepcompile_active "
         "compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
         bool,
     ),

@@ -23,7 +23,20 @@ class CSettings(Structure):
         (c_int32, "device holds_on_host sums_on_host is_external"),
         (c_int64, "slot_bytes"),
         (c_int32, "num_slots num_weight_slots"),
+        (c_void_p, "file"),
     )
+
+
+class CFileSettings(Structure):
+    _fields_ = fields((c_int32, "fd num_buffers num_threads"), (c_int64, "buffer_bytes block_bytes"))
+
+
+class CFileFailure(Structure):
+    _fields_ = fields((c_int32, "kind error"), (c_int64, "offset"))
+
+
+class CFileCounters(Structure):
+    _fields_ = fields((c_int64, "bytes_read bytes_written num_updates num_late"))
 
 
 class CSlice(Structure):
@@ -89,6 +102,7 @@ class CSpan(Structure):
 
 _EXECUTOR = c_void_p
 _EVENT = c_void_p
+_FILE = c_void_p
 _QUICK: Signatures = {
     "tf_event_new": ([], _EVENT),
     "tf_event_signal": ([_EVENT, c_int32], None),
@@ -105,7 +119,7 @@ _QUICK: Signatures = {
     "tf_executor_delay": ([_EXECUTOR, c_int32, c_double], None),
     "tf_executor_counters": ([_EXECUTOR, POINTER(CCounters)], None),
     "tf_executor_record_spans": ([_EXECUTOR, c_int32], None),
-    "tf_store_new": ([_EXECUTOR, POINTER(CPointers), c_int64], c_int64),
+    "tf_store_new": ([_EXECUTOR, POINTER(CPointers), c_int64, c_int64, c_int64], c_int64),
     "tf_store_free": ([_EXECUTOR, c_int64], None),
     "tf_store_add_speculative": ([_EXECUTOR, c_int64, c_int64], None),
     "tf_store_take_speculative": ([_EXECUTOR, c_int64], c_int64),
@@ -150,6 +164,12 @@ _QUICK: Signatures = {
     "tf_will_release": ([_EXECUTOR], c_int32),
     "tf_fetch": ([_EXECUTOR, POINTER(CFetchItem), c_int64, _EVENT], c_int64),
     "tf_finish_update": ([_EXECUTOR, c_int64, POINTER(c_void_p)], None),
+    "tf_file_new": ([POINTER(CFileSettings)], _FILE),
+    "tf_file_free": ([_FILE], None),
+    "tf_file_add": ([_FILE, c_int64, c_int64], c_int64),
+    "tf_file_release": ([_FILE, c_int64, c_int32], None),
+    "tf_file_failed": ([_FILE, POINTER(CFileFailure)], None),
+    "tf_file_count": ([_FILE, POINTER(CFileCounters)], None),
 }
 _BLOCKING: Signatures = {
     "tf_event_wait": ([_EVENT], c_int32),
@@ -172,6 +192,9 @@ _BLOCKING: Signatures = {
     "tf_wait_weights": ([_EXECUTOR, POINTER(c_int64), c_int64], c_int32),
     "tf_wait_sent": ([_EXECUTOR, c_int64, c_int64, c_double], c_int32),
     "tf_fetch_wait": ([_EXECUTOR, c_int64], _EVENT),
+    "tf_file_close": ([_FILE], None),
+    "tf_file_hold": ([_FILE, c_int64], c_void_p),
+    "tf_file_flush": ([_FILE], c_int32),
     "tf_next_update": ([_EXECUTOR, c_double, POINTER(CUpdateTask), POINTER(c_uint8)], c_int32),
 }
 

@@ -21,7 +21,7 @@ from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 6
+API_VERSION = 7
 FILE_NAME = "libtwinflow.so"
 
 

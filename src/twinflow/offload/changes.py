@@ -174,7 +174,7 @@ def move(bucket: Bucket, plan: BucketPlan, updater: Updater, options: Sequence[O
         store = updater.new_store(plan)
     except RuntimeError as error:  # torch reports full memory as a RuntimeError
         raise MemoryError(str(error)) from error
-    if old.is_all_in_store:
+    if old.is_all_in_store and updater.is_all_in_store:
         _copy_store(bucket, before, store)
         _switch(bucket, plan, updater, store)
     else:

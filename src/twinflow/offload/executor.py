@@ -62,9 +62,11 @@ from twinflow.native.kernels import DTYPE_CODES, FORMAT_CODES, MASTER_KINDS, poi
 from twinflow.offload import sync
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.clipping import Decision
+from twinflow.offload.disk_updater import BASE, addresses
 from twinflow.offload.flats import FlatPool
 from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan
+from twinflow.offload.state_file import StateFile
 from twinflow.offload.weight_guard import plain
 from twinflow.rules import Rule
 from twinflow.rules.segment import Store
@@ -117,8 +119,11 @@ class Executor:
         num_weight_slots: int,
         holds_on_host: bool,
         sums_on_host: bool,
+        file: StateFile | None = None,
     ) -> None:
+        """`file`: the file with the state of buckets on the disk. The executor closes it (`free_slots`)."""
         self.device = device
+        self.file = file
         self.flats = flats
         self.holds_on_host = holds_on_host  # gradients wait for the clipping decision on the host, in their slots
         self.sums_on_host = sums_on_host  # every backward of a step submits tasks, and their gradients are summed
@@ -146,7 +151,10 @@ class Executor:
         self._ids = (c_int64 * _MAX_RELEASED)()
         self._events = (c_void_p * _MAX_RELEASED)()
         index = -1 if device.kind == "cpu" else _index_of(device)
-        settings = CSettings(index, holds_on_host, sums_on_host, rule is None, slot_bytes, num_slots, num_weight_slots)
+        handle = file.handle if file is not None else None
+        settings = CSettings(
+            index, holds_on_host, sums_on_host, rule is None, slot_bytes, num_slots, num_weight_slots, handle
+        )
         self._handle = self._library.tf_executor_new(ctypes.byref(settings))
         if not self._handle:
             raise wrong_state(
@@ -168,7 +176,8 @@ class Executor:
 
     def check(self) -> None:
         """Raise WorkerError if a thread or a stream has failed, RuntimeError if the executor is closed or forked."""
-        if self.error is None and self.device.error is None and not self.is_closing:
+        failure = self.file.failure() if self.file is not None else None
+        if self.error is None and self.device.error is None and failure is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
                 return
             if self.device.error is None:
@@ -184,7 +193,7 @@ class Executor:
                 "this process was forked after the optimizer was built, and has neither its threads nor its state",
                 "Use the optimizer in the process that has built it, or build a new one in this process.",
             )
-        error = self.error or self.device.error
+        error = self.error or self.device.error or failure
         if error is not None:
             raise WorkerError(f"An update in the background failed: {error!r}. {_RESTART}") from error
         raise _closed()
@@ -205,8 +214,12 @@ class Executor:
         self._library.tf_executor_close(self._handle)
 
     def free_slots(self) -> None:
-        """Free the slots. Call it only after `close` and after the end of `TorchWorker`, which uses the slots."""
+        """Free the slots and the file. Call it only after `close` and after the end of `TorchWorker`, which uses the
+        slots.
+        """
         self._library.tf_executor_free_slots(self._handle)
+        if self.file is not None:
+            self.file.close()
 
     def _ok(self, result: float) -> float:
         """Return the result of a native call that may block. Raise if it is negative: the executor failed or closed."""
@@ -237,7 +250,7 @@ class Executor:
     @property
     def can_run_ahead(self) -> bool:
         """Whether updates can be written to speculative stores, ahead of the clipping decision."""
-        return self._rule is not None
+        return self._rule is not None and self.file is None
 
     @property
     def counters(self) -> CCounters:
@@ -280,13 +293,17 @@ class Executor:
     def add_store(self, plan: BucketPlan, store: Store) -> int:
         """Register the buffers of a store and return its handle. The store is kept until `drop_store`."""
         table = (CPointers * len(plan.slices))()
+        record, there = -1, store
+        if store.master.is_meta:
+            assert self.file is not None
+            record, there = self.file.record_of(plan.index), addresses(store)
         for entry, piece in zip(table, plan.slices, strict=True):
-            found = pointers(store.narrow(piece.offset, piece.numel))
+            found = pointers(there.narrow(piece.offset, piece.numel))
             entry.weight = found.weight
             entry.master = found.master
             entry.state = found.states
             entry.scale = found.scales
-        handle: int = self._library.tf_store_new(self._handle, table, len(table))
+        handle: int = self._library.tf_store_new(self._handle, table, len(table), record, BASE)
         self._stores[handle] = store
         return handle
 

@@ -18,15 +18,21 @@ from twinflow.offload.flats import FlatPool
 from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
 from twinflow.offload.speculative_stores import SpeculativeStores
+from twinflow.offload.state_file import StateFile
 from twinflow.rules import Rule
 
 
 def new_executor(
-    device: Device, rule: Rule | None, plans: Sequence[BucketPlan], settings: Settings, tensor_device: torch.device
+    device: Device,
+    rule: Rule | None,
+    plans: Sequence[BucketPlan],
+    settings: Settings,
+    tensor_device: torch.device,
+    file: StateFile | None,
 ) -> Executor:
     """An executor with empty pools whose limits fit the buckets.
 
-    `rule` is the rule of updates on the host, or None for a user's optimizer.
+    `rule` is the rule of updates on the host, or None for a user's optimizer. `file`: the state on the disk.
     """
     num_hosted = sum(plan.place == HOST for plan in plans)
     return Executor(
@@ -38,6 +44,7 @@ def new_executor(
         num_weight_slots(settings, num_hosted),
         settings.hold_on_host,
         settings.sums_on_host,
+        file,
     )
 
 

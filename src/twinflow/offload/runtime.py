@@ -49,6 +49,7 @@ from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Param, Updater, new_bucket, note_step
 from twinflow.offload.collector import Collector
 from twinflow.offload.device_work import DeviceWork
+from twinflow.offload.disk_updater import DiskUpdater
 from twinflow.offload.executor import Executor, Held
 from twinflow.offload.fetcher import Gather
 from twinflow.offload.frozen import FrozenState
@@ -112,8 +113,9 @@ class Runtime:
         self._loss_scale = loss_scale
         wholes = shards.wholes if isinstance(shards, SharedBuckets) else [None] * len(plans)
         host = updaters[HOST]
-        rule = host.rule if isinstance(host, RuleUpdater) else None
-        self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device)
+        rule = host.rule if isinstance(host, (RuleUpdater, DiskUpdater)) else None
+        file = host.file if isinstance(host, DiskUpdater) else None
+        self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device, file)
         self.buckets: list[Bucket] = []
         for plan, whole in zip(plans, wholes, strict=True):
             bucket = new_bucket(params, plan, whole, updaters[plan.updater], self._offloads_params(plan), executor)

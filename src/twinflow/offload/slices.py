@@ -67,6 +67,12 @@ def write_master(whole: Store, values: Tensor, keep: bool) -> None:
             set_master(store, _adopted(_master(store), given))
 
 
+def keeps_master(whole: Store, values: Tensor) -> bool:
+    """Whether `write_master` with `keep` would change nothing."""
+    parts = ((_master(store), values[at : at + store.master.numel()]) for at, store in _chunks(whole))
+    return all(bool(rounds_to(master.float(), _on(master.device, given)).all()) for master, given in parts)
+
+
 def _adopted(master: Tensor, given: Tensor) -> Tensor:
     """`given` as fp32, or `master` in elements that round to it. On the host, an fp32 `master` is overwritten."""
     if master.dtype == torch.bfloat16:  # the weights themselves

@@ -28,6 +28,7 @@ from twinflow.codes.reference import exponents_of, two_to
 from twinflow.conflicts import refuse
 from twinflow.offload.bucket import Bucket, Param, target
 from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.disk_updater import DiskUpdater
 from twinflow.offload.plan import Slice
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.updater import RuleUpdater
@@ -254,7 +255,7 @@ class Switch:
 
 def read_state(bucket: Bucket, index: int, key: str) -> Tensor:
     """The master, a state or its scales (`key`) of a slice, for twinflow's rules. A bf16 state stays bf16."""
-    assert isinstance(bucket.updater, (RuleUpdater, DeviceUpdater, StreamedUpdater))
+    assert isinstance(bucket.updater, (RuleUpdater, DiskUpdater, DeviceUpdater, StreamedUpdater))
     found = bucket.updater.read_one(bucket, index, key)
     assert found is not None
     return found

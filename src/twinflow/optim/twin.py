@@ -104,6 +104,7 @@ class TwinOptimizer(Outcomes):
     - `offload_params`: the weights of blocks with state on the host are there too. The weights of a block are copied to
       the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
       `placement` then place whole blocks.
+    - `tuning.nvme_path`: a folder on a disk. The state that would be on the host is in a file there.
 
     How a step works:
 
@@ -227,6 +228,7 @@ class TwinOptimizer(Outcomes):
         if self.matrix_groups:
             checks.check_muon(self._settings, self.master)
         checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)
+        checks.check_disk(self._settings, ratio, zero, self.rule)
         self.zero = zero
         self._switch: Switch | None = None  # switch to compressed communication
         if zero is not None and zero.compression is not None:
@@ -293,9 +295,11 @@ class TwinOptimizer(Outcomes):
         plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts)
         plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
-        sizes = [kind.nbytes(plan) for plan in plans]
+        file = kind.state_file(plans)
+        sizes = [0 if file is not None and plan.place == HOST else kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
-        build.check_room(plans, sizes, room, self.ratio, bytes_of_gradients(self._settings, plans), aside is not None)
+        others = bytes_of_gradients(self._settings, plans) + (file.sizes.memory_bytes if file is not None else 0)
+        build.check_room(plans, sizes, room, self.ratio, others, aside is not None)
         if aside is not None:
             resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
             here = [param.tensor for param, spec in zip(params, specs, strict=True) if spec.block in resident]
@@ -303,7 +307,7 @@ class TwinOptimizer(Outcomes):
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
-            kind.new_updaters(device, where, self.team.row_exchange() if has_rows and self.team is not None else None),
+            kind.new_updaters(device, where, self.team.row_exchange() if has_rows and self.team else None, file),
             params,
             plans,
             self._settings,
@@ -427,17 +431,21 @@ class TwinOptimizer(Outcomes):
             return f"{type(self).__name__}(\n{groups}"
         runtime, kind = self._runtime, self.kind
         plans = [bucket.plan for bucket in runtime.buckets]
+        file = runtime.executor.file
         on_host = sum(kind.nbytes(plan) for plan in plans if plan.place != RESIDENT)
         on_device = sum(kind.nbytes(plan) for plan in plans if plan.place == RESIDENT)
+        place = "the host" if file is None else f"the disk ({file.sizes.folder})"
         lines = [
             f"rule: {self.rule_name}",
             f"states: {self.states}{', without master weights' if self.master == 'none' else ''}",
             f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
             f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
-            f"memory of the state: {build.in_bytes(on_host)} on the host, {build.in_bytes(on_device)} on the device",
+            f"memory of the state: {build.in_bytes(on_host)} on {place}, {build.in_bytes(on_device)} on the device",
             f"memory of gradient slots on the host: {build.in_bytes(bytes_of_gradients(self._settings, plans))}",
             f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
+        if file is not None:
+            lines.append(f"memory of buffers for the disk: {build.in_bytes(file.sizes.memory_bytes)}")
         if self._settings.offload_params:
             blocks = {bucket.plan.block: bucket.offloads_params for bucket in runtime.buckets}
             blocks.pop(ROOT, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from twinflow.errors import not_enough
 from twinflow.offload.blocks import experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.device_updater import DeviceUpdater
+from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of
 from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
 from twinflow.offload.param_offload import take_aside
@@ -28,6 +30,7 @@ from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, 
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sharing import MatrixExchange
+from twinflow.offload.state_file import Reserved, StateFile, in_pages
 from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
@@ -85,11 +88,15 @@ class StateKind:
         return int(getattr(each, plan.place) * plan.numel) + extra
 
     def new_updaters(
-        self, device: Device, where: torch.device, exchange: MatrixExchange | None = None
+        self,
+        device: Device,
+        where: torch.device,
+        exchange: MatrixExchange | None = None,
+        file: StateFile | None = None,
     ) -> dict[str, Updater]:
         """The updaters by name (`BucketPlan.updater`). An updater allocates, reads and writes the state of buckets.
 
-        `exchange`: see `MuonUpdater`.
+        `exchange`: see `MuonUpdater`. `file`: for the state that is on the host otherwise.
         """
         if self.recipe is not None:
             return {
@@ -100,8 +107,9 @@ class StateKind:
         assert self.rule is not None
         keeps_states, rule = not self.is_stateless, self.rule.elementwise or self.rule
         programs, master = self.tuning.update_programs, self.master
+        in_memory = RuleUpdater(rule, self.format, device, keeps_states, self.offloads_params, master)
         updaters: dict[str, Updater] = {
-            HOST: RuleUpdater(rule, self.format, device, keeps_states, self.offloads_params, master),
+            HOST: DiskUpdater(rule, self.format, keeps_states, master, file) if file is not None else in_memory,
             RESIDENT: DeviceUpdater(rule, self.format, where, keeps_states, self.keeps_weights, programs, master),
             STREAMED: StreamedUpdater(rule, self.format, device, where, keeps_states, master=master),
         }
@@ -110,6 +118,21 @@ class StateKind:
             streamed = StreamedUpdater(self.rule, self.format, device, where, there=there)
             updaters |= {f"{RESIDENT} {MATRICES}": there, f"{STREAMED} {MATRICES}": streamed}
         return updaters
+
+    def state_file(self, plans: Sequence[BucketPlan]) -> StateFile | None:
+        """The file for the state of buckets on the host, with all of its space; None: this state is in memory."""
+        tuning, hosted = self.tuning, [plan for plan in plans if plan.place == HOST and plan.numel]
+        if tuning.nvme_path is None:
+            return None
+        assert self.rule is not None
+        sizes = [record_bytes(shape_of(self.rule, self.format, not self.is_stateless, self.master, p)) for p in plans]
+        there = [size for plan, size in zip(plans, sizes, strict=True) if plan in hosted]
+        num_buffers = max(1, min(tuning.buffer_count, len(plans)))
+        block_bytes = in_pages(tuning.disk_block_bytes)
+        folder = Path(tuning.nvme_path)
+        return StateFile(
+            Reserved(folder, sum(there), max(sizes, default=0), num_buffers, tuning.disk_requests, block_bytes)
+        )
 
 
 @dataclass(frozen=True)

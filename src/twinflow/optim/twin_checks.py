@@ -322,6 +322,7 @@ def default_ratio(
         and rule is not None
         and placement == "auto"
         and not tuning.streamed
+        and tuning.nvme_path is None
         and not offload_params
         and (zero is None or zero.compression is None)
     )
@@ -358,6 +359,27 @@ def check_param_offload(
         "delayed_update": settings.delayed_update,
     }
     refuse("Weights on the host", found, streamed=settings.tuning.streamed, rules=", ".join(RULES))
+
+
+def check_disk(settings: Settings, ratio: float | str, zero: Zero | None, rule: Rule | None) -> None:
+    """Raises ValueError for options that conflict with state on the disk."""
+    tuning = settings.tuning
+    if tuning.nvme_path is None:
+        return
+    if not tuning.nvme_path:
+        raise invalid_value("tuning.nvme_path", "", "a folder on a local disk, or None")
+    found = {
+        "ratio": ratio == "auto",
+        "rule": rule is None,
+        "muon": rule is not None and rule.elementwise is not None,
+        "offload_params": settings.offload_params,
+        "delayed_update": settings.delayed_update,
+        "streamed": tuning.streamed,
+        "shadow_bytes": tuning.shadow_bytes,
+        "compression": zero is not None and zero.compression is not None,
+    }
+    shadow_bytes, streamed = tuning.shadow_bytes, tuning.streamed
+    refuse("State on the disk", found, shadow_bytes=shadow_bytes, streamed=streamed, rules=", ".join(RULES))
 
 
 def check_muon(settings: Settings, master: str) -> None:

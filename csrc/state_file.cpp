@@ -1,0 +1,348 @@
+// Reads and writes the state of buckets in a file (state_file.h).
+#include "state_file.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "streams.h"
+
+namespace tf {
+
+StateFile::StateFile(const tf_file_settings& settings) : settings_(settings) {
+  for (int32_t i = 0; i < settings.num_buffers; ++i) {
+    auto made = std::make_unique<Buffer>();
+    void* raw = mmap(nullptr, settings.buffer_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (raw == MAP_FAILED) {
+      has_memory_ = false;
+      return;
+    }
+    made->raw = static_cast<char*>(raw);
+    tf_advise_huge(raw, settings.buffer_bytes);
+#ifdef MADV_DONTFORK
+    // A page that is copied by a fork while the disk writes to it would lose what the disk writes.
+    madvise(raw, settings.buffer_bytes, MADV_DONTFORK);
+#endif
+    buffers_.push_back(std::move(made));
+  }
+  for (int32_t i = 0; i < settings.num_threads; ++i) threads_.emplace_back([this] { work_loop(); });
+}
+
+void StateFile::close() {
+  {
+    Lock lock(mutex_);
+    is_closing_ = true;
+  }
+  work_.notify_all();
+  changed_.notify_all();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  Lock lock(mutex_);
+  changed_.wait(lock, [&] { return num_users_ == 0; });
+  for (auto& buffer : buffers_) munmap(buffer->raw, settings_.buffer_bytes);
+  buffers_.clear();
+}
+
+void StateFile::listen(std::function<void()> listener) {
+  std::lock_guard<std::mutex> lock(listener_mutex_);
+  listener_ = std::move(listener);
+}
+
+int64_t StateFile::add(int64_t offset, int64_t num_bytes) {
+  Lock lock(mutex_);
+  auto made = std::make_unique<Record>();
+  made->offset = offset;
+  made->num_bytes = num_bytes;
+  made->checksum.resize(num_blocks(*made));
+  records_.push_back(std::move(made));
+  return static_cast<int64_t>(records_.size()) - 1;
+}
+
+char* StateFile::try_hold(int64_t index) {
+  Lock lock(mutex_);
+  if (is_over()) return nullptr;
+  Buffer* buffer = records_[index]->buffer;
+  if (!buffer) {
+    if (ask(index, false)) counters_.num_late += 1;
+    start_reads();
+    return nullptr;
+  }
+  if (buffer->phase != Phase::kReady) {
+    if (buffer->phase == Phase::kReading) buffer->use = kAsked;
+    return nullptr;
+  }
+  take(*buffer);
+  counters_.num_updates += 1;
+  if (last_ >= 0) records_[last_]->next = index;
+  last_ = index;
+  start_reads();
+  return buffer->raw;
+}
+
+char* StateFile::hold(int64_t index) {
+  Lock lock(mutex_);
+  ++num_users_;
+  ++num_waiting_;
+  Buffer* found = nullptr;
+  while (!is_over()) {
+    found = records_[index]->buffer;
+    if (found && found->phase == Phase::kReady) break;
+    if (!found) {
+      ask(index, true);
+      start_reads();
+    }
+    found = nullptr;
+    changed_.wait(lock);
+  }
+  --num_waiting_;
+  if (is_over()) {
+    --num_users_;
+    changed_.notify_all();  // `close` may wait for this caller
+    return nullptr;
+  }
+  take(*found);
+  return found->raw;
+}
+
+void StateFile::take(Buffer& buffer) {
+  buffer.phase = Phase::kHeld;
+  buffer.use = kUsed;
+  buffer.used_at = ++clock_;
+}
+
+void StateFile::release(int64_t index, bool is_changed) {
+  give(index, is_changed, false);
+  Lock lock(mutex_);
+  --num_users_;
+  changed_.notify_all();
+}
+
+void StateFile::release_update(int64_t index, bool is_changed) { give(index, is_changed, true); }
+
+void StateFile::give(int64_t index, bool is_changed, bool is_written_now) {
+  Lock lock(mutex_);
+  Buffer& buffer = *records_[index]->buffer;
+  buffer.phase = Phase::kReady;
+  buffer.is_changed |= is_changed;
+  if (is_over()) return;
+  if (buffer.is_changed && is_written_now) start(buffer, Phase::kWriting);
+  start_reads();
+  changed_.notify_all();
+}
+
+bool StateFile::flush() {
+  Lock lock(mutex_);
+  ++num_users_;
+  changed_.wait(lock, [&] {
+    if (is_over()) return true;
+    bool is_clean = true;
+    for (auto& buffer : buffers_) {
+      if (buffer->phase == Phase::kReady && buffer->is_changed) start(*buffer, Phase::kWriting);
+      is_clean = is_clean && !buffer->is_changed;
+    }
+    return is_clean;
+  });
+  --num_users_;
+  changed_.notify_all();
+  return !is_over();
+}
+
+tf_file_failure StateFile::failure() {
+  Lock lock(mutex_);
+  return failure_;
+}
+
+void StateFile::counters(tf_file_counters* found) {
+  Lock lock(mutex_);
+  *found = counters_;
+}
+
+// Which record is read into which buffer, with `mutex_` held.
+
+// Returns whether the record was not asked for yet.
+bool StateFile::ask(int64_t index, bool is_first) {
+  auto at = std::find(asked_.begin(), asked_.end(), index);
+  bool is_new = at == asked_.end();
+  if (!is_new && !is_first) return false;
+  if (!is_new) asked_.erase(at);
+  if (is_first)
+    asked_.push_front(index);
+  else
+    asked_.push_back(index);
+  return is_new;
+}
+
+void StateFile::start_reads() {
+  while (!asked_.empty()) {
+    Record& record = *records_[asked_.front()];
+    // Only a caller that blocks may take a buffer from an update that is about to run: it could wait forever otherwise,
+    // for example if the step of this update was given up.
+    Buffer* buffer = record.buffer ? nullptr : free_buffer(num_waiting_ ? kAsked : kAhead);
+    if (!record.buffer && !buffer) {
+      start_write_of_any();
+      return;
+    }
+    int64_t index = asked_.front();
+    asked_.pop_front();
+    if (!buffer) continue;
+    buffer->record = index;
+    buffer->use = kAsked;
+    record.buffer = buffer;
+    start(*buffer, Phase::kReading);
+  }
+  int64_t index = last_;
+  for (size_t i = 0; i + 1 < buffers_.size() && index >= 0; ++i) {
+    index = records_[index]->next;
+    if (index < 0 || index == last_) return;
+    Record& record = *records_[index];
+    if (record.buffer) {
+      record.buffer->use = std::max(record.buffer->use, kAhead);  // it must stay until it is used
+      continue;
+    }
+    Buffer* buffer = free_buffer(kUsed);
+    if (!buffer) return;
+    buffer->record = index;
+    buffer->use = kAhead;
+    record.buffer = buffer;
+    start(*buffer, Phase::kReading);
+  }
+}
+
+// A buffer for another record: one that is not used soon, and of these the one that was used first.
+StateFile::Buffer* StateFile::free_buffer(Use highest) {
+  Buffer* best = nullptr;
+  for (auto& one : buffers_) {
+    if (one->phase == Phase::kEmpty) return one.get();
+    if (one->phase != Phase::kReady || one->is_changed || one->use > highest) continue;
+    if (!best || std::make_pair(one->use, one->used_at) < std::make_pair(best->use, best->used_at)) best = one.get();
+  }
+  if (best) {
+    records_[best->record]->buffer = nullptr;
+    best->phase = Phase::kEmpty;
+  }
+  return best;
+}
+
+// Writes a changed buffer, for a read that waits for a buffer.
+void StateFile::start_write_of_any() {
+  Buffer* first = nullptr;
+  for (auto& one : buffers_) {
+    if (one->phase == Phase::kWriting) return;
+    bool is_idle = one->phase == Phase::kReady && one->is_changed;
+    if (is_idle && (!first || one->used_at < first->used_at)) first = one.get();
+  }
+  if (first) start(*first, Phase::kWriting);
+}
+
+void StateFile::start(Buffer& buffer, Phase phase) {
+  buffer.phase = phase;
+  buffer.num_left = num_blocks(*records_[buffer.record]);
+  for (int64_t i = 0; i < buffer.num_left; ++i) queue_.push_back({&buffer, i, phase == Phase::kWriting});
+  work_.notify_all();
+}
+
+// The threads.
+
+void StateFile::work_loop() {
+  name_thread("twinflow-disk");
+  Lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return is_over() || !queue_.empty(); });
+    if (is_closing_) return;
+    if (failure_.kind) {  // until `close`
+      queue_.clear();
+      work_.wait(lock, [&] { return is_closing_; });
+      return;
+    }
+    Work work = queue_.front();
+    queue_.pop_front();
+    Record& record = *records_[work.buffer->record];
+    lock.unlock();
+    bool works = run(work, record);
+    lock.lock();
+    if (works) done(work);
+    bool is_end = !works || work.buffer->num_left == 0;
+    if (!is_end) continue;
+    lock.unlock();
+    changed_.notify_all();
+    {
+      std::lock_guard<std::mutex> listening(listener_mutex_);
+      if (listener_) listener_();
+    }
+    lock.lock();
+  }
+}
+
+// Reads or writes one block, without the lock. False after an error.
+bool StateFile::run(const Work& work, Record& record) {
+  int64_t start = work.block * settings_.block_bytes;
+  int64_t num_bytes = std::min(settings_.block_bytes, record.num_bytes - start);
+  char* at = work.buffer->raw + start;
+  uint32_t& checksum = record.checksum[work.block];
+  if (!work.is_write && !record.is_written) {
+    memset(at, 0, num_bytes);
+    return true;
+  }
+  if (work.is_write) checksum = tf_crc32(0, at, num_bytes);
+  int64_t offset = record.offset + start;
+  for (int64_t count = 0; count < num_bytes;) {
+    ssize_t moved = work.is_write ? pwrite(settings_.fd, at + count, num_bytes - count, offset + count)
+                                  : pread(settings_.fd, at + count, num_bytes - count, offset + count);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) {
+      int32_t error = moved < 0 ? errno : 0;
+      fail(work.is_write ? TF_FILE_WRITE : TF_FILE_READ, error, offset + count);
+      return false;
+    }
+    count += moved;
+  }
+  if (!work.is_write && tf_crc32(0, at, num_bytes) != checksum) {
+    fail(TF_FILE_CHECKSUM, 0, offset);
+    return false;
+  }
+  return true;
+}
+
+void StateFile::done(const Work& work) {
+  Buffer& buffer = *work.buffer;
+  Record& record = *records_[buffer.record];
+  int64_t start = work.block * settings_.block_bytes;
+  int64_t num_bytes = std::min(settings_.block_bytes, record.num_bytes - start);
+  if (work.is_write)
+    counters_.bytes_written += num_bytes;
+  else if (record.is_written)
+    counters_.bytes_read += num_bytes;
+  if (--buffer.num_left > 0) return;
+  if (work.is_write) {
+    record.is_written = true;
+    buffer.is_changed = false;
+  }
+  buffer.phase = Phase::kReady;
+  if (!is_over()) start_reads();
+}
+
+void StateFile::fail(int32_t kind, int32_t error, int64_t offset) {
+  Lock lock(mutex_);
+  if (!failure_.kind) failure_ = {kind, error, offset};
+  work_.notify_all();
+}
+
+}  // namespace tf
+
+tf_state_file* tf_file_new(const tf_file_settings* settings) {
+  auto made = std::make_unique<tf_state_file>(tf_state_file{std::make_shared<tf::StateFile>(*settings)});
+  return made->file->has_memory() ? made.release() : nullptr;
+}
+void tf_file_close(tf_state_file* f) { f->file->close(); }
+void tf_file_free(tf_state_file* f) { delete f; }
+int64_t tf_file_add(tf_state_file* f, int64_t offset, int64_t num_bytes) { return f->file->add(offset, num_bytes); }
+void* tf_file_hold(tf_state_file* f, int64_t record) { return f->file->hold(record); }
+void tf_file_release(tf_state_file* f, int64_t record, int32_t is_changed) {
+  f->file->release(record, is_changed != 0);
+}
+int32_t tf_file_flush(tf_state_file* f) { return f->file->flush(); }
+void tf_file_failed(tf_state_file* f, tf_file_failure* found) { *found = f->file->failure(); }
+void tf_file_count(tf_state_file* f, tf_file_counters* found) { f->file->counters(found); }

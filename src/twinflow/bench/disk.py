@@ -1,0 +1,89 @@
+"""Measures a disk as state on the disk uses it: blocks of a file, around the page cache, by several threads."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from twinflow.errors import unusable_path
+from twinflow.offload.state_file import new_file
+
+NUM_BYTES: Final = 1 << 30
+NUM_REQUESTS: Final = 8  # the defaults of `aio` in the config
+BLOCK_BYTES: Final = 1 << 20
+
+Move = Callable[[int, mmap.mmap, int], int]  # file descriptor, buffer, offset
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Bytes per second."""
+
+    folder: str
+    free_bytes: int
+    is_direct: bool  # around the page cache
+    read: float
+    write: float
+    update: float  # each block is read and written, as by an update; the bytes of both count
+
+
+def measure_disk(
+    folder: Path, num_bytes: int = NUM_BYTES, num_requests: int = NUM_REQUESTS, block_bytes: int = BLOCK_BYTES
+) -> DiskRates:
+    """Writes a file of `num_bytes` without a name in `folder`, reads it, and does both. Raises OSError if it cannot."""
+    fd, _, is_direct = new_file(folder, "--disk")
+    try:
+        found = os.fstatvfs(fd)
+        free_bytes = found.f_bavail * found.f_frsize
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            raise unusable_path("--disk", folder, f"a folder with {num_bytes} free bytes", error) from error
+        # First, because blocks that were never written are read without the disk.
+        write = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_write,))
+        read = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_read,))
+        update = 2 * num_bytes / copy_in_place(fd, num_bytes, num_requests, block_bytes)
+    finally:
+        os.close(fd)
+    return DiskRates(str(folder), free_bytes, is_direct, read, write, update)
+
+
+def copy_in_place(fd: int, num_bytes: int, num_requests: int, block_bytes: int) -> float:
+    """Reads each block of a file and writes it back. All blocks must have been written. Returns the seconds."""
+    return _move_blocks(fd, num_bytes, num_requests, block_bytes, (_read, _write))
+
+
+def _move_blocks(fd: int, num_bytes: int, num_requests: int, block_bytes: int, moves: tuple[Move, ...]) -> float:
+    """Calls `moves` for each block of a file, `num_requests` blocks at a time. Returns the seconds."""
+    numbers = itertools.count()
+    with ThreadPoolExecutor(num_requests) as pool:
+        start_s = time.perf_counter()
+        work = partial(_move, fd, num_bytes // block_bytes, block_bytes, numbers, moves)
+        for thread in [pool.submit(work) for _ in range(num_requests)]:
+            thread.result()
+        return time.perf_counter() - start_s
+
+
+def _move(fd: int, num_blocks: int, block_bytes: int, numbers: itertools.count[int], moves: tuple[Move, ...]) -> None:
+    with mmap.mmap(-1, block_bytes) as buffer:
+        buffer[:] = os.urandom(block_bytes)  # a disk may store zeros faster
+        while (number := next(numbers)) < num_blocks:
+            for move in moves:
+                if move(fd, buffer, number * block_bytes) != block_bytes:
+                    raise OSError(f"The disk has moved only a part of {block_bytes} bytes.")
+
+
+def _read(fd: int, buffer: mmap.mmap, offset: int) -> int:
+    return os.preadv(fd, [buffer], offset)
+
+
+def _write(fd: int, buffer: mmap.mmap, offset: int) -> int:
+    return os.pwrite(fd, buffer, offset)

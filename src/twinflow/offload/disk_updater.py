@@ -1,0 +1,142 @@
+"""Reads and writes state on the disk that the native executor updates in memory (state_file.py).
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
+buffers of one bucket's optimizer state. A record is the part of the file with one store. It has the same bits as the
+store of `RuleUpdater`. The store in memory has no memory of its own: it only tells shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from twinflow.offload import slices
+from twinflow.offload.bucket import Bucket
+from twinflow.offload.plan import BucketPlan
+from twinflow.offload.state_file import StateFile, in_pages
+from twinflow.rules import Rule
+from twinflow.rules.rule import Options
+from twinflow.rules.segment import Pair, Store, is_own_master, new_states
+
+BASE: Final = 4096  # a record is described to the native executor as if it were at this address
+_ALIGN: Final = 512  # every tensor of a record starts at a multiple of this number of bytes
+
+
+class DiskUpdater:
+    """The `Updater` (bucket.py) of buckets on the disk."""
+
+    is_on_device = False
+    is_all_in_store = False
+
+    def __init__(self, rule: Rule, format: str, keeps_states: bool, master: str, file: StateFile) -> None:
+        self.rule = rule
+        self.format = format
+        self.file = file
+        self._keeps_states = keeps_states
+        self._master = master
+
+    def new_store(self, plan: BucketPlan) -> Store:
+        """Adds a record with zeros, and returns a store without memory."""
+        shape = shape_of(self.rule, self.format, self._keeps_states, self._master, plan)
+        self.file.add(plan.index, record_bytes(shape))
+        return shape
+
+    def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
+        """Sets new states to the initial value that an option of the rule gives. They are zeros already."""
+        if self.rule.start_option is not None:
+            for i in range(len(bucket.slices)):
+                self.clear(bucket, i, options)
+
+    def needs_weight_slot(self, plan: BucketPlan) -> bool:
+        """True: the state leaves the memory before its weights have been copied to the device."""
+        return True
+
+    def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
+        with self._slice(bucket, index, is_changed=False) as store:
+            return {key: value.clone() for key, value in slices.read(self.rule, store).items()}
+
+    def read_one(self, bucket: Bucket, index: int, key: str) -> Tensor | None:
+        """The value that `read` returns under `key`, except that a bf16 state is not converted to fp32."""
+        with self._slice(bucket, index, is_changed=False) as store:
+            found = slices.read_one(self.rule, store, key)
+            return found.clone() if found is not None else None
+
+    def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
+        with self._slice(bucket, index, is_changed=True) as store:
+            slices.write(self.rule, store, values)
+
+    def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
+        with self._slice(bucket, index, is_changed=True) as store:
+            slices.clear(store, self.rule.start_value(options[bucket.params[index].group]))
+
+    def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
+        if keep:  # usually nothing changes, and the record need not be written
+            with self._slice(bucket, index, is_changed=False) as store:
+                if slices.keeps_master(store, values):
+                    return
+        with self._slice(bucket, index, is_changed=True) as store:
+            slices.write_master(store, values, keep)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Does nothing: the record stays for the case that the state moves back."""
+
+    @contextmanager
+    def _slice(self, bucket: Bucket, index: int, is_changed: bool) -> Iterator[Store]:
+        piece = bucket.slices[index]
+        with self.file.hold(bucket.plan.index, is_changed) as raw:
+            yield view(bucket.store, raw).narrow(piece.offset, piece.numel)
+
+
+def shape_of(rule: Rule, format: str, keeps_states: bool, master: str, plan: BucketPlan) -> Store:
+    """The store of a bucket as meta tensors, with the tensors and dtypes of `RuleUpdater.new_store`."""
+    zeros = partial(torch.empty, device="meta")
+    states: tuple[Pair, Pair] = ((None, None), (None, None))
+    if keeps_states:
+        states = new_states(rule, format, plan.numel, zeros)
+    if is_own_master(plan.dtype, master):
+        return Store(format, zeros(plan.numel, dtype=plan.dtype), None, *states)
+    if plan.dtype == torch.bfloat16:
+        weight = zeros(plan.numel, dtype=torch.bfloat16)
+        return Store(format, zeros(plan.numel, dtype=torch.int16), weight, *states)
+    return Store(format, zeros(plan.numel, dtype=torch.float32), None, *states)
+
+
+def view(shape: Store, raw: Tensor) -> Store:
+    """A store whose tensors are consecutive in the bytes `raw`."""
+    at = 0
+
+    def take(like: Tensor | None) -> Tensor | None:
+        nonlocal at
+        if like is None:
+            return None
+        part = raw[at : at + like.numel() * like.element_size()].view(like.dtype)
+        at += _room(like)
+        return part
+
+    master = take(shape.master)
+    assert master is not None
+    weight = take(shape.weight)
+    states = take(shape.states[0]), take(shape.states[1])
+    return Store(shape.format, master, weight, states, (take(shape.scales[0]), take(shape.scales[1])))
+
+
+def addresses(shape: Store) -> Store:
+    """The store as if its record were at the address `BASE`. Its tensors must not be read or written."""
+    raw = (ctypes.c_uint8 * record_bytes(shape)).from_address(BASE)
+    return view(shape, torch.frombuffer(raw, dtype=torch.uint8))
+
+
+def record_bytes(shape: Store) -> int:
+    """Bytes of the record of a store: at least a page, also if a rank has no part of the bucket."""
+    tensors = (shape.master, shape.weight, *shape.states, *shape.scales)
+    return in_pages(max(1, sum(_room(tensor) for tensor in tensors if tensor is not None)))
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN

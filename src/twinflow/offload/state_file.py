@@ -1,0 +1,230 @@
+"""The file with the optimizer state of buckets on the disk, and its buffers in memory (csrc/state_file.h).
+
+A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A record is the
+part of the file with the state of one bucket.
+
+The file is scratch: checkpoints are the only copy of a run that outlives it. It has no name in the folder while it is
+in use, so the system frees its space when the process ends, also by SIGKILL. All of its space is reserved before
+training begins.
+
+Threads: the native executor asks for records in the order of updates. Other threads hold one record at a time (`hold`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from twinflow.errors import not_enough, unusable_path, wrong_state
+from twinflow.native.executor import CFileCounters, CFileFailure, CFileSettings, ExecutorLibrary, executor_library
+
+LOGGER = logging.getLogger("twinflow")
+
+PAGE: Final = 4096  # reads and writes around the page cache begin and end at multiples of the sectors of a disk
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)  # only Linux has it
+_VERBS: Final = {1: "reading", 2: "writing", 3: "reading"}
+_CHECKSUM: Final = 3
+_RESTART: Final = ". Remove the cause, build a new optimizer and load the last checkpoint."
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Sizes of a file and its buffers."""
+
+    folder: Path
+    total_bytes: int  # of the records that exist from the start
+    buffer_bytes: int  # of the largest record
+    num_buffers: int
+    num_threads: int  # number of reads and writes at the same time
+    block_bytes: int  # bytes of one read or write
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_buffers * self.buffer_bytes
+
+
+class StateFile:
+    """A file in `sizes.folder`. Raises OSError, before anything is written, if there is too little space."""
+
+    def __init__(self, sizes: Reserved) -> None:
+        self.sizes = sizes
+        _check_space(sizes)
+        fd, self.path, self.is_direct = new_file(sizes.folder)
+        self.fd = fd
+        self._library = library = executor_library()
+        self._end = 0  # offset of the next record
+        self._records: dict[int, tuple[int, int]] = {}  # by bucket: the record and its bytes
+        self.handle = None
+        try:
+            self._reserve(0, sizes.total_bytes)
+            self._num_reserved = sizes.total_bytes
+            settings = CFileSettings(fd, sizes.num_buffers, sizes.num_threads, sizes.buffer_bytes, sizes.block_bytes)
+            self.handle = library.tf_file_new(ctypes.byref(settings))
+            if not self.handle:
+                needed = f"{sizes.num_buffers * sizes.buffer_bytes} bytes"
+                remedy = "Use fewer buffers (buffer_count) or smaller buckets (bucket_numel)."
+                raise not_enough("host memory", "the buffers of the state on the disk", needed, "fewer", remedy)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._open, self._pid = [fd], os.getpid()
+        weakref.finalize(self, _free, library, self.handle, self._open, self._pid)
+
+    def _reserve(self, start: int, num_bytes: int) -> None:
+        try:
+            if num_bytes:
+                os.posix_fallocate(self.fd, start, num_bytes)
+        except OSError as error:
+            raise _full(self.sizes.folder, start + num_bytes, error) from error
+
+    def add(self, bucket: int, num_bytes: int) -> None:
+        """Adds the record of a bucket, with zeros. Has no effect if the bucket has one. Raises OSError if the disk is
+        full."""
+        if bucket in self._records:
+            return
+        num_bytes = in_pages(num_bytes)
+        if self._end + num_bytes > self._num_reserved:
+            self._reserve(self._num_reserved, self._end + num_bytes - self._num_reserved)
+            self._num_reserved = self._end + num_bytes
+        self._records[bucket] = (self._library.tf_file_add(self.handle, self._end, num_bytes), num_bytes)
+        self._end += num_bytes
+
+    def record_of(self, bucket: int) -> int:
+        """The number of the record of a bucket, for the native executor."""
+        return self._records[bucket][0]
+
+    @contextmanager
+    def hold(self, bucket: int, is_changed: bool) -> Iterator[Tensor]:
+        """The bytes of a record, inside the context. `is_changed`: the caller writes to them.
+
+        Raises OSError if the disk has failed. Must not be nested.
+        """
+        record, num_bytes = self._records[bucket]
+        address = self._library.tf_file_hold(self.handle, record)
+        if not address:
+            raise self.failure(_RESTART) or wrong_state(
+                "The optimizer state cannot be read", "it is closed", "Build a new one to go on training."
+            )
+        try:
+            yield torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+        finally:
+            self._library.tf_file_release(self.handle, record, is_changed)
+
+    def flush(self) -> None:
+        """Blocks until all changed records are in the file. Raises OSError if the disk has failed."""
+        if not self._library.tf_file_flush(self.handle) and (error := self.failure(_RESTART)) is not None:
+            raise error
+
+    def failure(self, remedy: str = "") -> OSError | None:
+        """The first error of the disk; None if it has worked until now. `remedy`: the end of its message."""
+        found = CFileFailure()
+        self._library.tf_file_failed(self.handle, ctypes.byref(found))
+        if not found.kind:
+            return None
+        where = f"the optimizer state in {self.path} failed at byte {found.offset}"
+        if found.kind == _CHECKSUM:
+            reason = "the checksum of the data is not that of the data that was written"
+        else:
+            reason = os.strerror(found.error) if found.error else "the file ends there"
+        return OSError(found.error or errno.EIO, f"{_VERBS[found.kind]} {where}: {reason}{remedy}")
+
+    @property
+    def counters(self) -> CFileCounters:
+        """Bytes that were read and written so far, and numbers of updates."""
+        found = CFileCounters()
+        self._library.tf_file_count(self.handle, ctypes.byref(found))
+        return found
+
+    def close(self) -> None:
+        """Ends the threads and frees buffers and file. State that is not in a checkpoint is lost."""
+        _close(self._library, self.handle, self._open, self._pid)
+
+
+def _close(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has neither the threads nor the buffers
+        library.tf_file_close(handle)
+    while open_fds:
+        os.close(open_fds.pop())
+
+
+def _free(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
+    _close(library, handle, open_fds, pid)
+    if os.getpid() == pid:
+        library.tf_file_free(handle)  # the native executor keeps what it still needs
+
+
+def in_pages(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _check_space(sizes: Reserved) -> None:
+    try:
+        sizes.folder.mkdir(parents=True, exist_ok=True)
+        found = os.statvfs(sizes.folder)
+    except OSError as error:
+        raise unusable_path("nvme_path", sizes.folder, "a folder in which files can be created", error) from error
+    if found.f_bavail * found.f_frsize < sizes.total_bytes:
+        raise _full(sizes.folder, sizes.total_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def _full(folder: Path, num_bytes: int, error: OSError) -> OSError:
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    return OSError(
+        error.errno,
+        f"nvme_path {str(folder)!r} has too little space: the optimizer state needs {num_bytes / 1e9:.3f} GB, and "
+        f"{free / 1e9:.3f} GB are free ({error.strerror}). Use another disk, a smaller format of the states, or a "
+        "smaller ratio.",
+    )
+
+
+def new_file(folder: Path, option: str = "nvme_path") -> tuple[int, Path, bool]:
+    """Creates a file and removes its name. Returns its descriptor, the former path, and whether it is used around the
+    page cache, which some file systems refuse. `option`: the option with the folder, for errors.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix="twinflow-state-", dir=folder)
+    except OSError as error:
+        raise unusable_path(option, folder, "a folder in which files can be created", error) from error
+    direct = -1
+    try:
+        if _DIRECT:
+            with suppress(OSError):
+                direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+    finally:
+        os.unlink(name)
+    if direct >= 0 and _works(direct):
+        os.close(fd)
+        return direct, Path(name), True
+    if direct >= 0:
+        os.close(direct)
+    LOGGER.warning(
+        f"nvme_path {str(folder)!r} is on a file system without direct I/O, so the optimizer state passes through the "
+        "page cache. Use a local disk with ext4 or XFS."
+    )
+    return fd, Path(name), False
+
+
+def _works(fd: int) -> bool:
+    """Whether a page can be written around the page cache. Some file systems accept the flag and refuse the write."""
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            os.pwrite(fd, page, 0)
+            os.ftruncate(fd, 0)
+        except OSError as error:
+            return error.errno != errno.EINVAL
+    return True

@@ -1,0 +1,19 @@
+"""State on the disk of several ranks. ZeRO stages 0 to 2 are in test_zero_exact.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import disk_cases
+from dist_support import run_ranks
+
+
+def test_stage_3_has_the_bits_of_state_in_memory(tmp_path: Path) -> None:
+    for found in run_ranks(2, disk_cases.as_in_memory, str(tmp_path)):
+        assert found[0] > 60
+        assert found[1:] == [0, found[0], 0]
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_compressed_communication_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, disk_cases.compressed, str(tmp_path))

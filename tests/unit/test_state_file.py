@@ -1,0 +1,297 @@
+"""The file with optimizer state on the disk: bytes, order, failures of the disk, and space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from twinflow.offload import state_file
+from twinflow.offload.state_file import PAGE, Reserved, StateFile, in_pages
+
+BYTES = 5 * PAGE  # three blocks of two pages, the last of one page
+
+
+@contextmanager
+def new_file(folder: Path, num_records: int = 6, num_buffers: int = 2, num_bytes: int = BYTES) -> Iterator[StateFile]:
+    room = in_pages(num_bytes)
+    with closing(StateFile(Reserved(folder, num_records * room, room, num_buffers, 3, 2 * PAGE))) as file:
+        for record in range(num_records):
+            file.add(record, num_bytes)
+        yield file
+
+
+def fill(file: StateFile, record: int, value: int) -> None:
+    with file.hold(record, is_changed=True) as raw:
+        raw.fill_(value)
+
+
+def value_of(file: StateFile, record: int) -> int:
+    with file.hold(record, is_changed=False) as raw:
+        found = raw.unique()
+        assert len(found) == 1
+        return int(found)
+
+
+@contextmanager
+def replaced(file: StateFile, path: str, flags: int) -> Iterator[None]:
+    """Lets the descriptor of the file refer to another file, which fails as a broken disk does."""
+    kept = os.dup(file.fd)
+    other = os.open(path, flags)
+    try:
+        os.dup2(other, file.fd)
+        yield
+    finally:
+        os.dup2(kept, file.fd)
+        os.close(other)
+        os.close(kept)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 6, 9])
+def test_any_number_of_buffers_keeps_all_records(tmp_path: Path, num_buffers: int) -> None:
+    rng, wanted = random.Random(num_buffers), [0] * 6
+    with new_file(tmp_path, num_buffers=num_buffers) as file:
+        for step in range(1, 200):
+            record = rng.randrange(6)
+            assert value_of(file, record) == wanted[record]
+            if rng.random() < 0.6:
+                fill(file, record, step)
+                wanted[record] = step
+        file.flush()
+        assert [value_of(file, record) for record in range(6)] == wanted
+        assert file.counters.bytes_written > 0
+        assert (file.counters.bytes_read == 0) == (num_buffers >= 6)  # all records stay in memory
+
+
+def test_several_threads_hold_records(tmp_path: Path) -> None:
+    """Each record is a counter that several threads increase."""
+    num_threads, num_rounds = 4, 25
+    failures: list[BaseException] = []
+
+    def count(seed: int) -> None:
+        try:
+            order = [record for record in range(6) for _ in range(num_rounds)]
+            random.Random(seed).shuffle(order)
+            for record in order:
+                with file.hold(record, is_changed=True) as raw:
+                    raw.view(torch.int32).add_(1)
+        except BaseException as error:
+            failures.append(error)
+
+    with new_file(tmp_path, num_buffers=2) as file:
+        threads = [threading.Thread(target=count, args=(seed,)) for seed in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        for record in range(6):
+            with file.hold(record, is_changed=False) as raw:
+                assert (raw.view(torch.int32) == num_threads * num_rounds).all()
+
+
+def test_the_file_has_no_name_and_all_its_space(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        assert not list(tmp_path.iterdir())
+        status = os.fstat(file.fd)
+        assert status.st_size == 6 * BYTES
+        assert status.st_blocks * 512 >= 6 * BYTES
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file.fd)
+
+
+def test_sizes_are_rounded_to_pages(tmp_path: Path) -> None:
+    with new_file(tmp_path, num_bytes=3 * PAGE - 7) as file, file.hold(1, is_changed=False) as raw:
+        assert raw.numel() == 3 * PAGE
+        assert raw.data_ptr() % PAGE == 0
+
+
+def test_a_record_that_is_added_later_gets_space_or_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_file(tmp_path) as file:
+        file.add(6, BYTES)
+        file.add(6, BYTES)  # has no effect
+        assert os.fstat(file.fd).st_size == 7 * BYTES
+        fill(file, 6, 9)
+
+        def full(fd: int, start: int, num_bytes: int) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"too little space.*uota exceeded") as caught:
+            file.add(7, BYTES)
+        assert caught.value.errno == errno.EDQUOT
+        assert value_of(file, 6) == 9
+
+
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"nvme_path '.*' has too little space: .* needs 1\d{9}\.\d* GB") as caught:
+        StateFile(Reserved(tmp_path, 10**18, PAGE, 2, 1, PAGE))
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=f"nvme_path is {re.escape(repr(str(tmp_path / 'file')))}, but must be a folder"):
+        StateFile(Reserved(tmp_path / "file", PAGE, PAGE, 1, 1, PAGE))
+
+
+def test_a_missing_folder_is_created(tmp_path: Path) -> None:
+    with new_file(tmp_path / "a" / "b") as file:
+        fill(file, 0, 3)
+
+
+def test_a_file_system_without_direct_io_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(state_file, "_DIRECT", 0)
+    with new_file(tmp_path) as file:
+        assert not file.is_direct
+        for record in range(6):
+            fill(file, record, record)
+        assert [value_of(file, record) for record in range(6)] == [*range(6)]
+    assert "without direct I/O" in caplog.text
+
+
+# Failures of the disk. Real ones: the descriptor refers to a file that returns this error.
+
+
+def check_failed(file: StateFile, match: str) -> None:
+    """Every later use raises the first error, also when the disk works again."""
+    for _ in range(2):
+        with pytest.raises(OSError, match=match) as caught, file.hold(0, is_changed=False):
+            pass
+        assert str(file.path) in str(caught.value)
+        with pytest.raises(OSError, match=match):
+            file.flush()
+
+
+def test_a_failed_read_is_named(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        for record in range(6):
+            fill(file, record, record)
+        file.flush()
+        with replaced(file, "/proc/self/mem", os.O_RDWR):  # address 0 is not mapped: EIO
+            with pytest.raises(OSError, match=r"reading .* failed at byte 0: Input/output error") as caught:
+                value_of(file, 0)
+            assert caught.value.errno == errno.EIO
+        check_failed(file, "Input/output error")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        fill(file, 0, 1)
+        with replaced(file, "/dev/full", os.O_RDWR):
+            with pytest.raises(OSError, match=r"writing .* failed at byte .*: No space left") as caught:
+                file.flush()
+            assert caught.value.errno == errno.ENOSPC
+        check_failed(file, "No space left")
+
+
+def test_a_failed_write_stops_readers_of_other_records(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        for record in range(6):
+            fill(file, record, record)
+        expected = pytest.raises(OSError, match=r"writing .* failed .*: Input/output error")
+        with replaced(file, "/proc/self/mem", os.O_RDWR), expected:
+            value_of(file, 0)  # needs a buffer, which is free only after a write
+        check_failed(file, "Input/output error")
+
+
+def test_a_short_file_is_named(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        for record in range(6):
+            fill(file, record, record)
+        file.flush()
+        os.ftruncate(file.fd, BYTES // 2)
+        with pytest.raises(OSError, match=r"reading .* failed .*: the file ends there"):
+            value_of(file, 1)
+        check_failed(file, "the file ends there")
+
+
+@pytest.mark.parametrize("offset", [0, 2 * PAGE + 17, BYTES - 1])
+def test_changed_data_is_detected(tmp_path: Path, offset: int) -> None:
+    with new_file(tmp_path) as file:
+        for record in range(6):
+            fill(file, record, 1)
+        file.flush()
+        with open(f"/proc/self/fd/{file.fd}", "r+b") as raw:
+            raw.seek(2 * BYTES + offset)
+            raw.write(b"\x03")
+        assert value_of(file, 1) == 1
+        with pytest.raises(OSError, match="the checksum of the data is not that of the data that was written"):
+            value_of(file, 2)
+        check_failed(file, "checksum")
+
+
+def test_close_ends_a_caller_that_waits(tmp_path: Path) -> None:
+    found: list[object] = []
+
+    def wait() -> None:
+        try:
+            value_of(file, 0)
+        except RuntimeError as error:
+            found.append(error)
+
+    with new_file(tmp_path) as file:
+        with file.hold(0, is_changed=False):
+            thread = threading.Thread(target=wait)
+            thread.start()
+            time.sleep(0.05)
+            closer = threading.Thread(target=file.close)
+            closer.start()
+            thread.join()
+            assert closer.is_alive()  # the memory of a held record stays
+        closer.join()
+    assert "closed" in str(found)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from twinflow.offload.state_file import Reserved, StateFile
+file = StateFile(Reserved(Path(sys.argv[1]), 1 << 24, 1 << 20, 2, 2, 1 << 18))
+for record in range(16):
+    file.add(record, 1 << 20)
+for step in range(10**9):
+    with file.hold(step % 16, is_changed=True) as raw:
+        raw.fill_(step % 251)
+    if step == 20:
+        print("runs", flush=True)
+"""
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n"
+        descriptors = Path(f"/proc/{process.pid}/fd")
+        assert any("twinflow-state-" in os.readlink(one) for one in descriptors.iterdir())
+        process.send_signal(signal.SIGKILL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_process_ends_without_the_threads(tmp_path: Path) -> None:
+    with new_file(tmp_path) as file:
+        fill(file, 0, 5)
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                file.close()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert value_of(file, 0) == 5
