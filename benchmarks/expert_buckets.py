@@ -77,7 +77,7 @@ def main() -> None:
     print("| rows | with a gradient | begun, by expert | begun, by block | waiting, by expert | waiting, by block |")
     print("|---:|---:|---:|---:|---:|---:|")
     for num_rows in (4, 16, 48):
-        (hit, begun, waits), (_, others, waiting) = shares(num_rows, 64), shares(num_rows, 0)
+        (hit, begun, waits), (_, others, waiting) = shares(num_rows, 16), shares(num_rows, 0)
         print(f"| {num_rows} | {hit:.0%} | {begun:.0%} | {others:.0%} | {waits:.0%} | {waiting:.0%} |")
 
 

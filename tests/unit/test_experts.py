@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from experts_support import DECAY, EPS, LR, MAX_NORM, MODELS, Modules, check, lo
 from torch import Tensor
 from twin_support import HOSTS, assert_same, matrix_but, quick_torch, restart, snapshot, weights
 
+from twinflow.offload.plan import BucketPlan
+from twinflow.optim.auto import units_of
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.planner.costs import BUCKET_NUMEL
 
 STEPS = 40
 plain = cache(plain)
@@ -134,6 +138,17 @@ def test_small_experts_share_buckets() -> None:
     optimizer = TwinOptimizer(model, lr=LR)
     assert len({bucket.plan.block for bucket in optimizer.runtime.buckets}) == len(optimizer.runtime.buckets)
     optimizer.close()
+
+
+def test_auto_moves_several_experts_of_a_block_together() -> None:
+    """The time to choose a placement grows with the square of the number of units."""
+    size = BUCKET_NUMEL // 4
+    plans = [BucketPlan(0, 0, torch.float32, (), size)]
+    plans += [BucketPlan(i, i // 7, torch.float32, (), size, expert=i) for i in range(1, 14)]
+    buckets: Any = [SimpleNamespace(plan=plan) for plan in plans]
+    found = [[bucket.plan.index for bucket in unit] for unit in units_of(buckets, False)]
+    assert found == [[0], [1, 2, 3, 4], [5, 6], [7, 8, 9, 10], [11, 12, 13]]
+    assert [len(unit) for unit in units_of(buckets, True)] == [7, 7]
 
 
 def _differs(name: str, before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:

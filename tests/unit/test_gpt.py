@@ -27,6 +27,7 @@ from twinflow.models.gpt import (
     PRESET_BATCH,
     PRESETS,
     Block,
+    Experts,
     GPTConfig,
     activation_bytes,
     cost_of,
@@ -35,6 +36,7 @@ from twinflow.models.gpt import (
 )
 from twinflow.offload.materialize import build
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.plans import plan_for
 
 SMALL = GPTConfig(vocab_size=37, context=11, num_layers=3, hidden=24, num_heads=3)
 
@@ -94,6 +96,70 @@ def test_logits_loss_and_gradients_match_the_reference(tied: bool) -> None:
         torch.testing.assert_close(grad, param.grad, rtol=1e-7, atol=1e-9, msg=name)
 
 
+MOE = replace(SMALL, num_experts=5, num_experts_per_tok=2)
+
+
+def reference_experts(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output for rows `x`, row by row, and the load-balancing loss."""
+    probabilities = (x @ layer.router.weight.T).softmax(-1)
+    rows, counts = [], [0] * len(layer.up)
+    for row, own in zip(x, probabilities, strict=True):
+        best = sorted(range(len(own)), key=lambda i: -float(own[i].detach()))[: layer.num_chosen]
+        total = sum(own[i] for i in best)
+        rows.append(sum(own[i] / total * (layer.down[i] @ F.gelu(layer.up[i] @ row, approximate="tanh")) for i in best))
+        for i in best:
+            counts[i] += 1
+    shares = torch.tensor(counts, dtype=x.dtype) / sum(counts)
+    return torch.stack(rows), len(counts) * (shares * probabilities.mean(0)).sum()
+
+
+def test_experts_match_the_reference() -> None:
+    torch.manual_seed(0)
+    layer = Experts(MOE).double()
+    for param in layer.parameters():
+        nn.init.normal_(param)
+    x = torch.randn(2, 6, MOE.hidden, dtype=torch.float64)
+    y = layer(x)
+    assert layer.balance is not None
+    (y.square().mean() + layer.balance).backward()
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    rows, balance = reference_experts(layer, x.flatten(0, 1))
+    torch.testing.assert_close(y.flatten(0, 1), rows, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(layer.balance, balance, rtol=1e-9, atol=1e-9)
+    (rows.square().mean() + balance).backward()
+    for param, grad in zip(layer.parameters(), found, strict=True):
+        torch.testing.assert_close(grad, param.grad, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", 1])
+def test_a_loss_in_training_has_the_balance_of_the_routers(recompute: str | int) -> None:
+    model = model_with_noise(replace(MOE, recompute=recompute, router_loss=0.5)).double()
+    plain = model_with_noise(replace(MOE, router_loss=0.5)).double()
+    tokens, targets = torch.randint(37, (2, 2, 9))
+    losses = [one(tokens, targets).loss for one in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    assert all(block.mlp.balance is None for block in model.blocks)  # the graph is free
+    balance = model.balance
+    assert balance is not None
+    assert balance > 1.0
+    torch.testing.assert_close(losses[0] - model.eval()(tokens, targets).loss, 0.5 * balance)
+
+
+def test_what_experts_exclude() -> None:
+    with pytest.raises(ValueError, match="num_experts_per_tok is 6, but must be a number from 1 to num_experts"):
+        replace(MOE, num_experts_per_tok=6)
+    model = GPT(MOE)
+    with pytest.raises(ValueError, match="A pipeline cannot be used with the experts of twinflow's GPT"):
+        model.pipeline_parts()
+    with pytest.raises(ValueError, match="The experts of twinflow's GPT cannot be used with tensor ranks"):
+        plan_for(model)
+
+
 def test_a_token_does_not_see_what_follows() -> None:
     model = model_with_noise(SMALL)
     tokens = torch.randint(37, (1, 11))
@@ -143,7 +209,7 @@ def test_every_preset_has_a_batch_size() -> None:
     ids=["tied", "untied", *PRESETS],
 )
 def test_flops_per_token_is_what_torch_counts(config: GPTConfig) -> None:
-    with torch.device("meta"):
+    with torch.device("cpu" if config.num_experts else "meta"):  # tokens of an expert have no number on meta
         model, tokens = GPT(config), torch.zeros(1, config.context, dtype=torch.int64)
     # The plain attention: fused kernels recompute in backward, and are counted so.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

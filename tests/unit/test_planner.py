@@ -467,11 +467,12 @@ def test_a_preset_costs_what_its_model_has(name: str) -> None:
     with torch.device("meta"):
         assert cost.numel == count_params(shape) == sum(p.numel() for p in GPT(shape).parameters())
     h, layers = shape.hidden, shape.num_layers
-    products = layers * 12 * h * h + shape.vocab_size * h
+    products = layers * (12 * h * h + shape.num_experts * h) + shape.vocab_size * h
     assert cost.model_flops(shape.context) == flops_per_token(shape) == 6 * (products + layers * 2 * shape.context * h)
     for checkpointing, batch in product((False, True), (1, 4, 16)):
         num_tokens = batch * shape.context
         stream, block = 2 * num_tokens * h, num_tokens * (32 * h + 4 * (4 + shape.num_heads))
+        block += num_tokens * 6 * h * shape.num_experts_per_tok * bool(shape.num_experts)  # copies of the tokens
         kept = layers * (stream if checkpointing else block) + stream + 24 * num_tokens
         loss = 2 * stream + shape.vocab_size * h * 4 + min(num_tokens, 2048) * shape.vocab_size * 6
         expected = kept + max(loss, block * (1.6 if checkpointing else 1.0))

@@ -71,6 +71,16 @@ def steps_of(out: Path) -> list[StepRecord]:
     return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
+def test_experts_show_the_balance_of_their_routers(tmp_path: Path, text: Path) -> None:
+    size = ("--preset", "tiny-moe", "--batch-size", "2", "--context", "16", "--threads", "1", "--data", text)
+    result = train(*size, "--steps", "3", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "8 experts a layer of which a token uses 2" in result.output
+    balances = [record.balance for record in steps_of(tmp_path / "run")]
+    assert [f"balance {balance:.2f}" in result.output for balance in balances] == [True] * 3
+    assert all(0.9 < balance < 4.0 for balance in balances)
+
+
 def test_the_loss_falls_and_everything_is_written(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "runs" / "first"
     size = ("--steps", "40", "--batch-size", "4", "--context", "32", "--valid-every", "20", "--threads", "1")

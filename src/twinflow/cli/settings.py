@@ -72,7 +72,9 @@ _AS_GIVEN: Final = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    preset: str | None = option(None, "Model: tiny, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]")
+    preset: str | None = option(
+        None, "Model: tiny, tiny-moe, small, gpt-350m, gpt2-1.5b, gpt2-10b or gpt2-13b.  [default: tiny]"
+    )
     num_layers: int | None = option(None, "Number of transformer blocks.")
     hidden: int | None = option(None, "Width of the model.", "--hidden-size")
     num_heads: int | None = option(None, "Number of attention heads.", "--num-attention-heads")

@@ -147,7 +147,7 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         (
             "model",
             f"{count_params(shape) / 1e6:,.2f} M parameters: {shape.num_layers} layers, hidden {shape.hidden}, "
-            f"{shape.num_heads} heads, context {shape.context}{_recomputed(shape)}{fast}",
+            f"{shape.num_heads} heads{_experts(shape)}, context {shape.context}{_recomputed(shape)}{fast}",
         ),
         (
             "optimizer",
@@ -166,6 +166,12 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("output", str(settings.out)),
     ]
+
+
+def _experts(shape: GPTConfig) -> str:
+    if not shape.num_experts:
+        return ""
+    return f", {shape.num_experts} experts a layer of which a token uses {shape.num_experts_per_tok}"
 
 
 def _recomputed(shape: GPTConfig) -> str:

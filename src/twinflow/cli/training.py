@@ -273,6 +273,7 @@ class Loop:
             skipped=not engine.was_step_applied(),
             tokens_total=engine.global_steps * settings.tokens,
             host_share=engine.optimizer.host_share,
+            balance=float(balance) if isinstance(balance := getattr(engine.module, "balance", None), Tensor) else 0.0,
         )
         return self._talk.of_all(record)
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twinflow.activations.selective import selective_contexts
-from twinflow.errors import invalid_value
+from twinflow.errors import incompatible, invalid_value
 from twinflow.loss import chunked_cross_entropy
+from twinflow.offload.hooks import in_backward
 from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.specs import Part
 from twinflow.planner.formats import is_recomputed
@@ -47,6 +48,9 @@ class GPTConfig:
     # attention. "full": whole blocks, of which only the input is kept. A number N: N whole blocks, and the others as
     # with "selective".
     recompute: str | int = "none"
+    num_experts: int = 0  # experts in each block instead of an MLP; 0: an MLP
+    num_experts_per_tok: int = 2  # experts to which a token is sent
+    router_loss: float = 0.01  # weight of the load-balancing loss of the routers
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "num_layers", "hidden", "num_heads"):
@@ -58,10 +62,18 @@ class GPTConfig:
             raise invalid_value("hidden", self.hidden, f"a multiple of num_heads, which is {self.num_heads}", remedy)
         if not 0.0 <= self.dropout < 1.0:
             raise invalid_value("dropout", self.dropout, "a number >= 0 and < 1")
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            allowed = f"a number from 1 to num_experts, which is {self.num_experts}"
+            raise invalid_value("num_experts_per_tok", self.num_experts_per_tok, allowed)
         is_count = type(self.recompute) is int and 0 <= self.recompute <= self.num_layers
         if self.recompute not in RECOMPUTE and not is_count:
             allowed = f"{', '.join(RECOMPUTE)}, or a number of blocks from 0 to {self.num_layers}"
             raise invalid_value("recompute", self.recompute, allowed)
+
+    @property
+    def expert_inner(self) -> int:
+        """Width of an expert, with which a token uses as many weights as with an MLP."""
+        return 4 * self.hidden // self.num_experts_per_tok
 
     @property
     def num_recomputed(self) -> int:
@@ -86,6 +98,7 @@ GPT2_VOCAB_SIZE: Final = 50_304
 PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
     {
         "tiny": GPTConfig(vocab_size=256, context=128, num_layers=4, hidden=128, num_heads=4),
+        "tiny-moe": GPTConfig(256, context=128, num_layers=4, hidden=128, num_heads=4, num_experts=8),
         "small": GPTConfig(vocab_size=256, context=256, num_layers=6, hidden=384, num_heads=6),
         "gpt-350m": GPTConfig(GPT2_VOCAB_SIZE, context=2048, num_layers=24, hidden=1024, num_heads=16),
         "gpt2-1.5b": GPTConfig(GPT2_VOCAB_SIZE, context=1024, num_layers=48, hidden=1600, num_heads=25),
@@ -96,7 +109,7 @@ PRESETS: Final[Mapping[str, GPTConfig]] = MappingProxyType(
 
 # Default number of sequences per forward.
 PRESET_BATCH: Final[Mapping[str, int]] = MappingProxyType(
-    {"tiny": 8, "small": 8, "gpt-350m": 8, "gpt2-1.5b": 8, "gpt2-10b": 10, "gpt2-13b": 4}
+    {"tiny": 8, "tiny-moe": 8, "small": 8, "gpt-350m": 8, "gpt2-1.5b": 8, "gpt2-10b": 10, "gpt2-13b": 4}
 )
 
 
@@ -104,7 +117,8 @@ def cost_of(config: GPTConfig, name: str = "GPT", dtype_bytes: int = 2) -> Model
     """Elements, FLOPs and activations of `GPT(config)`, with weights of `dtype_bytes`."""
     c = config
     sizes = (c.vocab_size, c.context, c.num_layers, c.hidden, c.num_heads)
-    return gpt_cost(name, *sizes, tied=c.tied, width=dtype_bytes, has_dropout=c.dropout > 0.0)
+    experts = (c.num_experts, c.num_experts_per_tok, c.expert_inner) if c.num_experts else None
+    return gpt_cost(name, *sizes, tied=c.tied, width=dtype_bytes, has_dropout=c.dropout > 0.0, experts=experts)
 
 
 def count_params(config: GPTConfig) -> int:
@@ -228,6 +242,48 @@ class MLP(nn.Module):
         return y
 
 
+class Experts(nn.Module):
+    """A router and experts: linear, GELU, linear. The weights of all experts are in one tensor for each layer.
+
+    Each token goes to the experts with the largest probabilities, which weigh their outputs. `balance` is the
+    load-balancing loss of the last forward: the number of experts times the sum, over experts, of the share of tokens
+    times the mean probability. It is 1 if all experts are used equally.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        num, inner = config.num_experts, config.expert_inner
+        self.num_chosen = config.num_experts_per_tok
+        self.std = residual_std(config)
+        self.balance: Tensor | None = None
+        self.router = Linear(config.hidden, num, bias=False)
+        self.up = nn.Parameter(torch.empty(num, inner, config.hidden))
+        self.down = nn.Parameter(torch.empty(num, config.hidden, inner))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the experts. The router initialises itself."""
+        _draw(self.up, INIT_STD)
+        _draw(self.down, self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        probabilities = self.router(rows).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.num_chosen, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        y = torch.zeros_like(rows)
+        shares = []
+        for expert, (up, down) in enumerate(zip(self.up.unbind(), self.down.unbind(), strict=True)):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            inner = F.gelu(F.linear(rows[token], up), approximate="tanh")
+            y = y.index_add(0, token, F.linear(inner, down) * weights[token, place, None])
+            shares.append(len(token) / chosen.numel())
+        balance = probabilities.mean(0) @ probabilities.new_tensor(shares) * len(shares)
+        if not in_backward():  # activation checkpointing runs this again
+            self.balance = balance
+        return y.view(x.shape)
+
+
 class Block(nn.Module):
     """One pre-norm transformer layer. Attention and MLP are each added to the residual stream.
 
@@ -239,7 +295,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.hidden)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.num_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
         self.is_selective = is_selective
 
@@ -279,19 +335,30 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.token_embedding.weight
         self._sequence: SequenceRanks | None = None
+        # Mean of `Experts.balance` over the blocks in the last forward with a loss. None without experts.
+        self.balance: Tensor | None = None
 
     def set_sequence(self, ranks: SequenceRanks | None) -> None:
         """Set the ranks that share each sequence, as `twinflow.parallel.split_sequence` does. None: this rank alone."""
+        self._refuse_experts("sequence_parallel_size", ranks is not None)
         self._sequence = ranks
+
+    def _refuse_experts(self, what: str, is_used: bool = True) -> None:
+        if is_used and self.config.num_experts:
+            reason = "the load-balancing loss needs all tokens and all blocks"
+            raise incompatible(what, "the experts of twinflow's GPT", reason, "Use data-parallel ranks (ZeRO).")
 
     def init_weights(self) -> None:
         """Initialise all weights again, in the order of the constructor. The same seed gives the same weights."""
         for module in self.modules():
-            if isinstance(module, (Linear, Embedding, nn.LayerNorm)) and not (module is self.head and self.config.tied):
+            if isinstance(module, (Linear, Embedding, Experts, nn.LayerNorm)) and not (
+                module is self.head and self.config.tied
+            ):
                 module.reset_parameters()
 
     def pipeline_parts(self) -> list[Part]:
         """The parts into which `twinflow.parallel.split_model` splits the model for pipeline stages."""
+        self._refuse_experts("A pipeline")
         first: dict[str, nn.Module] = {
             "token_embedding": self.token_embedding,
             "position_embedding": self.position_embedding,
@@ -315,7 +382,20 @@ class GPT(nn.Module):
         if targets is None:
             return GPTOutput(self.head(x), None)
         loss: Tensor = self.head(x, targets)
+        loss = self._balanced(loss)
         return GPTOutput(None, loss if self._sequence is None else self._sequence.mean_of(loss, targets))
+
+    def _balanced(self, loss: Tensor) -> Tensor:
+        """In training, the loss with the load-balancing loss of the routers."""
+        found = [module for module in self.modules() if isinstance(module, Experts)]
+        balances = [module.balance for module in found if module.balance is not None]
+        for module in found:
+            module.balance = None  # it refers to the graph
+        if not balances:
+            return loss
+        balance = torch.stack(balances).mean()
+        self.balance = balance.detach()
+        return loss + self.config.router_loss * balance.to(loss.dtype) if self.training else loss
 
     def _runner(self, index: int, block: nn.Module) -> Callable[[Tensor], Any]:
         return partial(_run_again, block) if self.config.is_recomputed(index) else block

@@ -50,6 +50,7 @@ class StepRecord:
     loss_scale: float = 1.0
     skipped: bool = False  # the update was not applied because gradients were not finite
     tokens_total: int = 0  # tokens since the start of the run, including this step
+    balance: float = 0.0  # load-balancing loss of routers, on the first rank: 1 if all experts are used equally
     host_share: float = math.nan  # share of the optimizer state on the host (the ratio) after the step; NaN: not known
 
     @property

@@ -101,6 +101,7 @@ def live_fields(record: StepRecord, total_steps: int, left_s: float) -> list[Fie
     return [
         Field(f"{record.step}/{total_steps}", 0),
         Field(f"loss {record.loss:.4f}", 1),
+        *([Field(f"balance {record.balance:.2f}", 9)] if record.balance > 0 else []),
         Field(speed(record), 3),
         *(Field(text, rank) for text, rank in zip(machine_texts(record), (4, 5, 6, 7, 8), strict=True) if text),
         Field(f"left {duration(left_s)}", 2),
@@ -127,6 +128,7 @@ def plain_line(record: StepRecord, total_steps: int, left_s: float) -> str:
         f"lr {record.lr:.2e}",
         f"{record.step_s * 1000:6.1f} ms",
         speed(record),
+        *([f"balance {record.balance:.2f}"] if record.balance > 0 else []),
         *(text for text in machine_texts(record) if text),
         f"left {duration(left_s)}",
     ]

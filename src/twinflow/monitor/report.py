@@ -123,6 +123,7 @@ class Column:
 COLUMNS: Final = (
     Column("step", lambda r: str(r.step)),
     Column("loss", lambda r: number(r.loss)),
+    Column("balance", lambda r: f"{r.balance:.2f}", lambda r: r.balance > 0),
     Column("learning rate", lambda r: f"{r.lr:.3g}"),
     Column("gradient norm", lambda r: number(r.grad_norm)),
     Column("forward ms", lambda r: f"{1000.0 * r.forward_s:.1f}"),

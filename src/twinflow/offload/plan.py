@@ -34,7 +34,7 @@ HOST = "host"  # state in host memory, updated by the CPU
 RESIDENT = "resident"  # state in device memory, updated by the device
 STREAMED = "streamed"  # state in host memory, copied to the device for each update and back
 PLACES = (HOST, RESIDENT, STREAMED)
-_SMALL = 64  # an expert gets a bucket of its own if it fills this fraction of one
+_SMALL = 16  # an expert gets a bucket of its own if it fills a 16th of one, because each bucket takes time in Python
 MATRICES = "matrices"  # part of the name of an updater
 
 

@@ -21,7 +21,8 @@ use the times of rank 0, so that they make the same moves in the same steps. No 
 a whole, and the wait for its weights is in `step()`. Whole steps are timed then (step_timer.py).
 
 With weights on the host, the buckets of a block always move together and with the weights of the block. Such buckets
-are a unit. Every other bucket is a unit of its own.
+are a unit. Otherwise the buckets of several experts of a block are a unit, because the time to choose a placement
+grows with the number of units, and every other bucket is a unit of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from twinflow.offload.muon import update_flops
 from twinflow.offload.plan import HOST, PLACES, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.step_timer import StepMarks
-from twinflow.planner.costs import Memory
+from twinflow.planner.costs import BUCKET_NUMEL, Memory
 from twinflow.planner.formats import StateBytes, reserved_bytes
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import choose, input_side_first, shares
@@ -396,17 +397,18 @@ class AutoPlacement:
             # State cannot move to the device if the user has changed the memory format of a parameter.
             can_alias = all(not b.plan.can_alias or all(target.dim() == 1 for target in b.targets) for b in unit)
             if any(bucket.plan.place != place for bucket in unit) and (place == HOST or can_alias):
-                moves.append((unit[0], place))
+                moves.append((unit, place))
         if any(place == HOST for _, place in moves):
             # They may have the memory that the state needs. `on_placed` makes those for which there is room.
             runtime.speculative_stores.prepare([])
         num_moved = 0
-        for bucket, place in sorted(moves, key=lambda move: move[1] != HOST):
+        for unit, place in sorted(moves, key=lambda move: move[1] != HOST):
             try:
-                if self._has_weights and bucket.plan.block != ROOT:
-                    reconfigure.move_block(runtime, bucket.plan.block, place)
+                if self._has_weights and unit[0].plan.block != ROOT:
+                    reconfigure.move_block(runtime, unit[0].plan.block, place)
                 else:
-                    reconfigure.move(runtime, bucket, place)
+                    for bucket in unit:
+                        reconfigure.move(runtime, bucket, place)
             except MemoryError:
                 where = "the device's" if place == RESIDENT else "the host's"
                 self._trouble = f"; {where} memory was full after {num_moved} of {len(moves)} moves"
@@ -562,12 +564,21 @@ def host_share(buckets: Sequence[Bucket]) -> float:
 
 
 def units_of(buckets: Sequence[Bucket], has_weights: bool) -> list[list[Bucket]]:
-    """The buckets that move together: with weights on the host those of a block, otherwise each on its own."""
-    units: dict[tuple[int, int], list[Bucket]] = {}
+    """The buckets that move together: with weights on the host those of a block, otherwise several experts of a block,
+    or each bucket on its own.
+    """
+    units: list[list[Bucket]] = []
+    open_units: dict[int, list[Bucket]] = {}  # by block: the unit to which its next bucket belongs
     for bucket in buckets:
-        is_alone = not has_weights or bucket.plan.block == ROOT
-        units.setdefault((bucket.plan.block, bucket.plan.index if is_alone else -1), []).append(bucket)
-    return list(units.values())
+        block = bucket.plan.block
+        unit = open_units.get(block, [])
+        is_expert = bool(unit) and bucket.plan.expert > 0 and unit[0].plan.expert > 0
+        together = has_weights or (is_expert and _numel(unit) + bucket.plan.numel <= BUCKET_NUMEL)
+        if not unit or block == ROOT or not together:
+            open_units[block] = unit = []
+            units.append(unit)
+        unit.append(bucket)
+    return units
 
 
 def items_of(units: Sequence[Sequence[Bucket]], timing: Timing, is_early: bool) -> list[Item]:

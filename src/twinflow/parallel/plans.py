@@ -156,6 +156,9 @@ def _stream(layers: str, num_layers: int) -> dict[str, str]:
 
 
 def _gpt(config: Any) -> dict[str, str]:
+    if getattr(config, "num_experts", 0):
+        reason = "there is no plan for them"
+        raise incompatible("The experts of twinflow's GPT", "tensor ranks", reason, "Use data-parallel ranks (ZeRO).")
     return {
         "token_embedding": "vocab",
         "blocks.*.attention": "attention:num_heads",

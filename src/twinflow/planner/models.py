@@ -103,12 +103,25 @@ def gpt_cost(
     tied: bool = True,
     width: int = 2,
     has_dropout: bool = False,
+    experts: tuple[int, int, int] | None = None,
 ) -> ModelCost:
-    """Costs of the GPT of `twinflow train`, with weights of `width` bytes."""
+    """Costs of the GPT of `twinflow train`, with weights of `width` bytes. `experts`: their number, the number that a
+    token uses, and their width.
+    """
     h, products = hidden, 12 * hidden * hidden
+    block, idle = products + 13 * h, 0
+    activations = gpt_activations(h, num_heads, vocab_size, width, has_dropout)
+    if experts is not None:
+        num, chosen, inner = experts
+        idle = (num - chosen) * 2 * h * inner
+        products = 4 * h * h + num * h + chosen * 2 * h * inner
+        block = products + 8 * h + idle
+        # The tokens of each expert are gathered, and its outputs are weighed and summed. This is an estimate.
+        more = 3 * width * chosen * h
+        activations = replace(activations, block_bytes=activations.block_bytes + more, selective_bytes=0.0)
     return ModelCost(
         name=name,
-        blocks=(products + 13 * h,) * num_layers,
+        blocks=(block,) * num_layers,
         embedding_numel=(vocab_size + context) * h,
         head_numel=2 * h + (0 if tied else vocab_size * h),
         block_products=(products,) * num_layers,
@@ -117,13 +130,14 @@ def gpt_cost(
         attention_width=h,
         vocab_size=vocab_size,
         context=context,
-        activations=gpt_activations(h, num_heads, vocab_size, width, has_dropout),
+        activations=activations,
         traffic_bytes=GPT_TRAFFIC * h,
         launch_s=GPT_LAUNCH_S,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         inner=4 * h,
         adapter_unit=16 * h,
+        idle=(idle,) * num_layers if idle else (),
     )
 
 
