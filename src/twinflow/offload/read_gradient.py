@@ -57,7 +57,7 @@ def read_gradient(runtime: Runtime, param: Param) -> Gradient | None:
     if not is_summed and sharing is not None:
         scale /= sharing.divisor  # it belongs to sums, and this is the gradient of one rank
     slices = [(param.first + start, values.float()) for start, values in found]
-    return Gradient(slices, scale, is_summed, param.was_hit) if slices else None
+    return Gradient(slices, scale, is_summed, param.was_hit and not param.is_filled) if slices else None
 
 
 def gradient_state(runtime: Runtime) -> str:
@@ -82,4 +82,4 @@ def _left(runtime: Runtime, param: Param) -> Gradient | None:
     scale = runtime.gradient_scale
     if runtime.sharing is not None:
         scale /= runtime.sharing.divisor
-    return Gradient([(param.first, local)], scale, is_summed, is_hit=True)
+    return Gradient([(param.first, local)], scale, is_summed, is_hit=not param.is_filled)

@@ -308,6 +308,7 @@ def _put_gradient(optimizer: TwinOptimizer, param: Param, flat: Tensor, call: st
             param.tensor.grad = local.view(param.shape).to(param.tensor)
         else:
             local_of(grad).copy_(local.view(param.shape))
+    param.is_filled = False
 
 
 def _check_shape(param: Param, value: Tensor, wanted: tuple[int, ...]) -> None:
