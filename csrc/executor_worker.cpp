@@ -79,12 +79,16 @@ bool Executor::prepare(Task& task) {
   if (is_saved && task.speculative_store < 0 && !take_store(task)) return want(*task.bucket);
   if (is_saved) task.bucket->is_wanted = false;
   if (!is_saved && !is_ahead && task.speculative_store >= 0) free_speculative_store(task);
+  if (!task.has_present()) return true;
+  if (!task.weight_slot && task.bucket->spec.has_weight_slots) {
+    // An update before the decision keeps its slot until the decision is made, so the pool may grow.
+    task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
+    if (!task.weight_slot) return false;
+  }
+  // The state comes last: no task that has it waits for anything, or a background checkpoint could wait for its memory.
   int64_t record = stores_.at(task.bucket->store).record;
-  if (record >= 0 && task.has_present() && !task.state && !(task.state = file_->try_hold(record))) return false;
-  if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
-  // An update before the decision keeps its slot until the decision is made, so the pool may grow.
-  task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
-  return task.weight_slot != nullptr;
+  if (record >= 0 && !task.state) task.state = file_->try_hold(record);
+  return record < 0 || task.state;
 }
 
 void Executor::sum(Lock& lock, Task& task) {

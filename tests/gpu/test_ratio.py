@@ -37,6 +37,17 @@ def test_any_ratio_gives_the_same_bits(rule: str, states: str, dtype: torch.dtyp
         assert torch.equal(on_host, train(ratio=ratio, **options)), ratio
 
 
+@pytest.mark.parametrize(("rule", "states", "dtype"), CASES, ids=str)
+def test_state_on_a_disk_gives_the_same_bits(tmp_path: Path, rule: str, states: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"rule": rule, "states": states, "dtype": dtype, "early": True, "max_grad_norm": 0.8}
+    if rule == "sgd":
+        options["momentum"] = 0.9
+    on_host = train(**options)
+    disk = {"nvme_path": str(tmp_path), "shadow_bytes": 0, "buffer_count": 2}
+    for ratio, delay in ((1.0, ""), (1.0, "in"), (0.5, "out")):
+        assert torch.equal(on_host, train(delay, ratio=ratio, tuning=disk, **options)), (ratio, delay)
+
+
 @pytest.mark.parametrize(
     "options",
     [
