@@ -79,12 +79,15 @@ bool Executor::prepare(Task& task) {
   if (is_saved && task.speculative_store < 0 && !take_store(task)) return want(*task.bucket);
   if (is_saved) task.bucket->is_wanted = false;
   if (!is_saved && !is_ahead && task.speculative_store >= 0) free_speculative_store(task);
-  int64_t record = stores_.at(task.bucket->store).record;
-  if (record >= 0 && task.has_present() && !task.state && !(task.state = file_->try_hold(record))) return false;
-  if (!task.has_present() || task.weight_slot || !task.bucket->spec.has_weight_slots) return true;
+  if (!task.has_present()) return true;
   // An update before the decision keeps its slot until the decision is made, so the pool may grow.
-  task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
-  return task.weight_slot != nullptr;
+  if (!task.weight_slot && task.bucket->spec.has_weight_slots)
+    if (!(task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT)))) return false;
+  // The state is held last. A task that held it while it waits for a slot could wait forever, because the slots may
+  // wait for a background checkpoint, which needs a buffer of the file.
+  int64_t record = stores_.at(task.bucket->store).record;
+  if (record >= 0 && !task.state) task.state = file_->try_hold(record);
+  return record < 0 || task.state;
 }
 
 void Executor::sum(Lock& lock, Task& task) {
