@@ -54,7 +54,10 @@ def tile_modules(modules: Mapping[str, nn.Module], tile: int = TILE) -> TileHand
                 "its backward runs the module again, tile by tile, which a compiled graph cannot do",
                 "Tile the sequence or compile the module.",
             )
-    return TileHandle([Tiled(name, module, tile) for name, module in modules.items()])
+    names: dict[nn.Module, str] = {}  # each module once, if layers share it
+    for name, module in modules.items():
+        names.setdefault(module, name)
+    return TileHandle([Tiled(name, module, tile) for module, name in names.items()])
 
 
 def is_tiled(module: nn.Module) -> bool:

@@ -111,7 +111,9 @@ class SpeculativeStores:
         save. Call it between steps. Without this call the stores are allocated during the first steps.
         """
         self._trim([bucket.plan.layout for bucket in (*ahead, *saved)])
-        self.max_bytes = min(self.max_bytes, sum(self.nbytes(bucket) for bucket in ahead))
+        needed_bytes = sum(self.nbytes(bucket) for bucket in ahead)
+        with self._lock:
+            self.max_bytes = min(self.max_bytes, needed_bytes)
         num_made = 0
         there = dict(self._made)
         for buckets, max_bytes in ((ahead, self.max_bytes), (saved, self.max_bytes + self.saved_bytes)):
