@@ -85,7 +85,8 @@ bool Executor::prepare(Task& task) {
     task.weight_slot = weight_slots_.take(is_ahead, is_off(TF_WEIGHT_SLOT));
     if (!task.weight_slot) return false;
   }
-  // The state comes last: no task that has it waits for anything, or a background checkpoint could wait for its memory.
+  // The state is held last. A task that held it while it waits for a slot could wait forever, because the slots may
+  // wait for a background checkpoint, which needs a buffer of the file.
   int64_t record = stores_.at(task.bucket->store).record;
   if (record >= 0 && !task.state) task.state = file_->try_hold(record);
   return record < 0 || task.state;

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from dist_support import run_ranks
 from sequence_cases import config_of, train
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinflow.activations import checkpoint_layers
 from twinflow.dist.group import alone
@@ -93,6 +93,26 @@ def test_tiles_and_groups_of_layers_change_nothing_else() -> None:
     assert max(errors_of(found, expected)) < 0.02
     handle.remove()
     tiles.remove()
+
+
+def test_groups_of_layers_repeat_dropout_and_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.5)) for _ in range(5))).cuda()
+    x = torch.randn(32, 64, device="cuda")
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(x)
+        out.float().square().sum().backward()
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    expected = run()
+    handle = checkpoint_layers(model, list(model), every=3)
+    found = run()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    handle.remove()
 
 
 def test_a_tiled_mlp_needs_the_memory_of_a_tile() -> None:

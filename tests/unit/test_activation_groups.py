@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from twin_support import batch, quick_torch
 
 import twinflow
-from twinflow.activations import checkpoint_layers
+from twinflow.activations import checkpoint_layers, grouped
 from twinflow.activations.float8 import decode, encode, encoded_bytes
 from twinflow.activations.tiled import tile_modules
 from twinflow.models.gpt import GPT, GPTConfig
@@ -106,6 +106,21 @@ def test_a_layer_with_another_input_than_the_last_output_keeps_it() -> None:
     found = run()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     handle.remove()
+
+
+def test_a_layer_runs_again_with_the_random_numbers_of_the_device_of_its_only_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(grouped, "randoms_of", lambda device: devices.append(device.type))
+    monkeypatch.setattr(grouped, "autocast_of", devices.append)
+    x = torch.ones(2, device="meta", requires_grad=True)
+    group = grouped.Group()
+    group.start(torch.tanh, [x])
+    y = torch.tanh(x)
+    group.note(y)
+    assert group.link(torch.tanh, [y]) is not None
+    assert devices == ["meta"] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

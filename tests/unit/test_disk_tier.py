@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -217,6 +218,37 @@ def test_records_are_read_before_their_gradients_exist(tmp_path: Path) -> None:
         # The start writes each record, and so does each step. Only the buffers hold records that were read for nothing.
         written = found.bytes_written / (file.sizes.total_bytes / num_buckets)
         assert written == pytest.approx(25 * num_buckets, abs=6)
+
+
+def test_an_update_that_waits_for_a_slot_holds_no_buffer(tmp_path: Path) -> None:
+    """The slots may wait for a background checkpoint, which reads weights and needs a buffer for state."""
+    model = gpt()
+    with closing(twin(model, early=True, num_slots=1, **on_disk(tmp_path, buffer_count=1))) as optimizer:
+        executor, file = optimizer.runtime.executor, file_of(optimizer)
+        train(model, optimizer, [0])
+        optimizer.wait()
+        before, indices = file.counters.num_updates, [bucket.plan.index for bucket in optimizer.runtime.buckets]
+        for index in indices:
+            executor.freeze(index, False, True)  # as a checkpoint that has not read the weights
+        train(model, optimizer, [1])
+        deadline = time.monotonic() + 10
+        while file.counters.num_updates == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the next updates get as far as they can
+
+        def read() -> None:
+            for index in indices:
+                with file.hold(index, False):
+                    pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join(5)
+        is_stuck = reader.is_alive()
+        for index in indices:
+            executor.freeze(index, False, False)
+        reader.join()
+        assert not is_stuck
 
 
 def test_memory_and_space_are_shown_and_freed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from twinflow.dist.group import alone
 from twinflow.parallel import ring
 from twinflow.parallel.ring import attend_block, attend_block_backward, plan_steps, ring_attention
 from twinflow.parallel.sequence import SequenceRanks
-from twinflow.parallel.ulysses import kv_heads
+from twinflow.parallel.ulysses import kv_copies
 
 
 class _World:
@@ -99,11 +99,11 @@ def test_a_block_returns_the_sums_of_its_scores(is_causal: bool, monkeypatch: py
 
 
 def test_heads_of_keys_for_each_rank() -> None:
-    assert kv_heads(8, 8, 4) is None
-    assert kv_heads(8, 4, 2) is None
-    assert kv_heads(8, 2, 4) == [0, 0, 1, 1]  # ranks share a head
-    assert kv_heads(8, 1, 8) == [0] * 8
-    assert kv_heads(12, 4, 6) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]  # a rank needs two heads
+    assert kv_copies(8, 8, 4) == 1
+    assert kv_copies(8, 4, 2) == 1
+    assert kv_copies(8, 2, 4) == 2  # ranks share a head
+    assert kv_copies(8, 1, 8) == 8
+    assert kv_copies(12, 4, 6) == 3  # a rank needs two heads
 
 
 def test_a_batch_of_one_rank_is_the_whole_batch() -> None:

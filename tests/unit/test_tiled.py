@@ -48,6 +48,14 @@ def values_and_gradients(run: Callable[[Tensor], Tensor], model: nn.Module, dtyp
     return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def test_a_module_of_several_layers_is_tiled_once() -> None:
+    model = MLP()
+    handle = tile_modules({"layers.0.mlp": model, "layers.1.mlp": model}, 4)
+    assert handle.names == ["layers.0.mlp"]
+    handle.remove()
+    assert not is_tiled(model)
+
+
 @pytest.mark.parametrize("tile", [1, 5, 19, 37, 38])
 def test_a_tiled_module_equals_the_module(tile: int) -> None:
     torch.manual_seed(0)

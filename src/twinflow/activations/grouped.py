@@ -22,23 +22,23 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from twinflow.activations.offload import hooks_for, memory_key
-from twinflow.activations.tiled import autocast_of, randoms_of, same_randoms
+from twinflow.activations.rerun import autocast_of, randoms_of, with_randoms
 
 
 class LayerCall:
     """One call of a layer in forward: what is needed to run it again, without the input that is not kept."""
 
-    def __init__(self, run: Callable[..., Any], given: Sequence[Tensor | None]) -> None:
+    def __init__(self, run: Callable[..., Any], given: Sequence[Tensor | None], device: torch.device) -> None:
+        """`device`: that of the input that is not kept. Often it is the only input."""
         self._run = run
         self._given = given  # None in the place of the input that the layer before has computed
-        device = next((tensor.device for tensor in given if tensor is not None), torch.device("cpu"))
         self._randoms = randoms_of(device)
         self._autocast = autocast_of(device.type)
         self.output = 0  # index of the tensor in the output that is the input of the next layer
 
     def __call__(self, x: Tensor) -> Tensor:
         """The output that is the input of the next layer."""
-        with torch.no_grad(), same_randoms(self._randoms), self._autocast():
+        with torch.no_grad(), with_randoms(self._randoms), self._autocast():
             found: Tensor = tree_flatten(self._run(*(x if one is None else one for one in self._given)))[0][self.output]
             return found
 
@@ -56,7 +56,7 @@ class Group:
     def start(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         """Adds the first layer. Autograd saves its first input once more, for `_restore`."""
         self._first = _First.apply(inputs[0], torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
-        self._calls.append(LayerCall(run, [None, *inputs[1:]]))
+        self._calls.append(LayerCall(run, [None, *inputs[1:]], inputs[0].device))
 
     def link(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> saved_tensors_hooks | None:
         """Adds the next layer. Returns hooks that save no input which the layer before has computed; None if no input
@@ -67,7 +67,8 @@ class Group:
             if output is not None and any(one is output for one in inputs):
                 self._calls[-1].output = index
                 number = len(self._calls)
-                self._calls.append(LayerCall(run, [None if one is output else one for one in inputs]))
+                given = [None if one is output else one for one in inputs]
+                self._calls.append(LayerCall(run, given, output.device))
                 self._outputs = []
                 return hooks_for({memory_key(output): number}, lambda tensor: True, self._restore)
         self._outputs = []

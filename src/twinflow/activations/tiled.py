@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ from torch.autograd.function import Function, once_differentiable
 from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from twinflow.activations.rerun import Randoms, are_same, autocast_of, randoms_of, with_randoms
 from twinflow.errors import incompatible, invalid_value, wrong_state
 
-Randoms = list[tuple[torch.device, Tensor]]
 TILE: Final = 8192  # tokens of a tile; larger tiles need more memory, and smaller ones keep a GPU less busy
 
 
@@ -54,7 +54,10 @@ def tile_modules(modules: Mapping[str, nn.Module], tile: int = TILE) -> TileHand
                 "its backward runs the module again, tile by tile, which a compiled graph cannot do",
                 "Tile the sequence or compile the module.",
             )
-    return TileHandle([Tiled(name, module, tile) for name, module in modules.items()])
+    names: dict[nn.Module, str] = {}  # each module once, if layers share it
+    for name, module in modules.items():
+        names.setdefault(module, name)
+    return TileHandle([Tiled(name, module, tile) for module, name in names.items()])
 
 
 def is_tiled(module: nn.Module) -> bool:
@@ -135,9 +138,9 @@ class Tiled:
         for part in dropouts:
             part.training = False
         try:
-            with torch.no_grad(), same_randoms(before):
+            with torch.no_grad(), with_randoms(before):
                 outs = [self._forward(x[:, rows].clone()) for rows in (slice(stop), slice(start, stop))]
-                is_random = not _are_same(before, randoms_of(x.device))
+                is_random = not are_same(before, randoms_of(x.device))
         finally:
             for part in dropouts:
                 part.training = True
@@ -205,7 +208,7 @@ class _Run:
             out[:, rows] = y
             del y  # before the next tile makes its own
         assert out is not None
-        if before and not _are_same(before, randoms_of(x.device)):
+        if before and not are_same(before, randoms_of(x.device)):
             self._randoms = before
         return out
 
@@ -218,7 +221,7 @@ class _Run:
         ]
         grad_x = torch.empty_like(x) if wants[0] else None
         leaves = [weight.detach().requires_grad_(one) for weight, one in zip(weights, wants[1:], strict=True)]
-        with same_randoms(self._randoms), torch.enable_grad(), self._autocast():
+        with with_randoms(self._randoms), torch.enable_grad(), self._autocast():
             for rows in self._tiles(x):
                 part = x[:, rows].detach().requires_grad_(wants[0])
                 y = functional_call(self._inner, dict(zip(self._names, leaves, strict=True)), (part,))
@@ -292,34 +295,3 @@ def _is_dropout(module: nn.Module) -> bool:
 def _is_wrapper(param: Tensor) -> bool:
     """Whether a parameter consists of other tensors, as quantised weights do. It is frozen and is used in place."""
     return is_traceable_wrapper_subclass(param)
-
-
-def randoms_of(device: torch.device) -> Randoms:
-    """The states of the generators of random numbers: that of the CPU, and that of `device`."""
-    states = [(torch.device("cpu"), torch.get_rng_state())]
-    return states if device.type != "cuda" else [*states, (device, torch.cuda.get_rng_state(device))]
-
-
-def _are_same(first: Randoms, second: Randoms) -> bool:
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
-
-
-@contextmanager
-def same_randoms(states: Randoms) -> Iterator[None]:
-    """A context with the random numbers of `states`. An empty list: with the present ones."""
-    if not states:
-        yield
-        return
-    with torch.random.fork_rng([device for device, _ in states if device.type == "cuda"]):
-        for device, state in states:
-            torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state, device)
-        yield
-
-
-def autocast_of(device: str) -> Callable[[], AbstractContextManager[object]]:
-    """A function that makes a context with the present autocast."""
-    if not torch.amp.is_autocast_available(device):
-        return nullcontext
-    dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    is_cached = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device, dtype=dtype, enabled=is_on, cache_enabled=is_cached)

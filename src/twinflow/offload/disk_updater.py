@@ -22,10 +22,9 @@ from twinflow.offload.plan import BucketPlan
 from twinflow.offload.state_file import StateFile, in_pages
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Pair, Store, is_own_master, new_states
+from twinflow.rules.segment import Pair, Store, is_own_master, new_states, room_of, views_in
 
 BASE: Final = 4096  # a record is described to the native executor as if it were at this address
-_ALIGN: Final = 512  # every tensor of a record starts at a multiple of this number of bytes
 
 
 class DiskUpdater:
@@ -109,21 +108,9 @@ def shape_of(rule: Rule, format: str, keeps_states: bool, master: str, plan: Buc
 
 def view(shape: Store, raw: Tensor) -> Store:
     """A store whose tensors are consecutive in the bytes `raw`."""
-    at = 0
-
-    def take(like: Tensor | None) -> Tensor | None:
-        nonlocal at
-        if like is None:
-            return None
-        part = raw[at : at + like.numel() * like.element_size()].view(like.dtype)
-        at += _room(like)
-        return part
-
-    master = take(shape.master)
+    master, weight, first, second, *scales = views_in(raw, _parts(shape))
     assert master is not None
-    weight = take(shape.weight)
-    states = take(shape.states[0]), take(shape.states[1])
-    return Store(shape.format, master, weight, states, (take(shape.scales[0]), take(shape.scales[1])))
+    return Store(shape.format, master, weight, (first, second), (scales[0], scales[1]))
 
 
 def addresses(shape: Store) -> Store:
@@ -134,9 +121,8 @@ def addresses(shape: Store) -> Store:
 
 def record_bytes(shape: Store) -> int:
     """Bytes of the record of a store: at least a page, also if a rank has no part of the bucket."""
-    tensors = (shape.master, shape.weight, *shape.states, *shape.scales)
-    return in_pages(max(1, sum(_room(tensor) for tensor in tensors if tensor is not None)))
+    return in_pages(max(1, room_of(_parts(shape))))
 
 
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+def _parts(shape: Store) -> list[Tensor | None]:
+    return [shape.master, shape.weight, *shape.states, *shape.scales]

@@ -26,15 +26,13 @@ from twinflow.offload.job import Task
 from twinflow.offload.sharing import MatrixExchange
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK, Key, encode_e4m3, rounding_key
-from twinflow.rules.muon import MUON_WEIGHTS, scale
+from twinflow.rules.muon import MUON, MUON_WEIGHTS, scale
 from twinflow.rules.newton_schulz import momentum_step, orthogonalise, products_dtype
-from twinflow.rules.rule import Options
+from twinflow.rules.rule import Options, number
 from twinflow.rules.segment import Store, decode_state
 
 BATCH_NUMEL = 1 << 24  # elements of a batch at most, if it has several matrices; larger matrices fill a GPU alone
 _CHUNK = 1 << 22  # elements that are encoded at once; it limits the memory of temporary tensors
-
-NUM_STEPS = 5  # of the iteration, by default; enough to estimate times
 
 
 class Units:
@@ -156,10 +154,10 @@ def _keep_or_copy(old: Tensor, new: Tensor, decision: Tensor | None) -> None:
 
 def update_flops(bucket: Bucket) -> float:
     """FLOPs of the Newton-Schulz iterations of an update of a bucket. 0 for a bucket without matrices."""
-    total = 0.0
+    num_steps, total = number(MUON.defaults, "ns_steps"), 0.0  # the default is enough to estimate times
     for param in bucket.params if bucket.plan.is_matrix else ():
         num_rows, num_columns = sorted(param.shape[-2:])
-        total += NUM_STEPS * (4.0 * num_rows + 2.0 * num_rows**2 / num_columns) * param.shape.numel()
+        total += num_steps * (4.0 * num_rows + 2.0 * num_rows**2 / num_columns) * param.shape.numel()
     return total
 
 

@@ -56,8 +56,8 @@ class SpeculativeStores:
         self._executor = executor
         self._make = make
         self._free = free
-        self._made: dict[object, int] = {}  # by layout: number of stores
-        self._sizes: dict[object, int] = {}  # by layout: bytes of one store
+        self._made: dict[tuple[object, ...], int] = {}  # by layout: number of stores
+        self._sizes: dict[tuple[object, ...], int] = {}  # by layout: bytes of one store
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="twinflow-speculative")
         self._lock = threading.Lock()
         self._num_queued = 0
@@ -70,9 +70,10 @@ class SpeculativeStores:
         """Changes the limits of memory. Call it between steps. `saved_bytes`: memory for background checkpoints, in
         addition to `max_bytes`. `least_free`: stores are released if the machine has less free memory than this.
         """
-        self.max_bytes = max_bytes
-        self.saved_bytes = saved_bytes
-        self._least_free = least_free
+        with self._lock:
+            self.max_bytes = max_bytes
+            self.saved_bytes = saved_bytes
+            self._least_free = least_free
 
     @property
     def num_stores(self) -> int:
@@ -110,7 +111,9 @@ class SpeculativeStores:
         save. Call it between steps. Without this call the stores are allocated during the first steps.
         """
         self._trim([bucket.plan.layout for bucket in (*ahead, *saved)])
-        self.max_bytes = min(self.max_bytes, sum(self.nbytes(bucket) for bucket in ahead))
+        needed_bytes = sum(self.nbytes(bucket) for bucket in ahead)
+        with self._lock:
+            self.max_bytes = min(self.max_bytes, needed_bytes)
         num_made = 0
         there = dict(self._made)
         for buckets, max_bytes in ((ahead, self.max_bytes), (saved, self.max_bytes + self.saved_bytes)):
@@ -133,7 +136,7 @@ class SpeculativeStores:
         """Releases stores that no bucket on the host would use any more."""
         with self._lock:
             for layout in self._made:
-                while self._made[layout] > wanted.count(layout):  # type: ignore[arg-type]
+                while self._made[layout] > wanted.count(layout):
                     store = self._executor.take_speculative_store(layout)
                     if store is None:
                         break
@@ -150,18 +153,18 @@ class SpeculativeStores:
         missing = self._least_free + num_bytes - free_host_bytes()
         if missing <= 0:
             return
-        num_bytes = 0
+        freed_bytes = 0
         with self._lock:
             for layout in self._made:
-                while num_bytes < missing and (store := self._executor.take_speculative_store(layout)) is not None:
+                while freed_bytes < missing and (store := self._executor.take_speculative_store(layout)) is not None:
                     self._free(store)
                     self._made[layout] -= 1
-                    num_bytes += self._sizes[layout]
-            self.num_bytes -= num_bytes
+                    freed_bytes += self._sizes[layout]
+            self.num_bytes -= freed_bytes
             self._keep_this()
-        if num_bytes:  # otherwise all stores are in use, and the next look may find free ones
+        if freed_bytes:  # otherwise all stores are in use, and the next look may find free ones
             LOGGER.info(
-                f"The machine has little free memory: {num_bytes / 1e9:.1f} GB of speculative stores were released, "
+                f"The machine has little free memory: {freed_bytes / 1e9:.1f} GB of speculative stores were released, "
                 f"and {self.num_bytes / 1e9:.1f} GB remain."
             )
 

@@ -26,9 +26,7 @@ from twinflow.offload.plan import BucketPlan
 from twinflow.offload.staging import Stage
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
-from twinflow.rules.segment import Store, is_own_master
-
-_ALIGN = 512  # every tensor of a state starts at a multiple of this number of bytes
+from twinflow.rules.segment import Store, is_own_master, room_of, views_in
 
 
 class StreamedUpdater:
@@ -61,31 +59,21 @@ class StreamedUpdater:
     def new_store(self, plan: BucketPlan) -> Store:
         """Allocates the state of a bucket in page-locked host memory, filled with zeros."""
         assert plan.can_alias
-        raw = self._raw[plan.index] = self._device.pinned(self._nbytes(plan), torch.uint8)
+        num_bytes = room_of(self._parts(plan, self._shapes.new_store(plan)))
+        raw = self._raw[plan.index] = self._device.pinned(num_bytes, torch.uint8)
         return self._view(plan, raw)
 
     def _view(self, plan: BucketPlan, raw: Tensor) -> Store:
         """A store whose tensors are consecutive in `raw`. A parameter that is its own master is not in `raw`."""
-        shape, at = self._shapes.new_store(plan), 0
-
-        def take(like: Tensor | None) -> Tensor | None:
-            nonlocal at
-            if like is None:
-                return None
-            part = raw[at : at + like.numel() * like.element_size()].view(like.dtype)
-            at += _aligned(part.numel() * part.element_size())
-            return part
-
-        master = shape.master if is_own_master(plan.dtype, self._master) else take(shape.master)
-        assert master is not None
-        states, scales = (take(shape.states[0]), take(shape.states[1])), (take(shape.scales[0]), take(shape.scales[1]))
-        return Store(shape.format, master, None, states, scales)
-
-    def _nbytes(self, plan: BucketPlan) -> int:
         shape = self._shapes.new_store(plan)
-        own = [] if is_own_master(plan.dtype, self._master) else [shape.master]
-        parts = [*shape.states, *shape.scales, *own]
-        return sum(_aligned(t.numel() * t.element_size()) for t in parts if t is not None)
+        master, first, second, *scales = views_in(raw, self._parts(plan, shape))
+        return Store(
+            shape.format, shape.master if master is None else master, None, (first, second), (scales[0], scales[1])
+        )
+
+    def _parts(self, plan: BucketPlan, shape: Store) -> list[Tensor | None]:
+        master = None if is_own_master(plan.dtype, self._master) else shape.master
+        return [master, *shape.states, *shape.scales]
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Sets new states to zeros, or to the initial value that an option of the rule gives."""
@@ -164,7 +152,3 @@ class StreamedUpdater:
 
 def _copy(into: Tensor, source: Tensor) -> None:
     into.copy_(source, non_blocking=True)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN

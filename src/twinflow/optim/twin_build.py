@@ -121,18 +121,16 @@ class StateKind:
 
     def state_file(self, plans: Sequence[BucketPlan]) -> StateFile | None:
         """The file for the state of buckets on the host, with all of its space; None: this state is in memory."""
-        tuning, hosted = self.tuning, [plan for plan in plans if plan.place == HOST and plan.numel]
+        tuning = self.tuning
         if tuning.nvme_path is None:
             return None
         assert self.rule is not None
         sizes = [record_bytes(shape_of(self.rule, self.format, not self.is_stateless, self.master, p)) for p in plans]
-        there = [size for plan, size in zip(plans, sizes, strict=True) if plan in hosted]
+        total = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == HOST and plan.numel)
         num_buffers = max(1, min(tuning.buffer_count, len(plans)))
         block_bytes = in_pages(tuning.disk_block_bytes)
         folder = Path(tuning.nvme_path)
-        return StateFile(
-            Reserved(folder, sum(there), max(sizes, default=0), num_buffers, tuning.disk_requests, block_bytes)
-        )
+        return StateFile(Reserved(folder, total, max(sizes, default=0), num_buffers, tuning.disk_requests, block_bytes))
 
 
 @dataclass(frozen=True)

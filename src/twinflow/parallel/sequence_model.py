@@ -26,6 +26,7 @@ from twinflow.conflicts import conflict
 from twinflow.dist.group import TIMEOUT
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.loss import IGNORE_INDEX
+from twinflow.offload.hooks import in_backward
 from twinflow.parallel.ring import Step, plan_steps, ring_attention
 from twinflow.parallel.sequence import DOCUMENTS, MODES, SequenceRanks, check_heads, make_groups
 from twinflow.parallel.ulysses import gathered_attention, ulysses_attention
@@ -469,7 +470,7 @@ class _TransformersAttention:
             raise conflict("Sequence parallelism", "cache")
         documents: Tensor | None = kwargs.pop(DOCUMENTS, None)
         kwargs.pop("cu_seq_lens_k", None)
-        if self._is_packed and documents is None and not _in_backward():
+        if self._is_packed and documents is None and not in_backward():
             raise conflict("Sequence parallelism", "packed model", name=type(module).__name__)
         kwargs.pop("position_ids", None)  # those of this rank's tokens, with which some functions look for packing
         if attention_mask is not None and not self._is_of_whole_sequences(attention_mask, query.shape[2]):
@@ -509,8 +510,3 @@ def _refuse_in_ring(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for option in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(option) is not None:
             raise conflict("Sequence parallelism", "ring option", option=option, name=type(module).__name__)
-
-
-def _in_backward() -> bool:
-    """Whether a checkpointed layer runs again, with the arguments of its forward."""
-    return torch._C._current_graph_task_id() != -1

@@ -31,23 +31,20 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Att
     """
     num_heads = q.shape[1]
     check_heads(num_heads, group.world)
-    chosen = kv_heads(num_heads, k.shape[1], group.world)
-    if chosen is not None:
-        index = torch.tensor(chosen, device=k.device)
-        k, v = k[:, index], v[:, index]
+    num_copies = kv_copies(num_heads, k.shape[1], group.world)
+    if num_copies > 1:
+        k, v = k.repeat_interleave(num_copies, 1), v.repeat_interleave(num_copies, 1)
     q, k, v = (to_heads(tensor, group) for tensor in (q, k, v))
     return to_tokens(attend(q, k, v), group)
 
 
-def kv_heads(num_heads: int, num_kv_heads: int, world: int) -> list[int] | None:
-    """The heads of keys and values that the ranks get, one rank after the other. None: each head once."""
+def kv_copies(num_heads: int, num_kv_heads: int, world: int) -> int:
+    """How many ranks or heads of queries get a copy of each head of keys and values."""
     if num_kv_heads % world == 0:
-        return None
-    group, each = num_heads // num_kv_heads, num_heads // world
-    needed = [sorted({head // group for head in range(rank * each, (rank + 1) * each)}) for rank in range(world)]
-    if {len(heads) for heads in needed} == {1}:
-        return [heads[0] for heads in needed]
-    return [head // group for head in range(num_heads)]  # one head of keys for each head of queries
+        return 1
+    if world % num_kv_heads == 0:
+        return world // num_kv_heads  # each rank needs one head
+    return num_heads // num_kv_heads  # a rank needs several: one head of keys for each head of queries
 
 
 def to_heads(x: Tensor, group: Group) -> Tensor:

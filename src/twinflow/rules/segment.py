@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,28 @@ class Store:
         weight = torch.empty_like(self.weight) if self.weight is not None else None
         states, scales = (_each(pair, torch.empty_like) for pair in (self.states, self.scales))
         return Store(self.format, torch.empty_like(self.master), weight, states, scales)
+
+
+_ALIGN: Final = 512  # in one buffer, every tensor of a store starts at a multiple of this number of bytes
+
+
+def room_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of a buffer that contains tensors like these, one after the other."""
+    return sum(_room(tensor) for tensor in tensors if tensor is not None)
+
+
+def views_in(raw: Tensor, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Consecutive parts of the bytes `raw`, with the lengths and dtypes of these tensors; None for None."""
+    found: list[Tensor | None] = []
+    at = 0
+    for like in tensors:
+        found.append(None if like is None else raw[at : at + like.numel() * like.element_size()].view(like.dtype))
+        at += 0 if like is None else _room(like)
+    return found
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
 
 
 def _each(pair: Pair, change: Callable[[Tensor], Tensor]) -> Pair:

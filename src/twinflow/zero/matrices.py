@@ -49,7 +49,7 @@ class RowExchange:
         self._num_turns = 0
         self._done = 0  # exchanges that are complete, or are queued on a GPU
         self._changed = threading.Condition()
-        self._gives_up: Callable[[], bool] = lambda: False
+        self._gives_up: Callable[[], bool] | None = None
 
     def give_up_when(self, gives_up: Callable[[], bool]) -> None:
         """Lets an update that waits for its turn raise RuntimeError when `gives_up` returns True."""
@@ -69,7 +69,7 @@ class RowExchange:
     ) -> None:
         with self._changed:
             while self._done != turn:
-                if self._gives_up():
+                if self._gives_up is not None and self._gives_up():
                     raise wrong_state(
                         "A matrix was not orthogonalised",
                         "the optimizer is closed or has failed",

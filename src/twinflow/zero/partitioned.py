@@ -9,8 +9,7 @@ the forward's stream (`gathering_streams`).
 
 A tied weight must be in one call of `fully_shard` only, otherwise it would become several weights. A block that shares
 a weight with another part of the model, or has a weight that other parts use (`is_external`), is therefore gathered
-with the root, which is the model itself, and the model's
-forward waits for its weights before it starts.
+with the root, which is the model itself, and the model's forward waits for its weights before it starts.
 """
 
 from __future__ import annotations
@@ -266,6 +265,7 @@ class Sharded(Protocol):
     """A parameter of `fully_shard`. torch has no public name for these methods."""
 
     sharded_param: nn.Parameter
+    _unsharded_param: Tensor  # missing before the first forward
     unsharded_accumulated_grad: Tensor | None
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Tensor: ...
@@ -361,14 +361,13 @@ def _sum_gradients(group: ParamGroup, original: Callable[..., None], *args: obje
     missing: list[Sharded] = []
     found: list[Sharded] = []
     for one in group.fsdp_params:
-        whole: Tensor | None = getattr(one, "_unsharded_param", None)  # None before the first forward
+        whole: Tensor | None = getattr(one, "_unsharded_param", None)
         if whole is not None and whole.requires_grad:
             is_missing = one.unsharded_accumulated_grad is None and whole.grad is None
             (missing if is_missing else found).append(one)
     if found or group._training_state is TrainingState.PRE_BACKWARD:
         for one in missing:
-            whole = one._unsharded_param  # type: ignore[attr-defined]
-            whole.grad = torch.zeros_like(whole, requires_grad=False)
+            one._unsharded_param.grad = torch.zeros_like(one._unsharded_param, requires_grad=False)
         for is_filled, params in ((True, missing), (False, found)):
             for one in params:
                 owner = owner_of(one.sharded_param)
