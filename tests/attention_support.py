@@ -8,14 +8,12 @@ variable the same runs them on CUDA, at larger sizes, and without names it runs 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
-import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from interpreter_support import run_cases
 from support import pairwise
 from torch import Tensor
 
@@ -298,17 +296,5 @@ def run_case(case: Case, device: str) -> None:
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"  # NaN is no less either
 
 
-def main() -> None:
-    """Prints a line for each case: its name, and what went wrong."""
-    device = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-    for name in sys.argv[1:] or CASES:
-        problem = ""
-        try:
-            run_case(CASES[name], device)
-        except Exception:
-            problem = traceback.format_exc(limit=-4)
-        print(json.dumps([name, problem]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases({name: partial(run_case, case) for name, case in CASES.items()})

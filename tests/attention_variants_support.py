@@ -7,14 +7,12 @@ variable it runs them on CUDA.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 
 import attention_support as support
 from attention_support import Case
+from interpreter_support import run_cases
 
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
@@ -70,20 +68,6 @@ def run(variant: Variant, device: str) -> None:
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
 
 
-def main() -> None:
-    """A line for each variant that is named, or for all."""
-    device = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
-    for name in sys.argv[1:] or VARIANTS:
-        problem = ""
-        try:
-            if name in VARIANTS:
-                run(VARIANTS[name], device)
-            else:
-                support.run_case(support.CASES[name], device)
-        except Exception:
-            problem = traceback.format_exc(limit=-4)
-        print(json.dumps([name, problem]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    cases = {name: partial(support.run_case, case) for name, case in support.CASES.items()}
+    run_cases(cases | {name: partial(run, variant) for name, variant in VARIANTS.items()})

@@ -28,23 +28,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--pythons", nargs="*", default=[sys.executable], help="interpreters of the environments")
-    parser.add_argument("--only-build", action="store_true", help="install nothing")
     options = parser.parse_args()
     sdist, wheels = build(options.out.resolve())
     print("built", *(path.name for path in (sdist, *wheels)), sep="\n  ", flush=True)
-    if options.only_build:
-        return
-    own = next(wheel for wheel in wheels if platform.machine() in wheel.name)
+    own = [wheel for wheel in wheels if platform.machine() in wheel.name]
     for python in options.pythons:
-        for package in (own, sdist):
+        for package in (*own, sdist):
             check(package, python)
 
 
 def build(out: Path) -> tuple[Path, list[Path]]:
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in (*out.glob("twinflow-*.whl"), *out.glob("twinflow-*.tar.gz")):
+        old.unlink()
     run([sys.executable, "-m", "build", "--sdist", "--outdir", out, ROOT])
-    (sdist,) = out.glob("*.tar.gz")
+    (sdist,) = out.glob("twinflow-*.tar.gz")
     wheels = []
     for machine in MACHINES:
         compiler = "g++" if machine == platform.machine() else f"{machine}-linux-gnu-g++"
@@ -63,7 +61,7 @@ def build(out: Path) -> tuple[Path, list[Path]]:
             run([*pip, *args, "--wheel-dir", raw, sdist], env)
             (wheel,) = Path(raw).glob("*.whl")
             run([sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", out, wheel])
-        (repaired,) = out.glob(f"*manylinux*{machine}.whl")
+        (repaired,) = out.glob(f"twinflow-*manylinux*{machine}.whl")
         wheels.append(repaired)
     return sdist, wheels
 

@@ -8,15 +8,13 @@ variable the same runs them on CUDA, and without names it runs all there are.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from interpreter_support import run_cases
 from support import OPTIONS, as_integers, buffers, clone, make_gradient, make_store, pairwise
 from torch import Tensor
 
@@ -259,14 +257,7 @@ def equal(a: Tensor, b: Tensor, note: str) -> None:
 
 
 def main() -> None:
-    device = "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"
-    for name in sys.argv[1:] or CASES:
-        try:
-            run_case(CASES[name], device)
-            problem = ""
-        except Exception:
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]), flush=True)
+    run_cases({name: partial(run_case, case) for name, case in CASES.items()})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,21 @@ from typing import Any
 
 from fork_support import fork_context
 
+from twinflow.monitor.metrics import StepRecord, read_metrics
+
 _DISK_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # as Python's audit events name them
+
+
+def write_text(folder: Path, num_lines: int) -> Path:
+    """A file to train on, in this folder."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(num_lines)))
+    return path
+
+
+def steps_of(out: Path) -> list[StepRecord]:
+    """The records of a run's steps."""
+    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 class TrainProcess:

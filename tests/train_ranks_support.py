@@ -16,6 +16,16 @@ from typing import Any
 
 from fork_support import fork_context
 
+from twinflow.checkpoint import open_checkpoint
+
+
+def saved_steps(out: Path) -> int:
+    """The number of steps before the newest checkpoint of a run, after a check of its files."""
+    found = open_checkpoint(out / "checkpoints")
+    assert found is not None
+    found.verify()
+    return int(found.meta["global_steps"])
+
 
 class TrainRanks:
     """`twinflow train` with these options on `world` ranks, started; one process for 1. `fault`: one of FAULTS."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from dist_support import run_ranks
+from fork_support import process_with
 from sequence_cases import config_of, errors, gradients, load_data, rows, train
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,28 +47,55 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 
 
-def cases_of(mode: str, data: int) -> dict[str, dict[str, Any]]:
-    found = CASES | (WINDOWED if mode == "ulysses" else {})
-    return {name: {**case, "data": data} for name, case in found.items()}
+# What four ranks do that two do not: more rounds of a ring, shorter parts, and fewer heads of keys than ranks.
+OF_FOUR = ("GPT, sparse", "a length that ranks do not divide", "one head of keys", "packed")
+FAMILIES = ("llama", "deepseek_v3", "qwen3", "mistral", "gpt_oss", "gemma2")
+Call = Callable[..., Any]  # of a function in a process that has imported transformers
 
 
-@cache
-def alone(mode: str, data: int) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(0, gradients, 1, mode, cases_of(mode, data))[0]
-    return found
+@pytest.fixture(scope="module")
+def call() -> Iterator[Call]:
+    """Forks ranks from one process that has imported transformers, or each rank would import it."""
+    with process_with(*(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES)) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def alone(call: Call) -> Callable[[int], dict[str, Any]]:
+    """The gradients of one process, which depend on the number of batches."""
+
+    @cache
+    def of(data: int) -> dict[str, Any]:
+        found: dict[str, Any] = call(run_ranks, 0, gradients, 1, "", with_data(CASES | WINDOWED, data))[0]
+        return found
+
+    return of
+
+
+def with_data(cases: dict[str, dict[str, Any]], data: int) -> dict[str, dict[str, Any]]:
+    return {name: {**case, "data": data} for name, case in cases.items()}
 
 
 @pytest.mark.parametrize("mode", ["ulysses", "ring"])
 @pytest.mark.parametrize(
-    ("world", "size"),
-    [(2, 2), pytest.param(4, 2, marks=pytest.mark.matrix), (4, 4)],
+    ("world", "size", "names"),
+    [
+        (2, 2, None),
+        pytest.param(4, 2, None, marks=pytest.mark.matrix),
+        (4, 4, OF_FOUR),
+        pytest.param(4, 4, None, marks=pytest.mark.matrix),
+    ],
 )
-def test_ranks_compute_the_gradients_of_one_process(mode: str, world: int, size: int) -> None:
-    cases = cases_of(mode, world // size)
+def test_ranks_compute_the_gradients_of_one_process(
+    mode: str, world: int, size: int, names: Sequence[str] | None, call: Call, alone: Callable[[int], dict[str, Any]]
+) -> None:
+    """`names`: the cases; all if None."""
+    cases = CASES | (WINDOWED if mode == "ulysses" else {})
     if world > size:  # packed sequences are one row in one process
         cases = {name: case for name, case in cases.items() if not case.get("packed")}
-    truth = alone(mode, world // size)
-    for rank in run_ranks(world, gradients, size, mode, cases):
+    cases = with_data({name: cases[name] for name in names or cases}, world // size)
+    truth = alone(world // size)
+    for rank in call(run_ranks, world, gradients, size, mode, cases):
         for name in cases:
             # transformers computes losses in fp32
             rel, least = (1e-5, 1e-8) if "model" in cases[name] else (1e-9, 1e-14)
@@ -189,8 +218,8 @@ ERRORS = {
 }
 
 
-def test_what_differs_from_one_process_is_refused() -> None:
-    for rank in run_ranks(2, errors):
+def test_what_differs_from_one_process_is_refused(call: Call) -> None:
+    for rank in call(run_ranks, 2, errors):
         assert rank.keys() == ERRORS.keys()
         for name, text in ERRORS.items():
             assert text in rank[name], name

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_ranks_support import TrainRanks
+from run_support import steps_of, write_text
+from train_ranks_support import TrainRanks, saved_steps
 
-from twinflow.checkpoint import open_checkpoint
-from twinflow.monitor.metrics import StepRecord, read_metrics
+from twinflow.monitor.metrics import read_metrics
 
 pytestmark = pytest.mark.matrix
 
@@ -39,9 +39,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(1500)))
-    return path
+    return write_text(tmp_path_factory.mktemp("data"), 1500)
 
 
 def finish(name: str, out: Path, *options: Any) -> list[str]:
@@ -59,10 +57,6 @@ def one(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
     finish("one", out, "--data", text)
     return out
-
-
-def steps_of(out: Path) -> list[StepRecord]:
-    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 def assert_same_run(out: Path, expected: Path) -> None:
@@ -84,13 +78,6 @@ def from_the_middle(run: Path, out: Path) -> Path:
     shutil.rmtree(out / "checkpoints" / f"global_step{STEPS}")
     (out / "checkpoints" / "latest").write_text(f"global_step{HALF}")
     return out
-
-
-def saved_steps(out: Path) -> int:
-    found = open_checkpoint(out / "checkpoints")
-    assert found is not None
-    found.verify()
-    return int(found.meta["global_steps"])
 
 
 @pytest.mark.parametrize(

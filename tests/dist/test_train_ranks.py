@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_ranks_support import TrainRanks
+from run_support import steps_of, write_text
+from train_ranks_support import TrainRanks, saved_steps
 
 import twinflow
-from twinflow.checkpoint import open_checkpoint
-from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import ValidRecord, read_metrics
 
 # A rate at which rounding stays rounding: at the preset's own, losses of so small a model jump about.
 SHAPE = ("--preset", "tiny", "--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 2, "--context", 16)
@@ -29,16 +29,14 @@ SEQUENCES = 8  # of a step
 PARTS = {1: (4, 2), 2: (2, 2), 4: (1, 2)}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(1500)))
-    return path
-
-
 def batch(world: int) -> tuple[Any, ...]:
     size, parts = PARTS[world]
     return ("--batch-size", size, "--accumulation", parts)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data"), 1500)
 
 
 def finish(world: int, out: Path, *options: Any) -> list[str]:
@@ -73,10 +71,6 @@ def losses(out: Path) -> list[float]:
     return [record.loss for record in read_metrics(out / "metrics.jsonl")]
 
 
-def steps_of(out: Path) -> list[StepRecord]:
-    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
-
-
 def assert_same_run(out: Path, expected: Path) -> None:
     assert records(out) == records(expected)
     assert losses(out) == pytest.approx(losses(expected), abs=1e-5)
@@ -85,13 +79,6 @@ def assert_same_run(out: Path, expected: Path) -> None:
     )
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
     assert rates[0] == rates[1]
-
-
-def saved_steps(out: Path) -> int:
-    found = open_checkpoint(out / "checkpoints")
-    assert found is not None
-    found.verify()
-    return int(found.meta["global_steps"])
 
 
 def test_two_ranks_train_what_one_process_does(one: Path, two: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,18 +27,10 @@ from twinflow.attention import (
 )
 from twinflow.attention.extras import dropout_hash, dropout_keep, seed_word, threshold
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, BATCH, DIM = 4, 2, 8
 STRUCTURES = ["dense", "fixed", "variable", "bigbird", "bslongformer", "local", "scattered"]
 EXTRAS = ["none", "padding", "bias", "relative", "mask", "dropout", "cap and sinks", "all"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads would only wait for each other in work as small as this."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def layout_of(structure: str, seq_len: int, is_causal: bool, num_heads: int = HEADS) -> Layout:

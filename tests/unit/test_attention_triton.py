@@ -3,11 +3,6 @@ compiled for a GPU: products on tensor cores, tiles in registers, loads ahead.""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +10,7 @@ import attention_support as support
 import attention_variants_support as variants
 import pytest
 import torch
+from interpreter_support import in_the_interpreter, needs_triton, run_python, wanted_cases
 
 from twinflow.attention import BigBirdSparsityConfig, Extras, block_attention, hopper, sparse_attention
 from twinflow.attention.bias_gradients import _diagonal_sums
@@ -24,35 +20,15 @@ from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.operators import attend
 from twinflow.attention.tuning import TUNING, WITH_DESCRIPTORS, Tuning, Tunings, tunings_for
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 SHARED_BYTES = 227 * 1024  # that a program can have on an H100 or H200
 RESERVED_BYTES = 1024  # of shared memory, for each program
 REGISTERS = 64 * 1024  # of a multiprocessor
 
 
-def run_python(script: str, *names: str, **env: str) -> list[Any]:
-    """What a script in a process of its own prints, a line of JSON each."""
-    paths = [str(Path(support.__file__).parent), *sys.path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"} | env
-    done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True, env=env, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def in_the_interpreter(*names: str) -> dict[str, str]:
-    """What went wrong in each case or variant, all of them in one process."""
-    return dict(run_python(variants.__file__, *names, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"))
-
-
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What went wrong in each case and variant that this session runs."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
-    ]
-    return in_the_interpreter(*wanted)
+    """What went wrong in each case that this session runs, all of them in one process with the interpreter on."""
+    return in_the_interpreter(variants.__file__, *wanted_cases(request))
 
 
 @needs_triton
@@ -68,14 +44,14 @@ def test_kernels_against_the_truth(name: str, interpreted: dict[str, str]) -> No
 def test_kernels_against_the_truth_everywhere(structure: str, block: int) -> None:
     names = [case.name for case in support.MATRIX if (case.structure, case.block) == (structure, block)]
     assert len(names) == 18
-    assert in_the_interpreter(*names) == dict.fromkeys(names, "")
+    assert in_the_interpreter(variants.__file__, *names) == dict.fromkeys(names, "")
 
 
 @needs_triton
 @pytest.mark.matrix
 def test_the_other_ways_too() -> None:
     names = [case.name for case in support.MORE]
-    assert in_the_interpreter(*names) == dict.fromkeys(names, "")
+    assert in_the_interpreter(variants.__file__, *names) == dict.fromkeys(names, "")
 
 
 @needs_triton

@@ -24,6 +24,7 @@ from twinflow.compat import __main__ as command
 from twinflow.engine import Engine
 from twinflow.optim.twin import TwinOptimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # What deepspeed 0.19.8 printed for the same scripts on a CPU (benchmarks/compat_deepspeed.py).
 TRANSFORMER = [4.311560869216919, 4.3319251537323, 4.315942049026489, 4.290348529815674, 4.24739933013916]
 TRANSFORMER += [4.1833226680755615, 4.098732233047485, 4.030601143836975]
@@ -44,15 +45,6 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     compat.uninstall()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models are quicker so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Scripts.

@@ -6,15 +6,9 @@ The kernel runs in Triton's interpreter, which is chosen when Triton is first im
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter_support import in_the_interpreter, needs_triton, run_cases, wanted_cases
 from torch import Tensor, nn
 
 from twinflow.gpu import collect
@@ -31,7 +26,6 @@ from twinflow.optim.twin import Tuning, TwinOptimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NUMELS = (1, 1500, 128, 127, 5000, 4096)  # below, at and above a block; below, at and above a tile
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 # What runs in the other process, or on a GPU.
@@ -262,17 +256,6 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    device = "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"
-    for name in sys.argv[1:] or CASES:
-        try:
-            CASES[name](device)
-            problem = ""
-        except Exception:
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]), flush=True)
-
-
 # The tests.
 
 QUICK = ("bfloat16-float32",)  # the pairs of dtypes that are most in use
@@ -286,16 +269,7 @@ def _param(name: str) -> Any:
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What went wrong in each case that this session runs, all of them in one process with the interpreter on."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
-    ]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return in_the_interpreter(__file__, *wanted_cases(request))
 
 
 @needs_triton
@@ -348,4 +322,4 @@ def test_compiled_it_reads_wide_words(values: str, loads: int, monkeypatch: pyte
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

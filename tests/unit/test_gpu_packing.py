@@ -6,15 +6,9 @@ own, `TRITON_INTERPRET=1 python tests/unit/test_gpu_packing.py CASE ...`. Withou
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter_support import in_the_interpreter, needs_triton, run_cases, wanted_cases
 from support import as_integers, cell_name, in_pairs
 from torch import Tensor
 
@@ -34,7 +29,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GUARD = 16  # elements after every buffer that must stay as they are
 OPTIONS = ("alone", "base", "exponents", "unscaled")  # but for the first all with an error, the last with all there is
 SIZES = ((1, 4096), (2, 4099), (2, 13))  # rows, elements of one: a whole block; a ragged one after it; half a byte
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 # What runs in the other process, or on a GPU.
@@ -308,17 +302,6 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    device = "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"
-    for name in sys.argv[1:] or CASES:
-        try:
-            CASES[name](device)
-            problem = ""
-        except Exception:
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]), flush=True)
-
-
 # The tests.
 
 QUICK_BAD = ("1bit-inf-values-exponents", "int8-nan-error-base")
@@ -335,16 +318,7 @@ PARAMS = [
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What went wrong in each case that this session runs, all of them in one process with the interpreter on."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
-    ]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return in_the_interpreter(__file__, *wanted_cases(request))
 
 
 @needs_triton
@@ -444,4 +418,4 @@ def test_compiled_kernels_round_every_operation(name: str, code: str, tmp_path: 
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

@@ -3,11 +3,8 @@ and compiled for a GPU it has no operation that could change them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import gpu_update_support as support
 import pytest
 import torch
+from interpreter_support import in_the_interpreter, needs_triton, wanted_cases
 from support import OPTIONS, make_store
 
 from twinflow import gpu
@@ -29,28 +27,11 @@ from twinflow.optim.twin_build import StateKind
 from twinflow.rules import RULES, formats, reference
 from twinflow.rules.segment import Segment, new_store
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What went wrong in each case that this session runs, all of them in one process with the interpreter on."""
-    wanted = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and "interpreted" in item.fixturenames
-    ]
-    return in_the_interpreter(support.__file__, *wanted)
-
-
-def in_the_interpreter(*command: str) -> dict[str, str]:
-    """What went wrong in each case."""
-    paths = [str(Path(support.__file__).parent), *sys.path]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=280)
-    found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert done.returncode == 0, done.stderr[-3000:]
-    return found
+    return in_the_interpreter(support.__file__, *wanted_cases(request))
 
 
 @needs_triton

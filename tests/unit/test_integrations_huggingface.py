@@ -31,15 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """A tiny model is quicker so, beside the host's own threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
 def huggingface() -> Any:
     """The integration, which takes seconds to import: only in a process that runs these tests."""
     return importlib.import_module("twinflow.integrations.huggingface")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_support import TrainProcess
+from run_support import TrainProcess, steps_of, write_text
 from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
@@ -30,7 +30,7 @@ from twinflow.cli.settings import TrainSettings, as_json, check_same_run, engine
 from twinflow.cli.training import Loop, Talk, batches_at_once, measure, run_step
 from twinflow.launch.environment import ALONE
 from twinflow.models.gpt import GPT, GPTConfig
-from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
+from twinflow.monitor.metrics import ValidRecord, read_metrics
 from twinflow.monitor.timers import Clock
 from twinflow.native import get_threads, set_threads
 from twinflow.optim.twin import TwinOptimizer
@@ -58,17 +58,11 @@ def _keep_threads() -> Iterator[None]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(500)))
-    return path
+    return write_text(tmp_path, 500)
 
 
 def train(*options: str | Path | int) -> Result:
     return CliRunner().invoke(app, ["train", *(str(option) for option in options)])
-
-
-def steps_of(out: Path) -> list[StepRecord]:
-    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 def test_experts_show_the_balance_of_their_routers(tmp_path: Path, text: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_support import TrainProcess
+from run_support import TrainProcess, steps_of, write_text
 from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
@@ -55,9 +55,7 @@ class Straight:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{i} and {i} is {2 * i}\n" for i in range(500)))
-    return path
+    return write_text(tmp_path_factory.mktemp("data"), 500)
 
 
 @pytest.fixture(scope="module")
@@ -207,10 +205,6 @@ SHORT = (*SHAPE, "--batch-size", 2, "--valid-every", 0, "--threads", 1)
 
 def train(*options: Any) -> Result:
     return CliRunner().invoke(app, ["train", *map(str, options)])
-
-
-def steps_of(out: Path) -> list[StepRecord]:
-    return [record for record in read_metrics(out / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 @pytest.fixture(scope="module")

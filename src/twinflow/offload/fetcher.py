@@ -50,18 +50,10 @@ class WeightBuffer:
 
 
 class Fetch(Protocol):
-    """A fetch of one block's weights that `Fetcher.ask` has queued."""
+    """A fetch of one block's weights that `ask` of a fetcher has queued."""
 
     def wait(self) -> Event:
         """Blocks until the copy is queued. Returns the event that is recorded after the copy."""
-        ...
-
-
-class Fetcher(Protocol):
-    """Copies the weights of blocks to the device, in the order of the calls of `ask`."""
-
-    def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> Fetch:
-        """Queues a fetch. The copy starts after the event `after`, from which on the device buffers are free."""
         ...
 
 
@@ -92,6 +84,7 @@ class NativeFetcher:
         return int(self._executor.counters.bytes_fetched)
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> NativeFetch:
+        """Queues a fetch. The copy starts after the event `after`, from which on the device buffers are free."""
         items = [(buffer.bucket, buffer.host(), buffer.flat) for buffer in buffers]
         return NativeFetch(self._executor, self._executor.fetch(items, after), buffers)
 

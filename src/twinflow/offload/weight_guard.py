@@ -134,19 +134,6 @@ def owner_of(tensor: Tensor) -> Owner | None:
 # Classes.
 
 
-def can_cover(tensor: Tensor) -> bool:
-    """Whether the class of this parameter can be changed."""
-    kind = type(tensor)
-    if kind in _ORDINARY:
-        return True
-    try:
-        tensor.__class__ = _guarded(kind)
-        tensor.__class__ = kind
-    except TypeError:  # a class of the user with another memory layout
-        return False
-    return True
-
-
 def cover(tensors: Iterable[Tensor]) -> None:
     """Set the guarded class of these parameters."""
     for tensor in tensors:
