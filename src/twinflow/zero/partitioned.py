@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from twinflow.conflicts import conflict
@@ -31,6 +32,7 @@ from twinflow.dist.group import Group, backend_for, new_group
 from twinflow.dist.sharded import is_dtensor, is_fsdp
 from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block, find_blocks, is_external, owners
+from twinflow.offload.hooks import in_backward
 from twinflow.offload.plan import ROOT
 from twinflow.offload.quantised import is_quantised
 from twinflow.offload.weight_guard import owner_of
@@ -365,7 +367,10 @@ def _sum_gradients(group: ParamGroup, original: Callable[..., None], *args: obje
         if whole is not None and whole.requires_grad:
             is_missing = one.unsharded_accumulated_grad is None and whole.grad is None
             (missing if is_missing else found).append(one)
-    if found or group._training_state is TrainingState.PRE_BACKWARD:
+    # After several forwards, `fully_shard` calls this once for each of them, and autograd makes the gradients before the
+    # last of these calls.
+    is_last = not any(_comes(one._unsharded_param) for one in missing)
+    if is_last and (found or group._training_state is TrainingState.PRE_BACKWARD):
         for one in missing:
             one._unsharded_param.grad = torch.zeros_like(one._unsharded_param, requires_grad=False)
         for is_filled, params in ((True, missing), (False, found)):
@@ -374,6 +379,11 @@ def _sum_gradients(group: ParamGroup, original: Callable[..., None], *args: obje
                 if owner is not None:
                     owner.note_filled(one.sharded_param, is_filled)
     original(*args)
+
+
+def _comes(param: Tensor) -> bool:
+    """Whether this backward computes a gradient of the parameter."""
+    return in_backward() and bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
 
 
 # Collectives of `fully_shard` over gloo. gloo's reduce-scatter sends as much as an all-reduce and does not support GPU
