@@ -19,8 +19,9 @@ from typing import Any
 import torch.multiprocessing as mp
 
 # All that tests fork needs. A process has one server, which the first test starts: so all of them name the same.
+# pytest is there because the modules of ranks import it, which would take longer in each rank than a small test.
 PRELOAD = (
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("twinflow.build", "twinflow.models.gpt", "twinflow.optim", "twinflow.cli.main"),
 )
 _IMPORTED: list[str] = []  # modules that only a process of `process_with` has

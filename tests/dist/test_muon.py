@@ -16,13 +16,14 @@ from twin_support import matrix_but
 
 
 @cache
-def alone() -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(0, muon_cases.train, None, {"ratio": 1.0})[0]
+def alone(is_clipped: bool = True) -> dict[str, Any]:
+    options = {} if is_clipped else {"max_grad_norm": None}
+    found: dict[str, Any] = run_ranks(0, muon_cases.train, None, {"ratio": 1.0, **options})[0]
     return found
 
 
 CELLS = list(itertools.product((1, 2, 4), (0, 1, 2, 3), (1.0, 0.5)))
-QUICK = [(1, 1, 1.0), (2, 1, 0.5), (2, 0, 1.0), (4, 2, 1.0), (4, 3, 0.5)]
+QUICK = [(2, 0, 1.0), (2, 1, 0.5), (2, 2, 1.0), (4, 3, 0.5)]
 
 
 @pytest.mark.parametrize(("world", "stage", "ratio"), matrix_but(QUICK, CELLS))
@@ -42,7 +43,7 @@ def test_ranks_are_as_one_process(world: int, stage: int, ratio: float) -> None:
 def test_updates_during_backward(stage: int) -> None:
     """Without clipping, an update with its exchange of rows begins as soon as its gradients are complete."""
     options = {"ratio": 0.5, "early": True, "max_grad_norm": None}
-    truth = run_ranks(0, muon_cases.train, None, {"ratio": 1.0, "max_grad_norm": None})[0]
+    truth = alone(is_clipped=False)
     for found in run_ranks(2, muon_cases.train, stage, options):
         for name, values in truth["weights"].items():
             torch.testing.assert_close(
@@ -66,7 +67,7 @@ def test_marks_of_parameters_are_kept_when_ranks_divide_them() -> None:
     assert {name for name, uses_muon in found.items() if uses_muon} == {"blocks.0.mlp.up.weight"}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", matrix_but([3], [2, 3]))
 def test_a_checkpoint_continues_on_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     run_ranks(2, muon_cases.save, stage, str(tmp_path))
     straight = run_ranks(1, muon_cases.resume, stage, "")[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dist_support import run_ranks
 from parallel_cases import config_of
+from twin_support import matrix_but
 
 NEAR = 1e-5
 
@@ -78,7 +79,7 @@ def test_frozen_tied_layers() -> None:
         assert "The tied parameter layers.0.weight is frozen on the pipeline ranks [0]" in one["error"]
 
 
-@pytest.mark.parametrize(("pipe", "data"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("pipe", "data"), matrix_but([(1, 1), (2, 1)], [(1, 1), (1, 2), (2, 1)]))
 def test_whole_weights_of_tensor_ranks(pipe: int, data: int, tmp_path: Path) -> None:
     alone = run_ranks(0, cases.whole_weights, config_of(1, 1, 1, num_micro=1), str(tmp_path))[0]
     (tmp_path / "whole.pt").unlink()
