@@ -328,6 +328,7 @@ def test_numbers_as_people_write_them() -> None:
     assert parse_count("--params", "13b") == 13e9
     assert parse_count("--params", "350M") == 350e6
     assert parse_count("--params", "1.3B") == 1.3e9
+    assert parse_count("--params", "8e9") == 8e9
     assert bar(0.5) == "█" * 17
     assert bar(0.001) == "▏"
     assert bar(2.0).endswith("▶")

@@ -87,7 +87,10 @@ class FinetuneOptions:
     rank: int | None = option(None, "Rank of the adapters of lora and qlora.  [default: 16]")
     beta: float | None = option(None, "Strength with which dpo keeps to the untuned model.  [default: 0.1]")
     merge: bool = option(False, "Write whole weights with the adapters merged, instead of the adapters.", "--merge")
-    states: str | None = option(None, "Format of optimizer state: fp32, bf16 or int8. Default: chosen for the machine.")
+    states: str | None = option(
+        None,
+        "Format of optimizer state: fp32, bf16, int8 or 4bit. Default: one of the first three, chosen for the machine.",
+    )
     ratio: str | None = option(
         None, "Share of the optimizer state on the host, 0 to 1. Default: chosen for the machine."
     )
@@ -221,6 +224,11 @@ def make_settings(
     method = values["method"]
     if method not in METHODS:
         raise invalid_value("--method", method, METHODS)
+    if "rank" in given and method not in ADAPTERS:
+        raise incompatible("--rank", f"--method {method}", "it trains no adapters", "Leave --rank out.")
+    if "beta" in given and method != "dpo":
+        reason = "it does not compare with the untuned model"
+        raise incompatible("--beta", f"--method {method}", reason, "Leave --beta out, or use --method dpo.")
     values.setdefault("lr", LRS[method])
     values.setdefault("precision", "bf16" if torch.cuda.is_available() else "fp32")
     values.setdefault("threads", max(1, get_threads() // num_local))
@@ -307,8 +315,9 @@ def check_settings(settings: FinetuneSettings) -> None:
         raise invalid_value("--precision", settings.precision, ("bf16", "fp32"))
     if settings.states not in (None, *RULES["adamw"].formats):
         raise invalid_value("--states", settings.states, RULES["adamw"].formats)
-    if settings.gpu_memory is not None and not torch.cuda.is_available() and not settings.dry_run:
-        raise ValueError("--gpu-memory is given, but this machine has no GPU. Leave --gpu-memory out.")
+    if settings.gpu_memory is not None and not torch.cuda.is_available():
+        remedy = "Leave --gpu-memory out. `twinflow plan --gpu` plans for the GPU of another machine."
+        raise ValueError(f"--gpu-memory is given, but this machine has no GPU. {remedy}")
     if settings.merge and settings.method not in ADAPTERS:
         raise incompatible("--merge", f"--method {settings.method}", "it trains no adapters", "Leave --merge out.")
     if settings.method == "qlora" and settings.offload_params and settings.world > 1:

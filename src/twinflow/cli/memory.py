@@ -233,7 +233,7 @@ def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
     why = "as requested"
     if states == "auto":
         skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]
-        why = "; ".join(skipped) if skipped else "this format fits"
+        why = "; ".join(skipped) if skipped else "this format fits" if all(most) else "the state fits"
     if not all(most):
         why = f"{why}, but memory is tight"
     return MemoryPlan(

@@ -319,8 +319,8 @@ def _width(model: nn.Module) -> int:
 
 
 def parse_count(name: str, text: str, most: float = MAX_TOKENS) -> float:
-    """Parse a number such as 13b, 350m or 1.3B."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbgt]?)", text.strip().lower())
+    """Parse a number such as 13b, 350m, 1.3B or 8e9."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", text.strip().lower())
     if found is None or float(found[1]) <= 0:
         raise invalid_value(name, text, "a number above 0 such as 13b, 350m or 1.3b")
     value = float(found[1]) * _UNITS.get(found[2].upper(), 1.0)

@@ -162,7 +162,9 @@ class TrainOptions:
     verify_saves: bool = option(
         False, "Read each checkpoint after it is written and compare its checksums.", "--verify-saves"
     )
-    resume: bool = option(False, "Continue the run in --out from its last checkpoint.", "--resume")
+    resume: bool = option(
+        False, "Continue the run in --out from its last checkpoint. If there is no such folder, begin it.", "--resume"
+    )
     gpu_memory: str | None = option(None, "Limit of the GPU memory that the run may use, for example 32GB.")
     ram: str | None = option(None, "Limit of the host memory that the run may use, for example 64GB.")
     threads: int | None = option(None, "CPU threads of each rank. Default: all that this process may use.")

@@ -16,8 +16,11 @@ USAGE = "usage: python -m twinflow.compat [-m] SCRIPT [ARGUMENTS]"
 
 def main(words: list[str]) -> None:
     """Calls `install()` and runs the script as `python SCRIPT ARGUMENTS` does."""
-    if not words or words[0] in ("-h", "--help"):
-        raise SystemExit(USAGE if words else f"{USAGE}\nerror: No script is given.")
+    if not words:
+        raise SystemExit(f"{USAGE}\nerror: No script is given.")
+    if words[0] in ("-h", "--help"):
+        print(USAGE)
+        return
     is_module, script = words[0] == "-m", Path(words[0])
     if is_module and len(words) < 2:
         raise SystemExit(f"{USAGE}\nerror: No module is given after -m.")
