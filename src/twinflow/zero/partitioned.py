@@ -367,8 +367,8 @@ def _sum_gradients(group: ParamGroup, original: Callable[..., None], *args: obje
         if whole is not None and whole.requires_grad:
             is_missing = one.unsharded_accumulated_grad is None and whole.grad is None
             (missing if is_missing else found).append(one)
-    # After several forwards, `fully_shard` calls this once for each of them. Autograd makes the gradients before the last
-    # of these calls.
+    # After several forwards, `fully_shard` calls this once for each of them. Autograd makes the gradients before the
+    # last of these calls.
     is_last = not any(_comes(one._unsharded_param) for one in missing)
     if is_last and (found or group._training_state is TrainingState.PRE_BACKWARD):
         for one in missing:
