@@ -4,8 +4,6 @@ plain PyTorch, with slow streams; each refusal names what it refuses; each sync 
 from __future__ import annotations
 
 import copy
-import importlib
-import pkgutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twin_support import matrix_but
 
-import twinflow.offload
 from twinflow.offload import sync
 from twinflow.offload.executor import WorkerError
 from twinflow.offload.weight_guard import plain
@@ -835,13 +832,8 @@ CASES = {
 
 
 def points() -> set[str]:
-    """Every sync point of the runtime: its modules' constants."""
-    found = set()
-    for info in pkgutil.iter_modules(twinflow.offload.__path__, "twinflow.offload."):
-        module = importlib.import_module(info.name)
-        finals = [name for name, kind in getattr(module, "__annotations__", {}).items() if "Final" in str(kind)]
-        found |= {value for name in finals if isinstance(value := getattr(module, name), str)}
-    return found
+    """Every sync point of the runtime."""
+    return {value for name, value in vars(sync).items() if name.isupper() and isinstance(value, str)}
 
 
 def outcome(
