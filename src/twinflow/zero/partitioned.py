@@ -37,7 +37,7 @@ from twinflow.offload.plan import ROOT
 from twinflow.offload.quantised import is_quantised
 from twinflow.offload.weight_guard import owner_of
 from twinflow.parallel.shard import keep_marks
-from twinflow.parallel.topology import DATA
+from twinflow.parallel.topology import DATA, PIPE
 from twinflow.state_dict import ParamEntry
 from twinflow.zero.building import Rows, take_rows
 from twinflow.zero.shared import Zero
@@ -83,7 +83,10 @@ def partition(model: nn.Module, zero: Zero) -> Replaced:
             vars(module)["__deepcopy__"] = _refuse_copy  # that of fully_shard() does not say what to do
     now = dict(model.named_parameters(remove_duplicate=False))
     _put_rows(model, {now[name]: param for name, param in before.items() if param in rows}, rows)
-    _fill_missing(group for module in model.modules() for group in param_groups(module))
+    # A backward of a pipeline runs one part of the model: it has gradients of some parameters outside of blocks only.
+    is_pipeline = zero.grid is not None and len(zero.grid.ranks_along(PIPE)) > 1
+    filled = (module for module in model.modules() if module is not model or not is_pipeline)
+    _fill_missing(group for module in filled for group in param_groups(module))
     if backend_for(device) == "gloo":
         use_own_collectives([module for module in model.modules() if is_fsdp(module)], device)
     replaced: Replaced = {before[name]: param for name, param in model.named_parameters(remove_duplicate=False)}
