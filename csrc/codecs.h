@@ -185,7 +185,7 @@ struct Key {
   uint32_t first, second;
 };
 
-// The keys of the values of an element that are rounded beside the second state, which uses the key itself.
+// The keys of a 4-bit momentum and of a weight. The second state, and an int8 momentum with it, use the key itself.
 static inline Key key_of_moment(Key key) { return {key.first ^ 0x9e3779b9u, key.second ^ 0x7f4a7c15u}; }
 static inline Key key_of_weight(Key key) { return {key.first ^ 0xc2b2ae3du, key.second ^ 0x27d4eb4fu}; }
 

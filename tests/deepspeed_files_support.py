@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from twinflow.checkpoint.importing import import_deepspeed
 
 BETAS, EPS, LR, DECAY = (0.8, 0.99), 1e-6, 1e-2, 0.1
 
@@ -198,3 +201,17 @@ def split_row(
         "group_paddings": pads,
         "param_alignment_paddings": paddings,
     }
+
+
+def import_damaged(source: Path, path: Path, num: int, generator: random.Random, out: Path) -> None:
+    """Imports the checkpoint `num` times, each time with another wrong byte in the pickle of its file `path`. An error
+    must name the file or its folder.
+    """
+    raw = path.read_bytes()
+    for at in generator.sample(range(raw.index(b"byteorder")), num):  # in front of it is the pickle
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ generator.randrange(1, 256)]) + raw[at + 1 :])
+        try:
+            import_deepspeed(source, out)
+        except ValueError as error:
+            assert "global_step3" in str(error)  # noqa: PT017
+    path.write_bytes(raw)

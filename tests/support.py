@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -126,3 +128,19 @@ def in_pairs(*axes: Sequence[Any]) -> list[Any]:
     chosen = [tuple(cell) for cell in pairwise(*axes)]
     marks = [pytest.mark.matrix]
     return [pytest.param(*cell, marks=[] if cell in chosen else marks) for cell in itertools.product(*axes)]
+
+
+NO_MEMORY = "/proc/self/mem"  # reads and writes at addresses without memory, such as 0, fail with EIO
+
+
+@contextmanager
+def another_file(fd: int, path: str) -> Iterator[None]:
+    """Lets a file descriptor refer to the file at `path`, which fails as a broken or full disk does."""
+    kept, other = os.dup(fd), os.open(path, os.O_RDWR)
+    try:
+        os.dup2(other, fd)
+        yield
+    finally:
+        os.dup2(kept, fd)
+        os.close(other)
+        os.close(kept)

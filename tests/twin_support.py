@@ -6,7 +6,7 @@ import gc
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,24 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], note: str = "") -> N
     for name, tensor in a.items():
         x, y = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, b[name]))
         assert torch.equal(x, y), f"{note} {name} differs by {(tensor.double() - b[name].double()).abs().max()}"
+
+
+def trained_with_schedule(
+    rule: str, states: str, accumulation: int, num_steps: int = 4, **options: Any
+) -> dict[str, Tensor]:
+    """Weights and state after some steps with a schedule."""
+    model = gpt()
+    options = {"early": True, "accumulation_steps": accumulation, **RULE_OPTIONS[rule], **options}
+    with closing(twin(model, rule=rule, states=states, **options)) as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(num_steps):
+            for i in range(accumulation):
+                loss_of(model, step * accumulation + i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        optimizer.flush()
+        return snapshot(model, optimizer)
 
 
 def restart(

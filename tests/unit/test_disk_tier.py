@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import pairwise_of
-from torch import Tensor, nn, optim
+from support import NO_MEMORY, another_file, pairwise_of
+from torch import Tensor, nn
 from twin_support import (
     MAX_NORM,
-    RULE_OPTIONS,
     assert_same,
     batch,
     gpt,
@@ -32,6 +31,7 @@ from twin_support import (
     quick_torch,
     snapshot,
     train,
+    trained_with_schedule,
     twin,
 )
 
@@ -75,21 +75,6 @@ def file_of(optimizer: TwinOptimizer) -> StateFile:
     return file
 
 
-def trained(rule: str, states: str, accumulation: int, num_steps: int = 4, **options: Any) -> dict[str, Tensor]:
-    """Weights and state after some steps with a schedule."""
-    model = gpt()
-    options = {"early": True, "accumulation_steps": accumulation, **RULE_OPTIONS[rule], **options}
-    with closing(twin(model, rule=rule, states=states, **options)) as optimizer:
-        schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        for step in range(num_steps):
-            for i in range(accumulation):
-                loss_of(model, step * accumulation + i).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        return snapshot(model, optimizer)
-
-
 CELLS = [
     (rule, states, ratio, accumulation, buffers, mode)
     for (rule, states), ratio, accumulation, buffers, mode in product(FORMATS, (1.0, 0.4), (1, 3), (1, 2, 4), MODES)
@@ -103,7 +88,7 @@ CELLS = [
 def test_the_disk_gives_the_same_bits(
     tmp_path: Path, rule: str, states: str, ratio: float, accumulation: int, buffers: int, mode: str
 ) -> None:
-    run = partial(trained, rule, states, accumulation, **MODES[mode])
+    run = partial(trained_with_schedule, rule, states, accumulation, **MODES[mode])
     assert_same(run(**on_disk(tmp_path, ratio=ratio, buffer_count=buffers)), run(ratio=1.0))
     assert not list(tmp_path.iterdir())
 
@@ -282,19 +267,6 @@ def test_the_default_ratio_is_one(tmp_path: Path) -> None:
 # Failures.
 
 
-@contextmanager
-def broken(file: StateFile, path: str = "/proc/self/mem") -> Iterator[None]:
-    """Reads and writes of the file fail with EIO, as /proc/self/mem fails at addresses without memory."""
-    kept, other = os.dup(file.fd), os.open(path, os.O_RDWR)
-    try:
-        os.dup2(other, file.fd)
-        yield
-    finally:
-        os.dup2(kept, file.fd)
-        os.close(other)
-        os.close(kept)
-
-
 def step_until_error(model: nn.Module, optimizer: TwinOptimizer) -> None:
     for step in range(10, 20):
         train(model, optimizer, [step])  # type: ignore[arg-type]
@@ -302,7 +274,7 @@ def step_until_error(model: nn.Module, optimizer: TwinOptimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("/proc/self/mem", "Input/output error"), ("/dev/full", "No space left on device|checksum")]
+    ("path", "reason"), [(NO_MEMORY, "Input/output error"), ("/dev/full", "No space left on device|checksum")]
 )
 def test_a_failing_disk_stops_the_run(tmp_path: Path, path: str, reason: str) -> None:
     model = gpt()
@@ -311,7 +283,7 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, path: str, reason: str) ->
     optimizer.wait()
     file = file_of(optimizer)
     file.flush()
-    with broken(file, path), pytest.raises(WorkerError, match=reason) as caught:
+    with another_file(file.fd, path), pytest.raises(WorkerError, match=reason) as caught:
         step_until_error(model, optimizer)
     assert str(file.path) in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
@@ -477,7 +449,7 @@ def test_a_disk_that_fails_in_a_save_leaves_the_checkpoint_before(tmp_path: Path
     engine.optimizer.wait()
     file = file_of(engine.optimizer)
     file.flush()
-    with broken(file), pytest.raises((OSError, RuntimeError), match="Input/output error"):
+    with another_file(file.fd, NO_MEMORY), pytest.raises((OSError, RuntimeError), match="Input/output error"):
         save(engine, tmp_path / "saved", "second")
     assert (tmp_path / "saved" / "latest").read_text().strip() == "first"
     with suppress(OSError, RuntimeError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_files_support import BETAS, DECAY, EPS, LR, split_row
+from deepspeed_files_support import BETAS, DECAY, EPS, LR, import_damaged, split_row
 from torch import Tensor, nn
 from torch.nn import functional
 from twin_support import quick_torch
@@ -257,11 +257,4 @@ def test_no_damage_ends_in_anything_but_a_named_error(
     source = write(tmp_path / "ds", "tied", *trained("tied"), zero, [0, 3, 6], 1)
     generator = random.Random(zero)
     for path in sorted((source / "global_step3").iterdir())[::3]:
-        raw = path.read_bytes()
-        for at in generator.sample(range(raw.index(b"byteorder")), 40):  # in front of it is the pickle
-            path.write_bytes(raw[:at] + bytes([raw[at] ^ generator.randrange(1, 256)]) + raw[at + 1 :])
-            try:
-                import_deepspeed(source, tmp_path / "out")
-            except ValueError as error:
-                assert "global_step3" in str(error)  # noqa: PT017
-        path.write_bytes(raw)
+        import_damaged(source, path, 40, generator, tmp_path / "out")

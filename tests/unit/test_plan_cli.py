@@ -336,7 +336,7 @@ def test_numbers_as_people_write_them() -> None:
 
 def test_state_on_a_disk_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = partial(measure_disk, num_bytes=1 << 20, num_requests=2, block_bytes=1 << 16)
-    monkeypatch.setattr("twinflow.cli.plan_disk.measure_disk", small)
+    monkeypatch.setattr("twinflow.cli.plan.measure_disk", small)
     found = plan_json(*H200, "--disk", str(tmp_path))
     numel, disk = found["model"]["params"], found["disk"]
     sizes = {row["states"]: row["file_bytes"] for row in disk["formats"]}

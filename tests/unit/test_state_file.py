@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import NO_MEMORY, another_file
 
 from twinflow.offload import state_file
 from twinflow.offload.state_file import PAGE, Reserved, StateFile, in_pages
@@ -43,20 +44,6 @@ def value_of(file: StateFile, record: int) -> int:
         found = raw.unique()
         assert len(found) == 1
         return int(found)
-
-
-@contextmanager
-def replaced(file: StateFile, path: str, flags: int) -> Iterator[None]:
-    """Lets the descriptor of the file refer to another file, which fails as a broken disk does."""
-    kept = os.dup(file.fd)
-    other = os.open(path, flags)
-    try:
-        os.dup2(other, file.fd)
-        yield
-    finally:
-        os.dup2(kept, file.fd)
-        os.close(other)
-        os.close(kept)
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 6, 9])
@@ -183,7 +170,7 @@ def test_a_failed_read_is_named(tmp_path: Path) -> None:
         for record in range(6):
             fill(file, record, record)
         file.flush()
-        with replaced(file, "/proc/self/mem", os.O_RDWR):  # address 0 is not mapped: EIO
+        with another_file(file.fd, NO_MEMORY):
             with pytest.raises(OSError, match=r"reading .* failed at byte 0: Input/output error") as caught:
                 value_of(file, 0)
             assert caught.value.errno == errno.EIO
@@ -193,7 +180,7 @@ def test_a_failed_read_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with new_file(tmp_path) as file:
         fill(file, 0, 1)
-        with replaced(file, "/dev/full", os.O_RDWR):
+        with another_file(file.fd, "/dev/full"):
             with pytest.raises(OSError, match=r"writing .* failed at byte .*: No space left") as caught:
                 file.flush()
             assert caught.value.errno == errno.ENOSPC
@@ -205,7 +192,7 @@ def test_a_failed_write_stops_readers_of_other_records(tmp_path: Path) -> None:
         for record in range(6):
             fill(file, record, record)
         expected = pytest.raises(OSError, match=r"writing .* failed .*: Input/output error")
-        with replaced(file, "/proc/self/mem", os.O_RDWR), expected:
+        with another_file(file.fd, NO_MEMORY), expected:
             value_of(file, 0)  # needs a buffer, which is free only after a write
         check_failed(file, "Input/output error")
 

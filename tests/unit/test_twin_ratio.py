@@ -18,17 +18,16 @@ from support import in_pairs, pairwise_of
 from torch import Tensor, nn, optim
 from twin_support import (
     MAX_NORM,
-    RULE_OPTIONS,
     Branchy,
     assert_same,
     branchy_loss,
     gpt,
-    loss_of,
     matrix_but,
     quick_torch,
     restart,
     snapshot,
     train,
+    trained_with_schedule,
     twin,
     weights,
 )
@@ -59,22 +58,6 @@ def quick() -> Iterator[None]:
         yield
 
 
-def trained(rule: str, states: str, accumulation: int, num_steps: int = 4, **options: Any) -> dict[str, Tensor]:
-    """Weights and state after some steps with a schedule."""
-    model = gpt()
-    options = {"early": True, "accumulation_steps": accumulation, **RULE_OPTIONS[rule], **options}
-    with closing(twin(model, rule=rule, states=states, **options)) as optimizer:
-        schedule = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        for step in range(num_steps):
-            for i in range(accumulation):
-                loss_of(model, step * accumulation + i).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        optimizer.flush()
-        return snapshot(model, optimizer)
-
-
 CELLS = [
     (rule, states, ratio, accumulation, mode)
     for (rule, states), ratio, accumulation, mode in product(FORMATS, RATIOS, (1, 3), MODES)
@@ -85,14 +68,14 @@ QUICK = pairwise_of(CELLS)
 
 @pytest.mark.parametrize(("rule", "states", "ratio", "accumulation", "mode"), matrix_but(QUICK, CELLS))
 def test_any_ratio_gives_the_same_bits(rule: str, states: str, ratio: float, accumulation: int, mode: str) -> None:
-    run = partial(trained, rule, states, accumulation)
+    run = partial(trained_with_schedule, rule, states, accumulation)
     whole = {name: value for name, value in MODES[mode].items() if name != "streamed"}
     assert_same(run(ratio=ratio, **MODES[mode]), run(ratio=1.0, **whole))
 
 
 @pytest.mark.parametrize("placement", ["front", "tail"])
 def test_any_placement_gives_the_same_bits(placement: str) -> None:
-    run = partial(trained, "adamw", "int8", 1, max_grad_norm=MAX_NORM)
+    run = partial(trained_with_schedule, "adamw", "int8", 1, max_grad_norm=MAX_NORM)
     assert_same(run(ratio=0.4, placement=placement), run(ratio=1.0))
 
 

@@ -25,7 +25,7 @@ Move = Callable[[int, mmap.mmap, int], int]  # file descriptor, buffer, offset
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second."""
+    """What `measure_disk` has found: `read`, `write` and `update` in bytes per second."""
 
     folder: str
     free_bytes: int
@@ -38,7 +38,10 @@ class DiskRates:
 def measure_disk(
     folder: Path, num_bytes: int = NUM_BYTES, num_requests: int = NUM_REQUESTS, block_bytes: int = BLOCK_BYTES
 ) -> DiskRates:
-    """Writes a file of `num_bytes` without a name in `folder`, reads it, and does both. Raises OSError if it cannot."""
+    """Writes a file of `num_bytes` without a name in `folder`, reads it, and reads and writes it block by block.
+
+    Raises OSError if the folder cannot be used or has too little space.
+    """
     fd, _, is_direct = new_file(folder, "--disk")
     try:
         found = os.fstatvfs(fd)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import typer
 
+from twinflow.bench.disk import DiskRates, measure_disk
 from twinflow.cli import told_errors
-from twinflow.cli.plan_disk import disk_lines, disk_rows, measure
 from twinflow.cli.plan_input import (
     PlanOptions,
     choose_model,
@@ -23,12 +24,18 @@ from twinflow.cli.plan_input import (
 from twinflow.cli.plan_layouts import show_layouts, wants_layouts
 from twinflow.cli.plan_page import plan_page
 from twinflow.cli.plan_scaling import scaling_run, show_scaling
-from twinflow.cli.plan_text import print_plan
+from twinflow.cli.plan_text import gb, print_plan
 from twinflow.cli.settings import read_config
+from twinflow.config import load_config, optimizer_choice
+from twinflow.conflicts import refuse
 from twinflow.errors import unusable_path
 from twinflow.files import write_whole
+from twinflow.offload.settings import Tuning
 from twinflow.planner.cases import Case, Plan, Setting, case_at, make_plan
+from twinflow.planner.costs import BUCKET_NUMEL, Run
 from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, places
+from twinflow.planner.formats import state_bytes
+from twinflow.rules import ALL_RULES, RULES
 
 LEARNING_RATE: Final = {False: 1e-5, True: 1e-4}  # of a config without an optimizer: for all parameters, for adapters
 
@@ -58,7 +65,7 @@ def _show(options: PlanOptions) -> int:
     made = plan_around(fit, wish, place.setting, config)
     best_config = config_of(fit.case, config) if fit.fits else {}
     ignored = unused_keys(config)
-    rates = measure(options.disk, config) if options.disk is not None else None
+    rates = disk_rates(options.disk, config) if options.disk is not None else None
     rows = disk_rows(made.run, formats_of(wish), rates) if rates is not None else []
     files = []
     if options.html is not None:
@@ -186,3 +193,55 @@ def case_dict(case: Case) -> dict[str, Any]:
         "tokens_s": case.tokens_s,
         **asdict(case.prediction),
     }
+
+
+# State on a disk: its bytes, and the seconds that the disk takes for a step.
+
+
+@dataclass(frozen=True)
+class DiskRow:
+    """State of one format on a disk."""
+
+    states: str
+    file_bytes: int  # of all ranks
+    buffer_bytes: int  # host memory of all ranks
+    step_s: float  # reads and writes of a step; the updates and the model overlap with them
+    fits: bool
+
+
+def disk_rates(path: Path, config: Mapping[str, Any]) -> DiskRates:
+    """Measures a disk for the state of the config's optimizer.
+
+    Raises ValueError for an optimizer whose state cannot be on a disk, and OSError for an unusable folder.
+    """
+    name = optimizer_choice(load_config(config))[0] if config.get("optimizer") else "adamw"
+    rule = ALL_RULES.get(name)
+    is_muon = rule is not None and rule.elementwise is not None
+    refuse("State on the disk", {"rule": rule is None, "muon": is_muon}, rules=", ".join(RULES))
+    return measure_disk(path)
+
+
+def disk_rows(run: Run, formats: Sequence[str], rates: DiskRates) -> list[DiskRow]:
+    """A row for each format, with all state of all ranks on one disk."""
+    rows = []
+    for states in formats:
+        each = state_bytes(states, run.weights, num_moments=run.num_moments, master=run.master).host
+        file_bytes = int(each * run.own_numel) * run.world
+        bucket_bytes = int(each * min(BUCKET_NUMEL, run.own_numel))
+        step_s = 2 * file_bytes / rates.update
+        buffers = Tuning().buffer_count * bucket_bytes * run.world
+        rows.append(DiskRow(states, file_bytes, buffers, step_s, file_bytes <= rates.free_bytes))
+    return rows
+
+
+def disk_lines(rows: Sequence[DiskRow], rates: DiskRates) -> list[str]:
+    """A heading with the measured disk, and a line for each format: bytes in the file, buffers, seconds of a step."""
+    lines = [
+        f"all state on the disk of {rates.folder} (device nvme): {rates.update / 1e9:.2f} GB/s measured, "
+        f"{gb(rates.free_bytes)} GB free"
+    ]
+    for row in rows:
+        fits = "" if row.fits else "; does not fit"
+        buffers = f"{gb(row.buffer_bytes)} GB of buffers on the host"
+        lines += [f"  {row.states:5} {gb(row.file_bytes)} GB in the file, {buffers}, {row.step_s:.1f} s a step{fits}"]
+    return lines

@@ -203,7 +203,7 @@ def encode_4bit(m, v, m_random, v_random):
 
 @triton.jit
 def decode_4bit(codes, m_scales, v_scales):
-    """Both states."""
+    """Momentum and variance from the halves of each byte (formats.py: decode_moment4 and decode_variance4)."""
     code = codes.to(tl.int32)
     magnitude = code & 7
     m = value(tl.where(magnitude == 0, 0, (magnitude + 126) << 23) | ((code & 8) << 28))

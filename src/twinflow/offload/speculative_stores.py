@@ -200,7 +200,7 @@ class SpeculativeStores:
                 self._watch.start()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads that allocate stores and watch the memory. The stores stay with the executor."""
         self._is_closed.set()
         self._maker.shutdown(wait=True, cancel_futures=True)
         with self._lock:

@@ -213,8 +213,8 @@ def new_file(folder: Path, option: str = "nvme_path") -> tuple[int, Path, bool]:
     if direct >= 0:
         os.close(direct)
     LOGGER.warning(
-        f"nvme_path {str(folder)!r} is on a file system without direct I/O, so the optimizer state passes through the "
-        "page cache. Use a local disk with ext4 or XFS."
+        f"{option} {str(folder)!r} is on a file system without direct I/O, so reads and writes pass through the page "
+        "cache. Use a local disk with ext4 or XFS."
     )
     return fd, Path(name), False
 

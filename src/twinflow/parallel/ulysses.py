@@ -57,7 +57,7 @@ def to_heads(x: Tensor, group: Group) -> Tensor:
 
 
 def to_tokens(x: Tensor, group: Group) -> Tensor:
-    """The inverse of `to_heads`."""
+    """[batch, heads of a rank, all tokens, width] -> [batch, heads, tokens of a rank, width] of all heads."""
     rows = _by_tokens(x, group.world)
     parts = _exchange(rows, group)  # by the rank that has the heads
     return parts.transpose(0, 1).flatten(1, 2)

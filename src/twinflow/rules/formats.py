@@ -105,8 +105,8 @@ def rounding_key(step: int, parameter: int) -> Key:
     return z & _MASK, z >> 32
 
 
-# Differences between the keys for values of one element that are rounded independently.
-# The variance uses the key itself.
+# Differences between the keys for values of one element that are rounded independently. The variance, and an int8
+# momentum with it, use the key itself.
 MOMENT_SALT: Key = (0x9E3779B9, 0x7F4A7C15)
 WEIGHT_SALT: Key = (0xC2B2AE3D, 0x27D4EB4F)
 
