@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model for CPUs")
     parser.add_argument("--tiny", action="store_true", help="shows on any machine that the script works, nothing more")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--all-seeds", action="store_true", help="train every way with all seeds")
     parser.add_argument("--steps", type=int, help="training steps of each run")
     parser.add_argument("--jobs", type=int, help="runs at a time. Default: all with CUDA, otherwise 1")
     parser.add_argument("--budget", type=float, default=260.0 if CUDA else 1e6, help="seconds of part training")
@@ -270,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     scale = delayed_update.TINY if options.tiny else SMALL if options.small else delayed_update.FULL
     scale = dataclasses.replace(scale, num_steps=options.steps or scale.num_steps)
-    every_seed = list(WAYS)[:2]
+    every_seed = options.ways if options.all_seeds else list(WAYS)[:2]
     jobs = [(way, seed) for seed in range(scale.num_seeds) for way in options.ways if way in every_seed or seed == 0]
     gpu = torch.cuda.get_device_name() if CUDA else "no GPU"
     head = [f"# 4-bit states and weights without master, {datetime.date.today()}", ""]
