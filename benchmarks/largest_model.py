@@ -41,7 +41,7 @@ from twinflow.bench.machine import describe, read_machine  # noqa: E402
 from twinflow.device import Device, device_for  # noqa: E402
 from twinflow.offload.plan import RESIDENT  # noqa: E402
 from twinflow.optim import twin_build  # noqa: E402
-from twinflow.optim.twin import TwinOptimizer  # noqa: E402
+from twinflow.optim.twin import Tuning, TwinOptimizer  # noqa: E402
 from twinflow.planner import costs  # noqa: E402
 from twinflow.planner.cases import ON_HOST, Case, Setting, case_at  # noqa: E402
 from twinflow.planner.machines import GPUS, Host, Machine, rates_of, recognise  # noqa: E402
@@ -159,8 +159,10 @@ def built(shape: str, ratio: float, options: argparse.Namespace, watch: Watch) -
         states=STATES,
         master=MASTER,
         ratio=ratio,
+        placement=options.placement,
         early=True,
         offload_params=True,
+        tuning=Tuning(num_slots=options.slots),
     )
     synchronize()
     prepared(model)
@@ -256,6 +258,8 @@ def main() -> None:
     parser.add_argument("--shape", default="llama2-70b", help="of real_models.py")
     parser.add_argument("--layers", type=int, help="the depth, if it is not that of the shape")
     parser.add_argument("--ratio", type=float, help="share on the host; default: the least that fits by the plan")
+    parser.add_argument("--placement", default="spread", help="of the blocks on the GPU")
+    parser.add_argument("--slots", type=int, default=16, help="page-locked buffers for the gradients of a bucket each")
     parser.add_argument("--sequences", type=int, default=4, help="of 2,048 tokens")
     parser.add_argument("--steps", type=int, help="default: 10, and 5 in a rehearsal")
     parser.add_argument("--lr", type=float, default=1e-5)
