@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,21 @@ def setting_of() -> Setting:
 
 
 def planned(shape: str, options: argparse.Namespace, ratio: float | None, setting: Setting) -> Case:
-    """The plan with this ratio, or with the least that fits."""
+    """The plan with this ratio, or with the least that fits. Adds what these runs need beside the plan of twinflow:
+    larger buffers for gradients, and the gradients of a block before they are in these buffers.
+    """
     tokens = 2048 if options.plan_only else TOKENS
     model, sequences = cost_of(shape), options.sequences
     run = costs.Run(model, sequences, tokens, states=STATES, master=MASTER, clips=False, offload_params=True)
-    return case_at(ON_HOST, run, setting, costs.least_ratio(run, setting.memory) if ratio is None else ratio)
+    slot = 2 * costs.bucket_numel(run)
+    gpu = {"gradients of a block": run.block_bytes[0], "buffers": int(options.flat_gb * 1e9) - costs.FLAT_BYTES}
+    host = {"slots": max(0, options.slots - costs.NUM_SLOTS) * slot}
+    memory = costs.Memory(setting.memory.gpu_bytes - sum(gpu.values()), setting.memory.host_bytes - sum(host.values()))
+    if ratio is None:
+        ratio = costs.least_ratio(run, memory)
+    case = case_at(ON_HOST, run, replace(setting, memory=memory), ratio)
+    used = costs.Bytes({**case.used.gpu, **gpu}, {**case.used.host, **host})
+    return replace(case, used=used)
 
 
 def show_plan(case: Case, setting: Setting) -> None:
@@ -162,7 +173,7 @@ def built(shape: str, ratio: float, options: argparse.Namespace, watch: Watch) -
         placement=options.placement,
         early=True,
         offload_params=True,
-        tuning=Tuning(num_slots=options.slots),
+        tuning=Tuning(num_slots=options.slots, flat_bytes=int(options.flat_gb * 1e9)),
     )
     synchronize()
     prepared(model)
@@ -260,6 +271,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, help="share on the host; default: the least that fits by the plan")
     parser.add_argument("--placement", default="spread", help="of the blocks on the GPU")
     parser.add_argument("--slots", type=int, default=16, help="page-locked buffers for the gradients of a bucket each")
+    parser.add_argument("--flat-gb", type=float, default=3.5, help="GPU memory for gradients on their way, two blocks")
     parser.add_argument("--sequences", type=int, default=4, help="of 2,048 tokens")
     parser.add_argument("--steps", type=int, help="default: 10, and 5 in a rehearsal")
     parser.add_argument("--lr", type=float, default=1e-5)
