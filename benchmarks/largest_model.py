@@ -132,7 +132,16 @@ def planned(shape: str, options: argparse.Namespace, ratio: float | None, settin
     """
     tokens = 2048 if options.plan_only else TOKENS
     model, sequences = cost_of(shape), options.sequences
-    run = costs.Run(model, sequences, tokens, states=STATES, master=MASTER, clips=False, offload_params=True)
+    run = costs.Run(
+        model,
+        sequences,
+        tokens,
+        states=STATES,
+        master=MASTER,
+        clips=False,
+        offload_params=True,
+        placement=options.placement,
+    )
     slot = 2 * costs.bucket_numel(run)
     gpu = {"gradients of a block": run.block_bytes[0], "buffers": int(options.flat_gb * 1e9) - costs.FLAT_BYTES}
     host = {"slots": max(0, options.slots - costs.NUM_SLOTS) * slot}

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Final
 
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, Part
+from twinflow.planner.placement import spread_blocks
 from twinflow.rules.formats import BLOCK
 
 PLACEMENTS: Final = ("auto", "front", "tail", "spread")  # which parameters have their state on the device
@@ -107,18 +108,13 @@ def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:
 
 
 def spread(params: Sequence[ParamSpec], order: Sequence[int], ratio: float) -> list[int]:
-    """The parameters outside of all blocks, then the blocks that are on the device with this `ratio`, then the others.
-
-    The others are evenly distributed, and the last block is one of them, because its gradients come first.
+    """The parameters outside of all blocks, then the blocks that are on the device with this `ratio`, then the others,
+    which are evenly distributed.
     """
-    blocks = sorted({param.block for param in params} - {ROOT})
     root = sum(param.numel for param in params if param.block == ROOT)
     total = sum(param.numel for param in params)
-    share = (1.0 - ratio) * total - root  # elements of blocks on the device
-    num_host = len(blocks) - min(len(blocks), max(0, round(len(blocks) * share / max(1, total - root))))
-    hosted = {
-        block for k, block in enumerate(blocks) if (k + 1) * num_host // len(blocks) > k * num_host // len(blocks)
-    }
+    here = ((1.0 - ratio) * total - root) / max(1, total - root)  # share of the blocks' elements on the device
+    hosted = spread_blocks({param.block for param in params} - {ROOT}, here)
     return sorted(order, key=lambda i: params[i].block in hosted)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Final
 
 from twinflow.planner import long
@@ -76,6 +77,7 @@ class Run:
     # Muon: Newton-Schulz iterations of an update of blocks, which then have one moment. 0: an element-wise rule
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
+    placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
@@ -432,6 +434,8 @@ def ways_of(run: Run, timing: Timing) -> Ways:
         grad_bytes=width,
         weight_bytes=width,
         num_slots=NUM_SLOTS,
+        # Gradients that wait for their norm have a buffer each.
+        flat_bytes=inf if run.clips or run.delayed else FLAT_BYTES,
         delayed=run.delayed,
         fetches=fetches_of(run, timing) if run.offload_params else (),
     )
