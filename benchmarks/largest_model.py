@@ -342,4 +342,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        say(f"not enough memory: {error}")
+        os._exit(4)  # at once, so that a run with another --ratio can follow
