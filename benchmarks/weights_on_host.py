@@ -18,11 +18,7 @@ states train one model after each other, because building it takes most of the t
 first row. Rows with ":auto" share a model only if they have the same memory too. `--rows tiny:fp32:0:2` runs on any
 machine. SHAPE@16 is the shape with 16 layers. STATES may be "4bit-none": 4-bit states and no master weights.
 
-The largest model: 70 B parameters in the memory of one H200 and 125 GiB of host memory, without clipping, 10 steps.
-The first command shows with 16 layers that everything works.
-
-python benchmarks/weights_on_host.py --large --rows llama2-70b@16:4bit-none:0:4
-python benchmarks/weights_on_host.py --large --rows llama2-70b:4bit-none:0:4 --save
+For 70 B parameters on one GPU see largest_model.py.
 """
 
 from __future__ import annotations
@@ -151,12 +147,12 @@ def trained(shape: str, states: str, cases: list[str], options: Any) -> None:
     optimizer = TwinOptimizer(
         model,
         "adamw",
-        lr=options.lr,
+        lr=1e-5,
         states=states,
         ratio="auto" if "auto" in cases[0].split(":") else float(options.ratio),
         master=master or "fp32",
         early=True,
-        max_grad_norm=None if options.no_clipping else NEVER,
+        max_grad_norm=NEVER,
         offload_params=True,
     )
     profile.disable()
@@ -207,7 +203,6 @@ def trained_case(model: Any, optimizer: Any, shape: str, case: str, options: Any
     # A gradient whose norm exceeds NEVER is clipped. A power of two changes no digit of it.
     factor = 2.0**40 if "clipped" in more else 1.0
     losses: list[torch.Tensor] = []
-    begin = time.perf_counter()
 
     def step() -> None:
         loss = model(input_ids=data, labels=data).loss
@@ -215,9 +210,6 @@ def trained_case(model: Any, optimizer: Any, shape: str, case: str, options: Any
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if options.no_clipping:  # long steps: show each
-            seconds = time.perf_counter() - begin
-            print(f"step {len(losses)}: loss {loss.item():.4f}, {seconds:.1f} s", file=sys.stderr, flush=True)
 
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
@@ -225,7 +217,7 @@ def trained_case(model: Any, optimizer: Any, shape: str, case: str, options: Any
     step()
     synchronize()
     first_s = time.perf_counter() - start
-    measure(step, 0 if options.no_clipping else 2, 1, 1)
+    measure(step, 2, 1, 1)
     while not optimizer.is_placed:
         step()
     runtime = optimizer.runtime
@@ -318,18 +310,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print where building the optimizer takes its time")
     parser.add_argument("--ratio", default="1")
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--no-clipping", action="store_true", help="no norm, and one step of warm-up; shows each step")
-    parser.add_argument("--only-trained", action="store_true", help="no forward and backward alone, for large models")
-    large = "--ratio 0.48 --lr 3e-5 --no-clipping --only-trained"
-    parser.add_argument("--large", action="store_true", help=large)
     parser.add_argument("--trace", help="write the spans of two steps to this file")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.large:
-        options = parser.parse_args([*sys.argv[1:], *large.split()])
     if options.part:
         faulthandler.enable()
         kind, text = options.part
@@ -344,7 +329,6 @@ def main() -> None:
     given = ["--windows", str(options.windows), "--steps", str(options.steps), "--ratio", options.ratio]
     given += ["--profile"] if options.profile else []
     given += ["--trace", options.trace] if options.trace else []
-    given += ["--lr", str(options.lr), *(["--no-clipping"] if options.no_clipping else [])]
     groups: dict[tuple[str, str, str], list[str]] = {}  # the cases of each optimizer
     batches: dict[str, dict[str, None]] = {}
     formats: dict[str, dict[str, None]] = {}
@@ -354,10 +338,9 @@ def main() -> None:
         groups.setdefault((shape, states, f"auto {cap}" if "auto" in more else ""), []).append(case)
         batches.setdefault(shape, {})[batch] = None
         formats.setdefault(shape, {})[states.partition("-")[0]] = None
-    bases: dict[str, Any] = {shape: {} for shape in batches}
-    if not options.only_trained:
-        for shape, found in batches.items():
-            bases[shape] = in_process("--part", "alone", "/".join([shape, ",".join(formats[shape]), *found]))[0]
+    bases: dict[str, Any] = {}
+    for shape, found in batches.items():
+        bases[shape] = in_process("--part", "alone", "/".join([shape, ",".join(formats[shape]), *found]))[0]
     print(json.dumps(bases), file=sys.stderr, flush=True)
     rows: dict[str, dict[str, Any]] = {}
     for group, cases in groups.items():

@@ -330,9 +330,11 @@ def test_other_wrong_arguments_are_refused() -> None:
 # Construction.
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("ratio", "placement"), [(0.0, "auto"), (0.5, "auto"), (0.5, "spread"), (1.0, "auto")])
 @pytest.mark.parametrize("is_function", [False, True])
-def test_a_model_is_built_into_its_places(ratio: float, is_function: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_built_into_its_places(
+    ratio: float, placement: str, is_function: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks whose state is on the device do not pass through the host, and the host has no weight twice."""
     moved: list[int] = []
     left: list[int] = []
@@ -351,7 +353,7 @@ def test_a_model_is_built_into_its_places(ratio: float, is_function: bool, monke
     with torch.device("meta"):
         shapes = GPT(CONFIG).bfloat16()
     made = trained((lambda: GPT(CONFIG).bfloat16()) if is_function else shapes, states="4bit", master="none",
-                   ratio=ratio, offload_params=True)  # fmt: skip
+                   ratio=ratio, placement=placement, offload_params=True)  # fmt: skip
     in_blocks = sum(p.numel() for p in shapes.blocks.parameters())
     assert moved == [round(in_blocks * ratio)]
     assert left[-1] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,6 +72,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [
         {"ratio": 0.5},
         {"ratio": 0.6, "placement": "tail", "states": "int8", "accumulation_steps": 2},
+        {"ratio": 0.6, "placement": "spread", "states": "int8", "max_grad_norm": None},
         pytest.param({"ratio": 0.3, "accumulation_steps": 3}, marks=pytest.mark.matrix),
         pytest.param({"ratio": 0.7, "early": False, "placement": "front"}, marks=pytest.mark.matrix),
         pytest.param({"ratio": 0.5, "max_grad_norm": None, "states": "bf16"}, marks=pytest.mark.matrix),
@@ -133,6 +135,25 @@ def test_a_block_has_one_place() -> None:
         assert found == [{RESIDENT}] * num_here + [{HOST}] * (3 - num_here), ratio
         assert [sum(part.numel for part in cuts) for cuts in parts] == [spec.numel for spec in specs]
     assert len(whole_blocks(specs, place_by_ratio(specs, range(len(specs)), 0.8))[0]) == 2
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.45, 0.5, 0.7, 0.98, 1.0])
+@pytest.mark.parametrize("num_root", [0, 2560, 20480])
+def test_blocks_are_evenly_spread(ratio: float, num_root: int) -> None:
+    """As many blocks on the host as with "auto", with at most one block more between two of them than elsewhere."""
+    names = [("root", ROOT, num_root)] * bool(num_root) + [(f"{k}.{i}", k, 1280) for k in range(20) for i in range(2)]
+    specs = [ParamSpec(name, numel, block, torch.float32) for name, block, numel in names]
+
+    def hosted(placement: str) -> list[int]:
+        parts = whole_blocks(specs, place_by_ratio(specs, range(len(specs)), ratio, placement))
+        return sorted({spec.block for spec, cuts in zip(specs, parts, strict=True) if cuts[0].place == HOST} - {ROOT})
+
+    found = hosted("spread")
+    assert len(found) == len(hosted("auto"))
+    if found:
+        assert found[-1] == 19
+        gaps = [after - before for before, after in pairwise([-1, *found])]
+        assert max(gaps) - min(gaps) <= 1
 
 
 def test_blocks_on_the_device_are_not_fetched() -> None:

@@ -13,6 +13,8 @@ import torch
 
 from twinflow.cli.plan_input import count_module
 from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
+from twinflow.offload.placement import place_by_ratio, whole_blocks
+from twinflow.offload.plan import HOST, ParamSpec
 from twinflow.parallel.shapes import shape_of
 from twinflow.planner import costs
 from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
@@ -30,10 +32,11 @@ from twinflow.planner.costs import (
     timing_of,
     ways_of,
 )
+from twinflow.planner.fit import Wish, choose_fit, place_blocks
 from twinflow.planner.formats import AUTOMATIC, STATES, UPDATE_BYTES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
-from twinflow.planner.placement import at_ratio, best_ratio, choose
+from twinflow.planner.placement import at_ratio, best_ratio, choose, spread_blocks
 from twinflow.planner.simulate import PLACES, ClipDecision, Item, Timing, predict
 
 
@@ -680,3 +683,24 @@ def test_thirteen_billion_on_one_v100() -> None:
     run = Run(preset("gpt2-13b"), 4, 1024, weights="fp16")
     assert fits(run, memory)
     assert room_of(run, memory).gpu_bytes < 2 * GB
+
+
+def test_blocks_on_the_host_are_spread_where_backward_would_wait_for_their_updates() -> None:
+    """Half of the blocks on the host, whose updates take as long as all of backward, and room for few gradients."""
+    model = replace(gpt2_like(40e9), joins_last=True)
+    setting = Setting(rates_of(Machine(GPUS["h200"], Host(125 << 30, 16, 100e9))), Memory(90 * GB, 125 << 30))
+    wish = Wish(model, 2048, states="4bit", master="none", clips=False, offload_params=True, micro_batch=4)
+    neighbours = choose_fit(wish, setting)
+    spread = place_blocks(neighbours, setting)
+    assert 0.2 < spread.ratio == neighbours.ratio < 0.8
+    assert (neighbours.case.run.placement, spread.case.run.placement) == ("auto", "spread")
+    assert spread.step_s < 0.95 * neighbours.step_s
+    assert (spread.gpu_bytes, spread.host_bytes) == (neighbours.gpu_bytes, neighbours.host_bytes)
+    clipped = choose_fit(replace(wish, clips=True), setting)
+    assert place_blocks(clipped, setting) == clipped
+    # The executor places the same blocks as the planner.
+    for num_blocks, share in ((80, 0.55), (7, 0.3), (3, 0.0), (3, 1.0)):
+        specs = [ParamSpec(str(k), 1 << 20, k, torch.bfloat16) for k in range(num_blocks)]
+        parts = whole_blocks(specs, place_by_ratio(specs, range(num_blocks), 1.0 - share, "spread"))
+        hosted = {k for k, cuts in enumerate(parts) if cuts[0].place == HOST}
+        assert hosted == spread_blocks(range(num_blocks), share)

@@ -33,7 +33,7 @@ from twin_support import (
 )
 
 from twinflow.offload import changes, reconfigure
-from twinflow.offload.placement import cut, place_by_ratio
+from twinflow.offload.placement import PLACEMENTS, cut, place_by_ratio
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, ParamSpec, plan_buckets
 from twinflow.optim.loss_scale import dynamic
 from twinflow.optim.twin import TwinOptimizer
@@ -73,7 +73,7 @@ def test_any_ratio_gives_the_same_bits(rule: str, states: str, ratio: float, acc
     assert_same(run(ratio=ratio, **MODES[mode]), run(ratio=1.0, **whole))
 
 
-@pytest.mark.parametrize("placement", ["front", "tail"])
+@pytest.mark.parametrize("placement", ["front", "tail", "spread"])
 def test_any_placement_gives_the_same_bits(placement: str) -> None:
     run = partial(trained_with_schedule, "adamw", "int8", 1, max_grad_norm=MAX_NORM)
     assert_same(run(ratio=0.4, placement=placement), run(ratio=1.0))
@@ -157,7 +157,7 @@ def test_auto_keeps_what_a_forward_needs_first() -> None:
 @given(
     numels=st.lists(st.integers(1, 5000), min_size=1, max_size=12),
     ratio=st.floats(0, 1),
-    placement=st.sampled_from(["auto", "front", "tail"]),
+    placement=st.sampled_from(PLACEMENTS),
 )
 @settings(max_examples=150, deadline=None)
 def test_shares_are_exact_to_128_elements(numels: list[int], ratio: float, placement: str) -> None:

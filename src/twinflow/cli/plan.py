@@ -33,7 +33,7 @@ from twinflow.files import write_whole
 from twinflow.offload.settings import Tuning
 from twinflow.planner.cases import Case, Plan, Setting, case_at, make_plan
 from twinflow.planner.costs import BUCKET_NUMEL, Run
-from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, places
+from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, place_blocks, places
 from twinflow.planner.formats import state_bytes
 from twinflow.rules import ALL_RULES, RULES
 
@@ -61,7 +61,7 @@ def _show(options: PlanOptions) -> int:
     wish = make_wish(cost, default_batch, options, config, place)
     if options.scaling is not None:
         return show_scaling(options, scaling_run(wish))
-    fit = choose_fit(wish, place.setting)
+    fit = place_blocks(choose_fit(wish, place.setting), place.setting)
     made = plan_around(fit, wish, place.setting, config)
     best_config = config_of(fit.case, config) if fit.fits else {}
     ignored = unused_keys(config)
@@ -149,6 +149,8 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}
     if run.master == "none":
         offload["master"] = "none"
+    if run.placement != "auto":
+        offload["placement"] = run.placement
     return made
 
 

@@ -154,6 +154,7 @@ def chosen(fit: Fit) -> list[str]:
     kept = "selective recomputation of activations" if fit.selective else "no activation checkpointing"
     again = "activation checkpointing" if fit.checkpointing else kept
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
+    ratio += f', "placement": "{fit.case.run.placement}"' if fit.case.run.placement != "auto" else ""
     long = long_sequence(fit.case.run) if fit.case.run.is_tiled else []
     return [ratio, batch(fit.case.run), again, *long, where, *([] if fit.clips else ["no gradient clipping"])]
 

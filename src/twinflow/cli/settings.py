@@ -134,9 +134,7 @@ class TrainOptions:
         "Share of the optimizer state on the host, 0 to 1, or auto: the fastest, chosen in the first steps. Default: "
         "auto if possible, else 1.",
     )
-    placement: str | None = option(
-        None, "End of the model whose optimizer state stays on the GPU: auto, front or tail."
-    )
+    placement: str | None = option(None, "Layers whose optimizer state stays on the GPU: auto, front, tail or spread.")
     delayed_update: bool = option(
         False, "Apply each update one step later, so that no step waits for it.", "--delayed-update"
     )

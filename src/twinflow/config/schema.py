@@ -193,9 +193,10 @@ class OffloadOptimizer(Section):
     master: Literal["fp32", "none"] = ours(
         "fp32", "none: bf16 weights have no fp32 master and are rounded stochastically; this changes results"
     )
-    placement: Literal["auto", "front", "tail"] = ours(
+    placement: Literal["auto", "front", "tail", "spread"] = ours(
         "auto",
-        "layers whose state stays on the GPU; front: the first, tail: the last, auto: those that a forward needs first",
+        "layers whose state stays on the GPU; front: the first, tail: the last, spread: evenly distributed ones, auto: "
+        "those that a forward needs first",
         for_host=True,
     )
     delayed_update: bool = ours(False, "apply each update one step later; this changes results")

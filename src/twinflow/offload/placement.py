@@ -11,6 +11,9 @@ member of the model's outermost ModuleLists and Sequentials, usually a transform
   The gradients of the first layers come last and their weights are needed first, so the host would have least time for
   their update. Parameters outside all blocks, including the output head, come first in this order, because the
   forward waits for them at its start.
+- `spread` has the state of the same number of blocks on the device, but evenly distributed over the model. Without
+  clipping, the gradients of blocks on the host then leave the device over all of backward. If these blocks were
+  neighbours, backward would wait there for their updates, because few gradients fit into the buffers on their way.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from dataclasses import replace
 from typing import Final
 
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, Part
+from twinflow.planner.placement import spread_blocks
 from twinflow.rules.formats import BLOCK
 
-PLACEMENTS: Final = ("auto", "front", "tail")  # which end of the parameters has its state on the device
+PLACEMENTS: Final = ("auto", "front", "tail", "spread")  # which parameters have their state on the device
 
 
 def place_by_ratio(
@@ -36,8 +40,10 @@ def place_by_ratio(
     parameters cut them in the same way.
     """
     assert sorted(order) == list(range(len(params))) and placement in PLACEMENTS
-    if placement == "auto":
+    if placement in ("auto", "spread"):
         order = by_need(params, order)
+    if placement == "spread":
+        order = spread(params, order, ratio)
     parts: list[list[Part]] = [[] for _ in params]
     for shared in dict.fromkeys(param.shared for param in params):
         own = [i for i in order if params[i].shared == shared]
@@ -99,6 +105,17 @@ def stream(plans: Sequence[BucketPlan], share: float) -> list[BucketPlan]:
 def by_need(params: Sequence[ParamSpec], order: Sequence[int]) -> list[int]:
     """The parameters in the order in which a forward needs them: those outside all blocks first, then by block."""
     return sorted(order, key=lambda i: -1 if params[i].block == ROOT else params[i].block)
+
+
+def spread(params: Sequence[ParamSpec], order: Sequence[int], ratio: float) -> list[int]:
+    """The parameters outside of all blocks, then the blocks that are on the device with this `ratio`, then the others,
+    which are evenly distributed.
+    """
+    root = sum(param.numel for param in params if param.block == ROOT)
+    total = sum(param.numel for param in params)
+    here = ((1.0 - ratio) * total - root) / max(1, total - root)  # share of the blocks' elements on the device
+    hosted = spread_blocks({param.block for param in params} - {ROOT}, here)
+    return sorted(order, key=lambda i: params[i].block in hosted)
 
 
 def cut(params: Sequence[ParamSpec], order: Sequence[int], shares: Sequence[tuple[str, int]]) -> list[list[Part]]:

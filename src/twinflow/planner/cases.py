@@ -117,7 +117,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
         ratio = placed.host / run.own_numel
     used = costs.bytes_of(run, placed, setting.memory)
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
-    items = at_ratio(costs.items_of(run, timing), ratio)
+    items = at_ratio(costs.items_of(run, timing), ratio, run.placement)
     prediction = predict(
         items, timing, setting.rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)
     )

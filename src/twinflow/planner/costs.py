@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Final
 
 from twinflow.planner import long
@@ -76,6 +77,7 @@ class Run:
     # Muon: Newton-Schulz iterations of an update of blocks, which then have one moment. 0: an element-wise rule
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
+    placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
@@ -350,9 +352,13 @@ def _muon_bytes(run: Run) -> int:
 
 
 def bucket_numel(run: Run) -> int:
-    """Number of elements in the largest bucket."""
+    """Number of elements in the largest bucket. If weights are on the host, the matrices of blocks are not split."""
     sizes = [*run.trained_blocks[:1], sum(run.trained_root)]
-    return max((_even(-(-size // run.world)) for size in sizes if size), default=0)
+    most = max((_even(-(-size // run.world)) for size in sizes if size), default=0)
+    if not run.offload_params or run.adapter_rank:
+        return most
+    matrix = run.model.hidden * max(run.model.hidden, run.model.inner)
+    return max(most, -(-min(matrix, *run.trained_blocks[:1]) // run.world))
 
 
 def _even(numel: int) -> int:
@@ -428,6 +434,8 @@ def ways_of(run: Run, timing: Timing) -> Ways:
         grad_bytes=width,
         weight_bytes=width,
         num_slots=NUM_SLOTS,
+        # Gradients that wait for their norm have a buffer each.
+        flat_bytes=inf if run.clips or run.delayed else FLAT_BYTES,
         delayed=run.delayed,
         fetches=fetches_of(run, timing) if run.offload_params else (),
     )

@@ -11,7 +11,7 @@ is copied back. Streamed buckets are chosen only if the step becomes clearly fas
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -112,13 +112,19 @@ def best_ratio(
     return low, run(low)
 
 
-def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
+def at_ratio(items: Sequence[Item], ratio: float, placement: str = "auto") -> list[Item]:
     """The items with a share `ratio` of their elements on the host, beginning at the output side of the model. One item
-    may be split in two.
+    may be split in two. `placement`: "spread" distributes the blocks on the host evenly.
     """
-    left = round((1.0 - ratio) * sum(item.numel for item in items))
+    total = sum(item.numel for item in items)
+    left = round((1.0 - ratio) * total)
+    order = input_side_first(items)
+    if placement == "spread":
+        root = sum(item.numel for item in items if item.block < 0)
+        hosted = spread_blocks({item.block for item in items if item.block >= 0}, (left - root) / max(1, total - root))
+        order.sort(key=lambda i: items[i].block in hosted)
     placed: list[Item] = []
-    for i in input_side_first(items):
+    for i in order:
         item = items[i]
         numel = min(item.numel, left)
         left -= numel
@@ -127,6 +133,15 @@ def at_ratio(items: Sequence[Item], ratio: float) -> list[Item]:
         if numel < item.numel:
             placed.append(replace(item, numel=item.numel - numel).at("host"))
     return placed
+
+
+def spread_blocks(blocks: Collection[int], share: float) -> set[int]:
+    """The blocks on the host if about the share `share` of all blocks is on the GPU, evenly distributed. The last block
+    is one of them, because its gradients come first.
+    """
+    num_host = len(blocks) - min(len(blocks), max(0, round(len(blocks) * share)))
+    pairs = enumerate(sorted(blocks))
+    return {block for k, block in pairs if (k + 1) * num_host // len(blocks) > k * num_host // len(blocks)}
 
 
 def _used(items: Sequence[Item], size: StateBytes) -> Memory:

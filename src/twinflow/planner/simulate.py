@@ -96,6 +96,7 @@ class Ways:
     delayed: bool = False  # an update may take a whole step
     streams: bool = True  # whether state may be streamed to the GPU for its update
     fetches: tuple[Fetch, ...] = ()  # weights on the host, by block; () if all weights are on the GPU
+    flat_bytes: float = inf  # of gradients that wait on the GPU for their copy to the host; backward waits for room
 
 
 @dataclass(frozen=True)
@@ -344,10 +345,19 @@ class Play:
             return
         self.is_fresh[i] = False
         if item.place == "host":
+            before = self.now
+            while self._waiting_bytes() + item.numel * self.ways.grad_bytes > self.ways.flat_bytes and self.to_out:
+                self._advance(None)
+            self.waited_s += self.now - before
             heappush(self.to_out, (item.need, i))
         else:
             self.has_grad[i] = True
             self._try_streamed(i)
+
+    def _waiting_bytes(self) -> float:
+        """Bytes of gradients on the GPU that wait for their copy to the host, with the one that is copied."""
+        copied = self.left[_OUT] if self.tasks.get(_OUT, ("", 0))[0] == "gradient" else 0.0
+        return copied + sum(self.items[i].numel for _, i in self.to_out) * self.ways.grad_bytes
 
     def _advance(self, limit: float | None) -> float:
         """Advance to the next event, at most by `limit` seconds of GPU work. Returns the seconds that passed."""
