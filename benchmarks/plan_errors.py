@@ -27,7 +27,7 @@ from twinflow.planner.costs import (
     ways_of,
 )
 from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
-from twinflow.planner.models import ModelCost, from_hf
+from twinflow.planner.models import ModelCost, from_hf, with_fused_head
 from twinflow.planner.placement import at_ratio
 from twinflow.planner.simulate import ClipDecision, predict
 
@@ -44,9 +44,11 @@ class Measured:
     ratio: float
     step_s: float
     gpu_gb: float | None = None
-    host_gb: float | None = None  # without the process
+    host_gb: float | None = None
     cap_gb: float = 150.0  # GPU memory that the run was allowed to use
     always_clipped: bool = False  # every step was clipped, so no update before the decision was kept
+    host_cap_gb: float = 135.0  # host memory that the run was allowed to use
+    with_process: bool = False  # `host_gb` has the process too
 
 
 @dataclass(frozen=True)
@@ -172,12 +174,33 @@ def runs() -> list[Measured]:
     ):
         run = Run(opt, 1, 2048, states="bf16", clips=False)
         found.append(Measured("OPT 12.85 B, bf16, no clipping", flow, run, ratio, step_s, gpu_gb, host_gb))
-    return found
+    return found + finetuned()
+
+
+def finetuned() -> list[Measured]:
+    """Runs of benchmarks/finetune.py."""
+    first, second = "2026-11-18-finetune-llama3-8b", "2026-11-19-finetune-llama3-8b"
+    llama8 = hf("llama", 4096, 32, 14_336, 32, 8, 128_256, False)
+    full, frozen = with_fused_head(llama8, True), with_fused_head(llama8, False)
+    int8 = Run(full, 8, 2048, states="int8", offload_params=True)
+    lora = Run(frozen, 4, 2048, 4, adapter_rank=16, offload_params=True)
+    qlora = replace(lora, offload_params=False, four_bits=True)
+    rows = [
+        ("8 B, int8, weights on the host, clipped", first, int8, 0.87, 2.338, 19.10, 63.12, 24),
+        ("8 B, the same, no clipping", second, replace(int8, batch=7, clips=False), 0.99, 1.745, 13.03, 50.95, 16),
+        ("8 B, LoRA, weights on the host", second, lora, 0.94, 3.770, 8.84, 16.26, 12),
+        ("8 B, QLoRA", second, replace(qlora, batch=2, micro_batches=8), 0.0, 4.437, 8.63, 1.99, 12),
+        ("8 B, QLoRA, larger micro-batches", first, qlora, 0.0, 3.919, 10.23, 2.70, 12),
+    ]
+    return [
+        Measured(what, file, run, ratio, step_s, gpu_gb, host_gb, cap_gb, "clipped" in what, 64.0, True)
+        for what, file, run, ratio, step_s, gpu_gb, host_gb, cap_gb in rows
+    ]
 
 
 def error_of(measured: Measured) -> Error:
     run, rates = measured.run, rates_of(MACHINE)
-    memory = Memory(min(int(measured.cap_gb * GB), MACHINE.gpu.memory_bytes), MACHINE.host.ram_bytes)
+    memory = Memory(min(int(measured.cap_gb * GB), MACHINE.gpu.memory_bytes), int(measured.host_cap_gb * GB))
     setting = Setting(rates, memory)
     # When these runs were measured, speculative stores took at most half of the free host memory.
     with patch.object(costs, "reserved_bytes", lambda free_bytes: free_bytes - free_bytes // 2):
@@ -186,7 +209,8 @@ def error_of(measured: Measured) -> Error:
     decision = ClipDecision(True, 0) if measured.always_clipped else clip_decision_of(run, used)
     items = at_ratio(items_of(run, timing), measured.ratio)
     step_s = predict(items, timing, rates, run.states, decision, ways_of(run, timing)).step_s
-    gpu_gb, host_gb = used.gpu_total / GB, (used.host_total - PROCESS_BYTES) / GB
+    process = 0 if measured.with_process else PROCESS_BYTES
+    gpu_gb, host_gb = used.gpu_total / GB, (used.host_total - process) / GB
     return Error(
         measured,
         step_s / measured.step_s - 1.0,

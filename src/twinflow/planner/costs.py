@@ -12,7 +12,7 @@ from math import inf
 from typing import Final
 
 from twinflow.planner import long
-from twinflow.planner.formats import WEIGHT_BYTES, StateBytes, reserved_bytes, state_bytes
+from twinflow.planner.formats import WEIGHT_BYTES, Activations, StateBytes, reserved_bytes, state_bytes
 from twinflow.planner.long import Kept
 from twinflow.planner.machines import Rates
 from twinflow.planner.models import ModelCost
@@ -23,7 +23,7 @@ KEPT: Final = Kept()  # each checkpointed block keeps its input on the GPU
 BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
-PROCESS_BYTES: Final = 3 * 10**9  # interpreter, torch and CUDA on the host, measured as 2 to 5 GB
+PROCESS_BYTES: Final = 17 * 10**8  # interpreter, torch and CUDA on the host, measured as 1.4 to 2.2 GB
 CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 _MOST_TRIES: Final = 8
@@ -35,8 +35,11 @@ _FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the
 BACKWARD: Final = 1.83
 # The same if the weights of matrix products are frozen: only the gradients of activations are computed. An estimate.
 FROZEN_BACKWARD: Final = 1.0
-# Bytes of a frozen weight in 4 bits, with a scale of 4 bytes for 64 weights.
-FOUR_BIT_BYTES: Final = 0.5 + 4.0 / 64.0
+# Bytes of a frozen weight in 4 bits, with a scale of one byte for 64 weights.
+FOUR_BIT_BYTES: Final = 0.5 + 1.0 / 64.0
+# Memory traffic of LoRA adapters in a forward: bytes for each token, and for each input and output of a linear layer.
+# Fitted on an H200.
+ADAPTER_TRAFFIC: Final = 9.0
 # Blocks whose weights are on the GPU at a time, if weights are on the host: the running one, two that are fetched, and
 # one whose memory is not free again yet (`offload/param_offload.py`).
 BLOCKS_HERE: Final = 4
@@ -136,7 +139,7 @@ class Run:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
         if self.is_tiled:
             return long.peak_bytes(self.model, WEIGHT_BYTES[self.weights], self.num_tokens, self.inputs)
-        found = self.model.activations
+        found = self._activations
         return found.peak_bytes(len(self.model.blocks), self.num_tokens, self.num_recomputed, self.selective)
 
     @property
@@ -146,8 +149,12 @@ class Run:
             return self.activation_bytes - self.inputs.gpu_bytes(
                 self.model, WEIGHT_BYTES[self.weights], self.num_tokens
             )
-        found = self.model.activations
+        found = self._activations
         return int(self.num_tokens * (found.end_bytes + found.backward_bytes(self.num_recomputed > 0)))
+
+    @property
+    def _activations(self) -> Activations:
+        return self.model.activations.with_frozen_weights() if self.adapter_rank else self.model.activations
 
     @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
@@ -257,16 +264,12 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
     grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
-    # Gradients of resident state wait on the GPU. With weights on the host, resident blocks are the first ones, whose
-    # gradients come when the blocks behind have freed their activations.
-    waiting = width * placed.resident if run.offload_params and grads.holds_on_host else 0
-    freed = run.activation_bytes - run.first_block_bytes
     gpu = {
         "weights": weights,
-        "gradients": grads.gpu_bytes - min(waiting, max(0, freed)),
+        "gradients": _gradients_at_peak(run, placed, grads),
         "state": resident,
         "activations": run.activation_bytes // run.tensor_parallel,
-        "staging": staging + _muon_bytes(run),
+        "staging": staging + _muon_bytes(run) + _unpacked_bytes(run),
     }
     slot = bucket_numel(run) * width
     # Only fp16 weights need extra slots for their copies to the GPU: bf16 and fp32 weights are copied directly from the
@@ -322,6 +325,24 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
     return GradientPlan(sums + all_bytes, 0, False, False)
 
 
+def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
+    """GPU memory of gradients when activations and gradients together have their peak.
+
+    With weights on the host, this is mostly at the begin of backward. There are then the sums over micro-batches, the
+    gradients of the last block in few buffers, and those of the head, if its state is on the GPU. The others come when
+    blocks have freed their activations.
+    """
+    if not run.offload_params:
+        return grads.gpu_bytes
+    width = WEIGHT_BYTES[run.weights]
+    few = min(FLAT_BYTES, _FLATS_OUT * bucket_numel(run) * width)
+    head = max(0, min(-(-run.trained_root[1] // run.world), placed.resident - run.trained_root[0] // run.world))
+    summed = placed.resident + placed.streamed if grads.sums_on_host else run.own_numel
+    sums = 4 * summed if run.micro_batches > 1 else 0
+    freed = max(0, run.activation_bytes - run.first_block_bytes)
+    return max(min(grads.gpu_bytes, sums + few + width * head), grads.gpu_bytes - freed)
+
+
 def _weight_bytes(run: Run, num_here: int = 0) -> int:
     """Bytes of weights on one GPU. Weights on the host: those outside of the blocks, those of the first `num_here`
     blocks, and the other blocks that are there at a time. With ZeRO-3: the shard of this GPU, and two gathered blocks.
@@ -349,6 +370,11 @@ def _muon_bytes(run: Run) -> int:
         return 0
     matrix = run.model.hidden * max(run.model.hidden, run.model.inner)
     return 4 * max(matrix, bucket_numel(run)) + 9 * matrix
+
+
+def _unpacked_bytes(run: Run) -> int:
+    """GPU memory of matrices that are unpacked from 4 bits: the one of the running product, and the one before it."""
+    return 2 * WEIGHT_BYTES[run.weights] * run.model.hidden * max(run.model.hidden, run.model.inner) * run.four_bits
 
 
 def bucket_numel(run: Run) -> int:
@@ -462,7 +488,8 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
         )
         return Timing(forward, backward, run.micro_batches)
     products = num_tokens * model.forward_flops(run.tokens) / rates.flops
-    traffic = num_tokens * model.traffic_bytes * len(model.blocks) / rates.device_bytes
+    more = ADAPTER_TRAFFIC * model.adapter_unit if run.adapter_rank else 0.0
+    traffic = num_tokens * (model.traffic_bytes + more) * len(model.blocks) / rates.device_bytes
     forward = max((products + traffic) / parts, len(model.blocks) * model.launch_s)
     backward = forward * (FROZEN_BACKWARD if run.adapter_rank else BACKWARD)
     again = run.num_recomputed / len(model.blocks) if model.blocks else 0.0
