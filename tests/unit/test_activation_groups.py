@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of every n-th layer change no bit of a result; those in float8 lose what float8 loses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that are made from the code, or quote it: they say what it says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune`: every method and form of data on a tiny Llama and a tiny Qwen, from the command to a model that
 plain transformers loads; and a run that was killed goes on to the same bits.
 """

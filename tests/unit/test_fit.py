@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chooser of `twinflow plan` and `twinflow finetune`: what it recommends fits, and what it proposes helps."""
 
 from __future__ import annotations

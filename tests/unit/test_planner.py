@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner: bytes and seconds against measured runs, and what must hold for any model and machine."""
 
 from __future__ import annotations

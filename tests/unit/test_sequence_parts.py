@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of sequence parallelism in one process: which blocks of scores a rank computes, and the attention of blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiled modules: results and gradients are those of the whole sequence, whatever else is switched on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` from the command line, on the CPU, at sizes that take seconds."""
 
 from __future__ import annotations

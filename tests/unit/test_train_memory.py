@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory plan of `twinflow train`: arithmetic, tested with no device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of checkpointed layers that keep one input: that of the first layer of a group.
 
 The input of a layer is the output of the layer before it. Backward needs the inputs of a group in reverse order. When

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers and autocast of a forward, for code that runs a module again in backward."""
 
 from __future__ import annotations

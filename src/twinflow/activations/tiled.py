@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that work on each token alone, run over one tile of the sequence at a time, in forward and backward.
 
 The intermediate results of an MLP for 500,000 tokens take tens of gigabytes. A tiled module keeps only its input. Its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune`: tunes a pretrained model of Hugging Face on chats, instructions, pairs of answers or texts.
 
 The data is checked before anything is loaded. The planner then chooses batch, state format and place of the weights for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of `twinflow finetune` that depend on the machine, chosen by the planner."""
 
 from __future__ import annotations

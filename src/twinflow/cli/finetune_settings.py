@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `twinflow finetune`: the options of the command line, their defaults and checks.
 
 A step has the same sequences on any number of processes: a run that is resumed on another number divides them anew.

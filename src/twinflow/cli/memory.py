@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the memory of a run of `twinflow train` before it is allocated, with the byte counts of the planner.
 
 Two limits are compared with the available memory. The lower limit is the exact size of weights, optimizer state and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of `twinflow train`: preparation, the loop with checkpoints and metrics, and the outcome."""
 
 from __future__ import annotations

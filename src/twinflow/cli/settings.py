@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `twinflow train`: the options of the command line, their defaults and checks, and the engine's config.
 
 Pipeline and tensor ranks come from the options or the config file. They are stored in the sections `pipeline` and

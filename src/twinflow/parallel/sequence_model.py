@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`split_sequence`: makes a model work on sequences whose tokens are on several ranks.
 
 Models of transformers get an attention function under its own name in transformers' attention interface. It exchanges

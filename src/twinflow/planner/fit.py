@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits a run to a machine: chooses micro-batch, accumulation, activation checkpointing, state format, ratio and weights
 on the host.
 
