@@ -517,6 +517,7 @@ def _twin(settings: FinetuneSettings) -> dict[str, Any]:
     """Arguments of TwinOptimizer that the settings determine."""
     return {
         "states": settings.states,
+        "master": settings.master,
         "host_threads": settings.threads,
         "ratio": settings.ratio,
         "offload_params": bool(settings.offload_params),
