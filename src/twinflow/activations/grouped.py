@@ -34,7 +34,7 @@ class LayerCall:
         self._run = run
         self._given = given  # None in the place of the input that the layer before has computed
         self._randoms = randoms_of(device)
-        self._autocast = autocast_of(device.type)
+        self._autocast = autocast_of(device.type, has_gradients=False)
         self.output = 0  # index of the tensor in the output that is the input of the next layer
 
     def __call__(self, x: Tensor) -> Tensor:
