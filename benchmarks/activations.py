@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The longest sequence that trains, and the step at equal length: layers checkpointed, and their inputs on the host.
 
 One sequence a step, bf16, TwinOptimizer with the state on the host, a loss in chunks (all logits of a long sequence are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What checkpoints in the background cost: the time of steps while one is written, and its GB/s beside the disk's own.
 
     python benchmarks/background_save.py --save    # 3.43 B parameters on a GPU; at most 150 s and 60 GB of disk

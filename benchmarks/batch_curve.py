@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of a step over the number of tokens in it: twinflow beside DeepSpeed's ZeRO-Offload.
 
 A Llama shape with random weights in bf16, activation checkpointing, AdamW, clipping on. Sequences of 2,048 tokens, in

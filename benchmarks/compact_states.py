@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does training with compact optimizer states end where fp32 states end? Trains the small GPT with each format.
 
     python benchmarks/compact_states.py --steps 2000 --seeds 2

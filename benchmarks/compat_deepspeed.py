@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of DeepSpeed works with twinflow.compat: scripts, published configs and methods of the engine.
 
 - The scripts of examples/compat and examples/compat/features are written for DeepSpeed. Each runs on the CPU with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs scripts with one package in forked processes, so that torch and the package are imported only once.
 
 `python compat_server.py deepspeed|twinflow|torch` reads lines of JSON: the script, its arguments, the number of ranks,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Curves over steps as an SVG picture, for benchmarks on machines without a plotting library."""
 
 from __future__ import annotations

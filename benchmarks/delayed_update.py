@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does training with the delayed update end where training without it ends, and how much faster is a step?
 
     python benchmarks/delayed_update.py                  # 25 M parameters, 3 seeds, 3,000 steps: needs CUDA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused update on the GPU: parameters a second and bytes a second, beside a plain copy and torch's fused AdamW.
 
 Every row is checked first: three steps of a small bucket must have the bits of the references on the same GPU. If one

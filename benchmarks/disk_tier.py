@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps with all AdamW state on a disk: the bytes per second that they move, against a plain copy of as many bytes.
 
 The model has almost no forward and backward, so the disk limits a step. The plain copy reads each block of a file of

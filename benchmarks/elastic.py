@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An elastic run of `twinflow train` whose ranks and nodes are killed and return, beside a run that nobody disturbs.
 
     python benchmarks/elastic.py --save        # about half an hour on two cores; writes a dated file

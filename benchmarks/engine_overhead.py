@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine adds to TwinOptimizer in a plain loop, and what saving a checkpoint adds to host memory.
 
 The model and tokens of benchmarks/offload.py. Both loops run over the same optimizer, in turn. Prints a table and one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which gradients are given to updates during backward, if each expert is a module and some experts get no tokens.
 
     python benchmarks/expert_buckets.py

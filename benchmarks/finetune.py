@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune` on a published shape, from a safetensors folder to trained steps, in limited memory.
 
     python benchmarks/finetune.py --save                          # needs CUDA, 20 GB of disk and 80 GB of memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does training in float8 end where training in bf16 ends? A small GPT, both with compiled blocks, with several seeds.
 
     python benchmarks/float8_quality.py                  # 25 M parameters, 3 seeds, 2,000 steps: needs CUDA

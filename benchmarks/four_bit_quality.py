@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does training with 4-bit states and without master weights end where fp32 ends, and where does it break?
 
     python benchmarks/four_bit_quality.py --save                 # 25 M parameters, 3 seeds, 3,000 steps: needs CUDA

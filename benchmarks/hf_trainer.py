@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with TwinOptimizer beside a plain loop with the same optimizer: what the Trainer costs.
 
 A fine-tune of a Llama shape (random weights, bf16, activation checkpointing) with `max_grad_norm`. Both drive one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host kernels' benchmark (`twinflow bench host`), with `--save` for a dated result file in benchmarks/results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large a GPT-2 trains on one card, and how fast: `twinflow train` beside plain PyTorch under the same memory cap.
 
 Three parts, each in a process of its own: the largest GPT-2 that plain mixed-precision PyTorch trains under the cap;

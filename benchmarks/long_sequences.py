@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long sequences on one GPU, with the shape of Llama-3-8B and random bf16 weights.
 
 Parts (expected seconds on an H200, with building the model):

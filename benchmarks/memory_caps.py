@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large a GPT-2 trains in 16 GB and in 32 GB of GPU memory: plain PyTorch and ZeRO-2 beside offload?
 
     python benchmarks/memory_caps.py --budget 300 --save                      # needs CUDA

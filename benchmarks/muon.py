@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps with Muon beside steps with AdamW, and the speed of the Newton-Schulz iteration on a GPU.
 
     python benchmarks/muon.py --parts products 3b --save # about 150 s on an H200

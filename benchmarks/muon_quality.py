@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a small GPT reach AdamW's loss in fewer steps with Muon? Both with several learning rates, on any machine.
 
     python benchmarks/muon_quality.py                    # 0.9 M parameters, 400 steps: about ten minutes on two cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that ZeRO's stages send between two machines, by the counters of their network interfaces, beside the formulas.
 
 Two "machines" are network namespaces joined by a veth pair, started with `twinflow launch --num_nodes 2`. Prints a

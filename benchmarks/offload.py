@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of a Llama shape with TwinOptimizer, beside forward and backward alone and beside DeepSpeed.
 
 All on the same randomly initialised model: bf16 weights, activation checkpointing, AdamW. Prints the machine, a table

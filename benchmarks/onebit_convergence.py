@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does 1-bit Adam converge as Adam does, and does Adam with compressed gradients?
 
     python benchmarks/onebit_convergence.py              # 23 M parameters, 4 workers, 5 seeds: needs CUDA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam of several ranks in one process, for benchmarks on one GPU: NCCL refuses several ranks on one GPU.
 
 All ranks have the same weights, momentum and second moment. Only gradients and compression errors differ, so this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compressed communication costs in quality: the small GPT on four ranks, with Adam and with 1-bit optimizers.
 
 Ranks are processes of this machine over gloo, each with batches of its own. Parts (`--only`): `adam`, for some seeds:

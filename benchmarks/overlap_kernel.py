@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of an update on the GPU hides behind a forward, and what gathering and measuring gradients costs there.
 
 First a stream of bf16 matrix products as a 7B Llama's forward has them and an AdamW update of as many parameters, each

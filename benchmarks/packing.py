@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing into few bits on the GPU: bytes a second of encode, mean and decode, beside a plain copy of as many bytes.
 
 Bytes read and written are counted for both. Every row is checked first: small rows of numbers whose sums are exact must

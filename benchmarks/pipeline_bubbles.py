@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a pipeline's time is work, by schedule: with stages that only sleep, beside formula and simulator.
 
 Eight gloo ranks run the schedules' lists as in training; forward, input's gradient and weight's gradient of a stage

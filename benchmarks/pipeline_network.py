@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data, pipeline and both together over a slow network: the seed's Figure 5 for real, scaled down to one machine.
 
 Two "machines" of two ranks are network namespaces of this one. Ranks of a machine are on a bridge of their own, at 50

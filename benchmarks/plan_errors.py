@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner beside measured runs: bytes, seconds and the errors.
 
 python benchmarks/plan_errors.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One planned stage alone on one GPU: its memory beside what the planner says of it.
 
 A layout of many GPUs is planned, and one rank of it runs here: its layers, the schedule's own list of actions, the real

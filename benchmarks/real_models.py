@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of published shapes (Qwen2.5, Llama) beside forward and backward alone: eager, with compiled blocks,
 and with compiled blocks in float8 (torchao).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner says about ZeRO-Offload and ZeRO-2 on 1 to 128 GPUs, beside what was published for 10 B parameters.
 
 Plain arithmetic: no GPU, nothing is measured. Prints tables and one JSON line; `--save` writes a dated file in

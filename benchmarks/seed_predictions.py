@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the planner says about the machines and models that papers on offload report, beside the papers' figures.
 
 Plain arithmetic: no GPU, nothing is measured. Prints tables and one JSON line; `--save` writes a dated file in

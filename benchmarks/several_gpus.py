@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a machine with several GPUs in about three minutes: are results those of one process, how fast are
 collectives, and how much of their time is hidden behind backward?
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training over a slow network: OneBitAdam beside DistributedDataParallel, seconds and bytes on the wire of a step.
 
 Four "machines" are network namespaces of this one, on a bridge, with a rate limit in both directions and one rank in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains for hours while disks fill up, losses become NaN and ranks are killed, and measures what processes hold.
 
 Two jobs run side by side. "steady" is one process that nothing ends: it saves in the background, validates, and meets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention beside FlexAttention and dense attention: forward, and forward with backward, on one GPU.
 
 Parts (`--only`): `patterns`, structures of block 128 at 32k and 128k tokens; `blocks`, equal areas in smaller blocks;

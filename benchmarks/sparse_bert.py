@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT with sparse attention: the longest sequence that trains in 32 GB, the step at equal length, and other models.
 
     python benchmarks/sparse_bert.py --only longest --budget 120     # longest sequences: needs CUDA and transformers

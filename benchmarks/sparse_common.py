@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of sparse attention share: sizes, structures, a clock, and kernels compiled side by side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a model with sparse attention end where the same model with dense attention ends, also far across a sequence?
 
     python benchmarks/sparse_convergence.py --save         # 7 kinds of attention, 3 seeds: needs CUDA and transformers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sparse attention costs in quality: small GPTs trained alike, dense and sparse.
 
 Parts (`--only`): `text`, the standard library's source in bytes, with dense, fixed and BigBird attention, the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sweep of `sparse_attention.py --tune`: tiles, warps, stages and variants of our kernels, each kernel timed alone.
 
 Each kernel of each shape is swept in a process of its own, which is given up where it breaks or stands still: what the

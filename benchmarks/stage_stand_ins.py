@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank of many needs to run alone: stand-ins for other data ranks and stages, and a count of memory on a CPU.
 
 The count takes memory as a GPU would have it: what operations make and what is still alive, in the order of one stream.

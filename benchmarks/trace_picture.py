@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few training steps as a picture: trains a GPT, records what ran when, and draws it as an SVG.
 
 python benchmarks/trace_picture.py --preset gpt2-1.5b --batch 16 --save    on the GPU, where there is one

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # What a user of docs/tutorial-zero-offload.md sees: the log of a GPT-2 of 10 billion parameters in 32 GB of GPU memory,
 # and nvidia-smi, free and top in the middle of the training.
 #   benchmarks/tutorial_log.sh FOLDER                writes FOLDER/tutorial-log.txt and FOLDER/tutorial-seen.txt

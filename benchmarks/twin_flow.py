@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin-Flow measured: step time and memory against the ratio, what "auto" chooses, and the largest models that train.
 
 All on randomly initialised Llama shapes: bf16 weights, activation checkpointing, AdamW, clipping on (with a norm that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much shorter is a step with a lower `ratio`, for the models of the Twin-Flow article and its tutorial?
 
     python benchmarks/twin_flow_opt.py --shape opt-13b --budget 230      # bf16 state, ratios 1 to 0: needs CUDA

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step time and memory against the ratio, from a result of twin_flow.py: an SVG beside the Markdown file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published shapes with their weights on the host, in a limited part of the GPU's memory, beside what bounds a step.
 
 A step cannot be shorter than forward and backward alone (measured without a limit of memory), than the host's update

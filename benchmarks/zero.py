@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the path of many ranks costs where there is only one: without a process group, and with stages 2 and 3.
 
 The same Llama shape for each way on one GPU, each with an optimizer of its own, in alternating windows of steps; half

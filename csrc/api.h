@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C ABI of the native library, which Python calls through ctypes.
 //
 // The library does not use torch. Pointers refer to host memory, and sizes are counted in elements.

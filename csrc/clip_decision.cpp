@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // See clip_decision.h. The mover (executor_mover.cpp) calls these functions. Threads share no data here.
 #include "clip_decision.h"
 

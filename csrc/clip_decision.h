@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Computes the clipping decision from the norms of all buckets, with pure functions, without threads or state. They
 // give the same bits as `decide` in offload/clipping.py, so that a step does not depend on where the decision is made.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversions between state formats in memory and fp32 tiles. They are plain loops over short arrays in L1, which the
 // compiler vectorises for each ISA. They give the same bits as src/twinflow/rules/formats.py.
 //

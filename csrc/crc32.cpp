@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CRC-32 as in zlib and safetensors' checksums of checkpoints, several times as fast as zlib's on x86-64.
 //
 // A CRC is the remainder of a polynomial over GF(2), divided by `kPolynomial`. 64 bytes at a time are folded: a block

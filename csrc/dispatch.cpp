@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Selects the ISA variant for this CPU, and divides each call of the C ABI into tasks for the pool.
 #include <string.h>
 #include <sys/mman.h>

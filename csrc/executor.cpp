@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The functions of the executor that callers use: stores, buckets, jobs, submission, and waiting for weights.
 //
 // Python calls these functions from any of its threads, and without the GIL if they may block (native/executor.py).

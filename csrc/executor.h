@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The executor makes updates on the host that overlap with the work of the model.
 //
 // Python submits tasks, and two threads process them. The mover starts copies, reads the clipping decision and marks

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The C functions of the executor (api.h), which Python calls by ctypes. Each forwards to the method of the same name.
 //
 // Python owns a tf_executor from tf_executor_new to tf_executor_free, and each tf_event that a function returns until

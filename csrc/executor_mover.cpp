@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mover: the thread that starts copies, reads decisions and marks gradients that have arrived.
 //
 // The mover holds `mutex_` except while it sleeps (`rest`) and while it calls the driver (`run_orders`). It never waits

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transitions of tasks between phases, effects of the clipping decision, and release of slots and stores.
 //
 // All of these functions run with `mutex_` held. They run in the thread that owns the phase of the task (see the table

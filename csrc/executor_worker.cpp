@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The worker: the thread that sums gradients and updates buckets, one at a time, with all threads of the pool.
 //
 // `pick` chooses a task and moves it to kUpdating, with `mutex_` held. From then on the worker owns the task. It

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam and AdamW on int8 states with a split master, written with intrinsics for AVX-512.
 //
 // Why intrinsics: with 512-bit vectors only two ports of the core do arithmetic, and on the measured cores updates of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The kernels of one ISA variant. CMake compiles this file once for each variant with -DTF_ISA=name. All functions have
 // internal linkage or are in namespace TF_ISA, so that the linker never mixes code of different variants. For the same
 // reason the C++ standard library is not used.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of kernels of an ISA variant. kernels.cpp is compiled once for each variant.
 #pragma once
 #include "api.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams whose work is decided on with the executor's lock and queued without it.
 //
 // A call of the CUDA driver can take milliseconds: if the launch queue of the model's stream is full, the launching

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loop over elements, for every rule and every format of weights and states.
 //
 // A rule computes with fp32 numbers in registers. Accessors read and write these numbers. Conversions and rule are in

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Functions that packing.h and unpacking.h share: packed rows in memory, and accessors of optional arguments.
 // src/twinflow/codes/code.py describes the format of a row.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Packs numbers into rows, block by block. The results have the same bits as those of src/twinflow/codes/reference.py.
 //
 // A block is processed in scratch memory in L1 and L2, so that memory is read and written once. Each loop does one

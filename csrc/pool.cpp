@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pool of threads (pool.h). Its threads are detached and sleep between jobs. A job belongs to the caller of
 // `run_tasks`, which works on it too and returns when the last task is done; calls from several threads take turns.
 #include "pool.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A persistent pool of threads that process numbered tasks. The calling thread works too.
 #pragma once
 #include <stdint.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update rules, element by element, in fp32 (SGD also in double). The operations and their order are those of
 // src/twinflow/rules/*.py, so that results have the same bits. A rule is a struct, a code with a name, and a line in
 // with_rule(). No other code in csrc depends on a rule.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Page-locked buffers ("slots") for the copies of gradients and weights between device and host.
 //
 // A pool has no lock: the executor calls it with `mutex_` held. The pool owns the memory. A slot belongs to the task

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads and writes the state of buckets in a file (state_file.h).
 #include "state_file.h"
 

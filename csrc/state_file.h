@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // State of buckets in a file, which is read ahead of its updates and written back after them.
 //
 // A record is the part of the file with the state of one bucket. A buffer is host memory for one record. The threads of

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams and events (streams.h), for machines with a GPU and for machines without one.
 //
 // Without a GPU each stream is a thread, which owns its queue and processes it in order. An event is a flag that the

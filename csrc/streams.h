@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Streams for copies, and events that order them. On a GPU they use the CUDA driver, which is loaded at first use.
 // Without a GPU they are threads. Both have the same semantics, so that the executor has one code path, and a test on a
 // CPU can delay any stream.

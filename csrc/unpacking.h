@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unpacks one row, or computes the mean of several rows. The bits are those of src/twinflow/codes/reference.py.
 #pragma once
 #include "packed.h"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the pictures of the docs as SVG files. Their numbers, schedules and file names come from the library's code.
 
 python docs/pictures.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs. They add the results and scripts that pages link to as pages of the site, and check each built page.
 
 Links of the pages lead to files of the repository outside docs/. The hooks replace them by links inside the site.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the generated tables of the docs, each between the comments `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
 python docs/tables.py

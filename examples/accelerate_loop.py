@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop of Accelerate with TwinOptimizer. Only the line that builds the optimizer changes.
 
 Needs `pip install accelerate transformers`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed script with one changed line. It trains, saves a checkpoint, and compares a resumed run bit for bit.
 
 python examples/engine.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with TwinOptimizer on several processes, each with a part of weights, gradients and state
 (ZeRO stage 3). A small Llama trains on the source code of Python's standard library, and transformers loads the result.
 The script also runs in one process. Needs `pip install transformers accelerate`.

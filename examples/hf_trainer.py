@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with TwinOptimizer, which changes two lines. A small Llama trains on the source code of
 Python's standard library. A resumed run ends with the same bits. Needs `pip install transformers accelerate`.
 

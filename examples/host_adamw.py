@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains on the CPU with HostAdamW, int8 states, a schedule and clipping. Saves half-way and resumes bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning with TwinStrategy, which changes one argument of the Trainer. A small Llama trains on the source code of
 Python's standard library. Needs `pip install lightning transformers`.
 

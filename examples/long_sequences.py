@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A causal language model on sequences that several processes share, with tiles for MLPs, norms and loss.
 
 python examples/long_sequences.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a small trained GPT on other text with 1-bit Adam, which is made for slow networks between ranks.
 
 python examples/onebit_finetune.py                                       # one process, which uses plain AdamW

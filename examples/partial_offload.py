@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin-Flow at any ZeRO stage: compares training with a share of the updates on the host, and with all of them there.
 
 python examples/partial_offload.py --zero 3 --ratio 0.3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains LoRA adapters of a frozen model with Hugging Face's Trainer and TwinOptimizer. Only the adapters have
 optimizer state and are saved. Needs `pip install peft transformers accelerate`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed pipeline script with one changed line. The embedding and the output head share one weight.
 
 python examples/pipeline.py

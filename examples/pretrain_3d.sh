@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Pretrains a GPT on pipeline x tensor x data ranks. Data ranks share the optimizer state (ZeRO-1), which is on the host.
 #   examples/pretrain_3d.sh                          8 GPUs of one machine: 2 stages x 2 tensor ranks x 2 replicas
 #   examples/pretrain_3d.sh --hostfile hosts         all GPUs of the machines in this file

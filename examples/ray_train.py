@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train: two workers train one model with twinflow's engine, on the CPU or with one GPU each.
 
 Ray starts the workers and torch's process group, which `twinflow.initialize` uses. With ZeRO stage 1 each worker has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the tokens that the last token of a sparse GPT sees, and trains a sparse GPT with a pattern from the config.
 
 python examples/sparse_attention.py

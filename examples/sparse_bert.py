@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked language modelling with Hugging Face's BERT. One call (`sparsify`) makes its attention sparse.
 
 python examples/sparse_bert.py                             # a small model, on any machine

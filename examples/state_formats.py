@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT with bf16 weights in each state format, and compares memory and loss.
 
 Weights and gradients are bf16. Matrix products are computed in fp32, because few CPUs are fast in bf16.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes what `twinflow finetune` needs, without a download: a tiny Llama and a tiny Qwen, each with a tokenizer and a
 chat template, and questions and answers of a synthetic task.
 

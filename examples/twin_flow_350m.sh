@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Trains GPT-350M with Twin-Flow: 30% of the optimizer state is on the host, 70% on the GPU.
 #   examples/twin_flow_350m.sh                       GPT-350M; further options go to `twinflow train`
 #   examples/twin_flow_350m.sh small                 a small model with the same flags, with or without a GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small GPT with TwinOptimizer in a plain loop. Prints losses and metrics, and writes a timeline.
 
 With a GPU the model is in bf16. Its fp32 master weights and Adam states are in host memory, or partly on the GPU.

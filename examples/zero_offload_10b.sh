@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Trains a GPT-2 of 10 billion parameters on one 32 GB card, with the optimizer state on the host.
 #   examples/zero_offload_10b.sh                     needs about 125 GB of host memory; options go to `twinflow train`
 #   examples/zero_offload_10b.sh small               a small model with the same flags, with or without a GPU

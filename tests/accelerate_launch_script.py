@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script for `accelerate launch`: a run of the Trainer or a loop of Accelerate. Each rank writes what it returns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of architectures: train the same small model whole, with plain torch, and split."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models of the architectures that are split over tensor ranks and pipeline stages, and what happens to each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All cases of test_as_torch.py, and those that twinflow may refuse."""
 
 from __future__ import annotations

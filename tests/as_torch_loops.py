@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of as_torch_cases.py about the order of forward, backward, `step`, and about several models.
 
 In a case that is not neutral, `loop.acts` guards what the case is about. The harness checks that the reference without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of as_torch_cases.py that read weights: between `step` and the next forward, and outside their own module.
 
 Each read comes right after `step`, when the update is still under way, and is recorded at once. The harness checks in

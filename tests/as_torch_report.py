@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints how twinflow does on every case of as_torch_cases.py: equal to torch, refused, DIFFERENT or CRASHED.
 
 PYTHONPATH=src:tests python tests/as_torch_report.py                 the whole matrix

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs one training loop twice, with plain torch and with twinflow, and compares everything that the loop has seen.
 
 A case (as_torch_cases.py) is a function that gets a `Loop` and trains with it. `TorchLoop` and `TorchEngineLoop` are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of as_torch_cases.py that write to weights.
 
 What is written comes right after `step` (or between backward and `step`) and must be there in the next forward and in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of attention for an H100 or H200, which needs no GPU, the way a call on one would.
 
 `python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal][-portable] ...` prints a line of JSON

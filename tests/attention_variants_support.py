@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variants of the kernels of attention: tiles that come by descriptors.
 
 `TRITON_INTERPRET=1 python tests/attention_variants_support.py` prints a line of JSON for each: its name, and what went

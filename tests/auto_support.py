@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A world in which steps take as long as the planner's simulation says, for tests of `ratio="auto"`.
 
 `Clock` replaces the times of steps: of a real optimizer on a CPU, or of `PlayedRuntime`, which has buckets and memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds an sdist and wheels without a container, and installs them in empty environments: `make packages`.
 
 The wheel is built from the sdist. auditwheel gives it the platform tag of the oldest C library that it works with,

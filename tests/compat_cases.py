@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks and forked processes run for the tests of twinflow.compat."""
 
 from __future__ import annotations

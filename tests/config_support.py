@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A config that uses many keys, and ways to spoil it: what the tests of mutated configs share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files as DeepSpeed lays them out, made from a plain torch run: its stages cut and padded by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State on the disk with ZeRO stage 3, beside the same run in memory, for tests/dist/test_disk.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes of this machine: run a function on each, get what they return."""
 
 from __future__ import annotations

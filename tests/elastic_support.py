@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elastic runs of `twinflow train` on this machine whose ranks and nodes are killed at random moments."""
 
 from __future__ import annotations

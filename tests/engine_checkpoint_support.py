@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines for tests of checkpoints, and everything that a checkpoint has of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random faults of one process that are cheap enough for hundreds: damaged files, a disk that fails, wrong numbers.
 
 Every fault has an answer that is known beforehand. A damaged file is refused by name and nothing changes, or the load

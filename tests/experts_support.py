@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with experts, for the tests of experts: transformers' fused tensors, and a module for each expert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune` on several ranks, forked from a process that has imported TRL."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that have torch already, forked from one that does: importing it takes longer than most of what they do."""
 
 from __future__ import annotations

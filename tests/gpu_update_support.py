@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of the fused GPU update: run on CUDA, or on the CPU in Triton's interpreter.
 
 The interpreter is chosen when Triton is first imported, so it gets a process of its own:

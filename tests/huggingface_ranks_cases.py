@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer and Accelerate on several processes, forked from one that has imported transformers."""
 
 from __future__ import annotations

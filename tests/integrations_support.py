@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny Llama, and text that is here anyway, for loops of others."""
 
 from __future__ import annotations

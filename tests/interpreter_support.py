@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs cases of Triton kernels in Triton's interpreter.
 
 The interpreter is chosen when Triton is first imported, so the cases run in a process of their own. It is a script that

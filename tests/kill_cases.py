@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training of two ranks that is killed at some moment and started again: what its ranks do, and who kills them.
 
 Ranks are forked from a process that has torch imported, so that a start takes a moment. What they did is in files that

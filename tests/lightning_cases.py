@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules and fits for the tests of TwinStrategy: apart, because importing Lightning takes seconds."""
 
 from __future__ import annotations

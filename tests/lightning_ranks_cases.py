@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer on ranks that a test has forked, and in one process: losses, checks and checkpoints."""
 
 from __future__ import annotations

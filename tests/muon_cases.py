@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by Muon on several ranks, for tests/dist/test_muon.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several "hosts" on one machine: network namespaces, an `ssh` that enters them, and their counters.
 
 Two are joined by a veth pair; more by a bridge, which has a namespace of its own, and whose rate can be limited.

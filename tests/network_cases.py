@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that training sends between two hosts, by the counters of their interfaces, against the formula of its stage.
 
 Per rank and step, of W ranks, with the weights' bytes (gradients have as many) and A micro-batches in a step:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work for ranks: collectives in few bits, and training with 1-bit optimizers; with what goes in, for simulations too.
 
 All cases of one spawn run one after the other, each on the first so many ranks. Results are digests of tensors, step by

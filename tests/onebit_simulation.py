@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam, 1-bit LAMB and 0/1 Adam of all ranks in one process: the truth that ranks are held against.
 
 Plain arithmetic on flat tensors as the optimizers' docstrings define it, and codes/reference.py for what is packed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of loops that must give what one process gives, or an error with the reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of batches and random numbers that differ between the ranks of one replica."""
 
 from __future__ import annotations

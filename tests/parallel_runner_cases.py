@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of a pipeline's execution: a stack of blocks, cut by hand, beside the whole stack."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of tensor parallelism: a model split over them beside the same model whole."""
 
 from __future__ import annotations

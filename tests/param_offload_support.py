@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with weights on the host and with weights on the device, side by side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank does in the tests of planned stages: it runs the benchmark's small stages, with stand-ins for others."""
 
 from __future__ import annotations

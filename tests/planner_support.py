@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The config.json of Llama 3 with 8 B parameters, for tests of the planner."""
 
 LLAMA_8B = {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrained models for tests: tiny ones of many architectures, and training of a loaded one."""
 
 from __future__ import annotations

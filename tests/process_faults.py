@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random faults of running ranks: signals, exits, exceptions, hangs, delays and numbers that are not finite.
 
 Each fault has its own training. It ends as `named` if every rank that could say so has named the rank and the kind of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws random faults of five families, runs them one after another, and prints how they ended.
 
     python tests/random_faults.py --num 1000                             # all families

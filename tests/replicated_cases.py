@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of 0/1 Adam and 1-bit LAMB in an engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints the packages that twinflow and its tests need, one requirement on each line. The names of other extras may be
 given instead of `test`.
 

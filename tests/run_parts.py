@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every test in parts, and starts again where it stopped: a part that passed is not run twice on the same code.
 
 python tests/run_parts.py            all parts

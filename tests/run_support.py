@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of `twinflow train` and of other commands in processes of their own, which a test may kill: forked from one that
 has torch loaded.
 

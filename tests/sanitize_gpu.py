@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the GPU tests of the order of streams under NVIDIA's compute-sanitizer: `make sanitize-gpu`.
 
     python tests/sanitize_gpu.py               # every pass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of sequence parallelism: models on parts of sequences, and the same in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several test files share: comparing stores bit by bit, making them, and cutting a large matrix down."""
 
 from __future__ import annotations

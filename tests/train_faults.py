@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random signals to `twinflow train`, in processes of their own, one after another until the run has finished.
 
 A run that was ended goes on with `--resume`. It must end with the bits of a run that nobody disturbed, every step must

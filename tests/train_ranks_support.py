@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` as ranks that a test may signal: processes forked from one that has torch loaded, as in run_support,
 with the variables that a launcher would set."""
 

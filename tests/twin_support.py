@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the TwinOptimizer tests share: a small GPT, ways to train and restart it, and the synchronous truth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks on two hosts do, as a script under `twinflow launch`, and how a test starts and watches them.
 
 python two_hosts_cases.py order.json: the order says what to do, and the folder for what is found.

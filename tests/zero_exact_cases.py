@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose gradients are whole numbers, trained by ranks and by one process: the bits have to be the same.
 
 Its loss is the sum of weights times small whole numbers, so gradients are those numbers, sums over ranks and backwards

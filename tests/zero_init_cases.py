@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of `zero.Init`: models that are built in parts, beside the same models whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of 1-bit Adam with ZeRO."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in the tests of whole weights under ZeRO-3: models of several kinds beside the same models whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of transformers, diffusers and timm, built from configs with random weights.
 
 Nothing is downloaded. Each model has fewer than MAX_NUMEL parameters and no dropout, and takes a small part of a second

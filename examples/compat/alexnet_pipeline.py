@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains AlexNet as a PipelineModule on generated images, as in DeepSpeed's pipeline tutorial but on a CPU.
 
 With twinflow:  twinflow launch --compat --num_procs 2 examples/compat/alexnet_pipeline.py -p 2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a model on the CPU with DeepSpeedCPUAdam in a plain torch loop.
 
 With twinflow:  python -m twinflow.compat examples/compat/cpu_adam.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small Llama with Hugging Face's Trainer and a DeepSpeed config, whose "auto" values the Trainer sets.
 
 With twinflow:  twinflow launch --compat --num_procs 1 examples/compat/hf_causal_lm.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small transformer with the usual calls of a DeepSpeed script.
 
 In this folder, with twinflow:  python -m twinflow.compat transformer.py --deepspeed_config transformer.json

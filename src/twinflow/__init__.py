@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow: train models larger than GPU memory, with the optimizer on the host.
 
 Names are imported at their first use, so that `import twinflow` is fast.

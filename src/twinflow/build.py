@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """initialize(): builds an engine from a config and a model. This module connects all parts of twinflow."""
 
 from __future__ import annotations

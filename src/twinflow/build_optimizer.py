@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the optimizer from a config or from a given optimizer, and the options of ZeRO."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributes a model over pipeline and tensor ranks, before it is placed and before its optimizer is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features that exclude each other: one table for the errors and for docs/conflicts.md.
 
 Conflicts with pipeline and tensor parallelism are in `twinflow.parallel.support`.

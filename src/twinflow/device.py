@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams, events and page-locked memory, with one interface for a GPU and for the CPU.
 
 On CUDA a stream is a CUDA stream. On the CPU a stream is a thread that runs its work in order. Events are those of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that a user can act on. There is one function for each kind of mistake, so that all messages of a kind read
 alike: what happened, what was expected, what to do.
 

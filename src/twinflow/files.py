@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading and writing of files.
 
 Readers: every file that comes from outside (configs, data, files of an earlier run) is read through `open_regular`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy for a large vocabulary without storing all logits.
 
 The logits of 10,000 tokens and 50,000 symbols need 2 GB in fp32, and their gradient needs another 2 GB. This is more

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faster blocks: torch.compile for each block of a model, and float8 for the matrix products in them.
 
 Both change modules in place and keep the names of all parameters, so a checkpoint of a model with them loads in a model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dicts and param groups: mappings with values of several types, checked access to the values, and entries of
 state that are read when they are saved.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records spans of the offload runtime: the start and end of each piece of work on the host and on the GPU, on one
 clock.
 

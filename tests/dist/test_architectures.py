@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Architectures of transformers on two tensor ranks and on two stages: equal to plain torch, or refused with a reason.
 
 tests/architectures.py has the models. The table in docs/3d.md is made from it.

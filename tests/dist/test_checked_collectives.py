@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TWINFLOW_CHECK_COLLECTIVES: calls in different orders and from two threads fail with an error instead of a hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow.compat on two ranks: a pipeline, parameters whose state ranks share, and weights that one rank writes."""
 
 from __future__ import annotations

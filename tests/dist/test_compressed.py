@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives in few bits over gloo: the same bits on all ranks, and those of a simulation of all ranks in one process.
 
 The simulation is made of codes/reference.py alone. Sizes are odd, worlds go from 1 to 5, and many cases share a spawn.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State on the disk of several ranks. ZeRO stages 0 to 2 are in test_zero_exact.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` under `twinflow launch --max-nodes`: ranks and nodes are killed and return, and the run goes on."""
 
 from __future__ import annotations

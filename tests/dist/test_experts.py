@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks whose batches use different experts train as plain torch does in one process with all data.
 
 An expert that has a gradient on one rank only is updated on all ranks, with the mean over the ranks. An expert that has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune` on several ranks: the run of one process with the same sequences in a step, stopped, killed and
 resumed too."""
 

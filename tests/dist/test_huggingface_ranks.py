@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer, TRL and Accelerate on several processes: they train as one process does, with any ZeRO stage, and go on with
 another number of processes."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL of one rank, or of all, at any moment: the training goes on from a whole checkpoint to the same weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer with TwinStrategy on several ranks: the losses of plain Lightning in one process."""
 
 from __future__ import annotations

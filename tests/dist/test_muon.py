@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon on several ranks: the results of one process, and each matrix is orthogonalised by one rank."""
 
 from __future__ import annotations

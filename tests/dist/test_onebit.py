@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam, 1-bit LAMB and 0/1 Adam over gloo: after every step all ranks have the bits of a simulation.
 
 The simulation (onebit_simulation.py) is checked against torch's AdamW and a LAMB in float64 where nothing is packed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline x tensor x data with ZeRO and offload: the losses of one process, the same norm, and equal replicas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines and tensor ranks give what one process gives, or an error with the reason on every rank."""
 
 from __future__ import annotations

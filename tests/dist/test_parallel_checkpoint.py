@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of one grid load into any other: equal weights and state, and training goes on as it would have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam with pipeline and tensor ranks: momenta travel in one bit along the data axis, and copies stay copies."""
 
 from __future__ import annotations

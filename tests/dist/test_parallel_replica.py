@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of one replica that are given different batches, or draw different random numbers."""
 
 from __future__ import annotations

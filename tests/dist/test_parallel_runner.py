@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline that runs: every schedule's gradients are those of one process, and a rank that fails takes all with it.
 
 One process computes the same products and sums, and here the same bits come out. They are compared within 1e-6, because

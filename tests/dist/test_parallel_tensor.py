@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over gloo: models split over 2 and 4 ranks are, in losses, gradients and steps, one process's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users do with pipelines and tensor ranks: the same as in one process, or refused on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/pipeline_network.py with one small batch: over a slow network stages across machines beat data
 parallelism, with the same losses, and the links carry what arithmetic says."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow.from_pretrained on several ranks: each reads its rows, and training has the same bits."""
 
 from __future__ import annotations

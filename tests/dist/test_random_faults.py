@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random faults of every family: none is silent, none hangs, and the cause is named (random_faults.py draws more)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism: losses and gradients on 2 and 4 ranks are those of one process with whole sequences."""
 
 from __future__ import annotations

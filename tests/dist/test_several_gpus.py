@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script for machines with several GPUs, on the CPU: two processes give the losses of PyTorch, and one process has
 the bits of a run without a process group.
 """

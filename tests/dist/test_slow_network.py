@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/slow_network.py on a small model: hosts on a bridge with a limited rate, and the bytes that they send,
 against arithmetic."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under torchrun: its OMP_NUM_THREADS=1 must not starve the pool, and ranks agree bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` with pipeline and tensor ranks: the run of one process with the same global batch, resumed in other
 layouts too."""
 

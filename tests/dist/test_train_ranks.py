@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` on several ranks: the run of one process with the same global batch, stopped and resumed too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts made of network namespaces, under `twinflow launch`: they train as one process does, send what the formulas
 say, and do not outlive each other."""
 

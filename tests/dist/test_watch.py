@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watch and check_same with real processes: the ranks of each scenario are forked from one that has torch imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO through the engine: any stage, offload and accumulation trains as one process does, with its part of the state.
 
 One process with the same global batch is the truth. Sums over ranks are rounded otherwise, so losses are compared;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of many ranks: loaded by any other number of them, at any stage, ratio and format, with equal state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO is exact: where sums over ranks are, ranks train as one process does with the mean, bit for bit.
 
 Rules, formats, stages and ratios; parameters that are odd, split, dealt whole, tied, unused on some ranks or on all;

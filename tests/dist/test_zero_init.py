@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`zero.Init` on several ranks: the weights of one process, and no rank ever has all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam where ranks partition the state: the same weights on all ranks, few bytes, checkpoints for any world."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO's traps: models that are hard to partition, mistakes that must not go unnoticed, checkpoints beside training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole weights under ZeRO-3 on several ranks: as in one process, on rank 0, with every kind of model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing on a GPU: no bit changes whatever the streams' timing, and memory falls as it should."""
 
 from __future__ import annotations

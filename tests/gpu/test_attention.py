@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention on a GPU: every structure, block, dtype and extra against the truth in float64; no two runs
 differ; and torch's flex_attention sees the same scores.
 

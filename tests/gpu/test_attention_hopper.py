@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention kernels made for Hopper against dense attention, and against the kernels for every GPU."""
 
 from __future__ import annotations

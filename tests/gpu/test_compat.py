@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts for DeepSpeed, unmodified, on a GPU: they train there, and as they do on a CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on a GPU: resumed bit for bit, numbers that come late, monitors and profile, fp16, a capped card."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long sequences on a GPU: ranks that share one card, the ring's kernels, tiles and checkpoints of long sequences."""
 
 from __future__ import annotations

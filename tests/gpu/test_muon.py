@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon on a GPU: equal bits for every placement, timing and format, and the results of the reference."""
 
 from __future__ import annotations

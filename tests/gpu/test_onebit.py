@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam on a GPU: ranks that share one card over gloo have the same weights, and learn as on the CPU."""
 
 from __future__ import annotations

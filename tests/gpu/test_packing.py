@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused packing on a GPU: the bits of codes/reference.py on the host, for every code, dtype, option and odd size.
 
 The truth runs on the host: torch divides by a number on the GPU as it multiplies by its inverse, and scales differ.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline x tensor x data on a GPU: ranks that share one card over gloo train as one process does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on the host, blocks on a GPU: no bit changes whatever the streams' timing; waits are needed; memory falls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host kernels as offload uses them: gradients come from the GPU into pinned memory, weights go back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe on a GPU: rates that can be, nothing left behind, a card without room, and a quick second time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin-Flow on a GPU: its half of the state is updated there, with the bits that the host would give."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled blocks, float8 and recomputation on a GPU: results are those of eager bf16, and memory is as planned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TwinOptimizer on a GPU: nothing but the algorithm decides the result, whatever the streams' timing."""
 
 from __future__ import annotations

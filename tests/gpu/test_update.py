@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused update on a GPU: the bits of the references there and of the host kernels here; and the fused gathering."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prints a hash of what every rule, format and dtype gives on fixed data, for each ISA variant this CPU can run. Built
 // for several CPUs (some under emulation), all the lines after the variant's name must agree.
 #include <math.h>

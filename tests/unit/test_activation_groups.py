@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of every n-th layer change no bit of a result; those in float8 lose what float8 loses."""
 
 from __future__ import annotations
@@ -108,12 +109,34 @@ def test_a_layer_with_another_input_than_the_last_output_keeps_it() -> None:
     handle.remove()
 
 
+def test_all_layers_of_a_group_get_gradients_if_backward_is_under_autocast() -> None:
+    """Autocast of torch 2.9 keeps casts that are made without gradients, and uses them for a part with gradients.
+    A group first runs its layers without gradients.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(3, 8)
+
+    def run() -> list[Tensor | None]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+        return [param.grad for param in model.parameters()]
+
+    expected = run()
+    handle = checkpoint_layers(model, list(model), every=4)
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+    handle.remove()
+
+
 def test_a_layer_runs_again_with_the_random_numbers_of_the_device_of_its_only_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices: list[str] = []
     monkeypatch.setattr(grouped, "randoms_of", lambda device: devices.append(device.type))
-    monkeypatch.setattr(grouped, "autocast_of", devices.append)
+    monkeypatch.setattr(grouped, "autocast_of", lambda device, has_gradients: devices.append(device))
     x = torch.ones(2, device="meta", requires_grad=True)
     group = grouped.Group()
     group.start(torch.tanh, [x])

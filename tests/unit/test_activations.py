@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing changes no bit of a result, and what it says leaves the device has left it."""
 
 from __future__ import annotations

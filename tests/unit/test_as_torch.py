@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every training loop that torch allows gives torch's result with twinflow, or a named error.
 
 `make test` runs one or two combinations of each case, `make test-all` the whole matrix. as_torch_report.py prints all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of the kernels made for Hopper: walked in plain Python, they keep the scores that the layout keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow attention show`: the drawing, the numbers and the picture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers with sparse attention: their own eager attention is the truth."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts keep exactly the blocks of the grid, list or function that they are made from, in memory of what is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with sparse attention against the dense truth, and how they are put into models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention in torch.compile and torch.export: the operators, and calls that become one graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patterns keep the blocks that their rules say: drawn by hand, and asked block by block at many sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in plain torch: the dense one against a loop over scores, the one over blocks against the dense one."""
 
 from __future__ import annotations

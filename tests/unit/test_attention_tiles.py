@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile plans, read back: every score that a layout keeps is visited once, and only those, in any tile size."""
 
 from __future__ import annotations

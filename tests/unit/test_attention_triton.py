@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention in Triton without a GPU: the kernels in Triton's interpreter against the truth in float64, and
 compiled for a GPU: products on tensor cores, tiles in registers, loads ahead."""
 

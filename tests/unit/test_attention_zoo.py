@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which models of transformers `sparsify` accepts: with a dense pattern, loss and gradients are those of the model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ratio="auto"` on simulated machines: how fast the chosen placement is, how soon it is chosen, what changes do."""
 
 from __future__ import annotations

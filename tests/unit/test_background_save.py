@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the background: the state at the call, whatever training does meanwhile, within the memory allowed."""
 
 from __future__ import annotations

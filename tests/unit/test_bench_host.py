@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host benchmark at sizes that take seconds: arithmetic, turns, refusal, output."""
 
 from __future__ import annotations

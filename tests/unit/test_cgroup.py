@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of control groups, in made-up trees of both versions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint files: what goes in comes out, a crash or a full disk never costs a checkpoint, damage is always found."""
 
 from __future__ import annotations

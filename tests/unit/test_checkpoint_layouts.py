@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that tensor ranks store in shards: read whole, in any cut and as any other rank's shard, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that several ranks write together: whole for every reader, or not there, whoever fails and whenever.
 
 Run as a script it is the ranks themselves: real processes that are killed while they save, and ranks over gloo.

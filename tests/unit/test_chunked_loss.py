@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`chunk_loss`: the loss and its gradients are those of the whole logits, which exist only if somebody reads them."""
 
 from __future__ import annotations

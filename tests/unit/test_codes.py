@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of few bits: what is packed and what is left over are together what was given, and feedback makes up for it.
 
 Checked against definitions in float64 and bytes written by hand. The fused kernels are checked against the same module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only dist/group.py calls collectives and messages of torch.distributed, and only few modules make streams."""
 
 from __future__ import annotations

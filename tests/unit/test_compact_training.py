@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with compact states follows fp32 states (benchmarks/compact_states.py runs all 2,000 steps)."""
 
 from __future__ import annotations

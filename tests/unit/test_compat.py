@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`import deepspeed` as twinflow: what is found, what is refused with which words, and that it is only when asked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow.compat: engines, optimizers and configs of scripts, in one process."""
 
 from __future__ import annotations

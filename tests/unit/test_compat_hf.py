@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with `deepspeed=`: transformers and accelerate take twinflow.compat for DeepSpeed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts of examples/compat/features and the published configs, against what benchmarks/compat_deepspeed.py found.
 
 The benchmark runs them with the real package too and saves its figures. Tests compare with the saved figures.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts and calls in DeepSpeed's idiom over twinflow.compat: the losses of the real package, and what calls give."""
 
 from __future__ import annotations

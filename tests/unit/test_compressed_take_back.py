@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was sent in codes and then not used goes back into the error of the rank that sent it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """load_config: what loads, what it becomes, and what is refused with which words."""
 
 from __future__ import annotations

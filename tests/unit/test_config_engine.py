@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A config that loads also trains, and one that cannot work is a ValueError naming its key: never something else."""
 
 from __future__ import annotations

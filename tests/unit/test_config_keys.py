@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry: every key of DeepSpeed's is in it once, and the docs and the JSON Schema say what it says."""
 
 from __future__ import annotations

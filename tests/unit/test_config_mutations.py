@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A config with a mistake anywhere loads, or raises a ValueError that names the key. Nothing else ever happens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every conflict of the table is used in the code, under its name, and makes a whole error."""
 
 from __future__ import annotations

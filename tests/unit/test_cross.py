@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same bits on other CPUs: the kernels built for x86-64 and aarch64 (SVE included), run under emulation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token data: every kind of source gives the tokens it should, batches depend on their index alone, errors help."""
 
 from __future__ import annotations

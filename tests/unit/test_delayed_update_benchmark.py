@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/delayed_update.py with a tiny model: table, curves and picture, and runs without time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer state on the disk: the bits of state in memory, order of reads, failures, and what cannot be combined."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code in the README and the docs: what a page shows has been run, or at least read by who would read it.
 
 The name after the fence says which. `python` and `bash` are run, each block by itself in an empty folder (`bash` holds

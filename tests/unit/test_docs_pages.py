@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that are made from the code, or quote it: they say what it says."""
 
 from __future__ import annotations
@@ -194,3 +195,15 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site() -> None:
     assert hooks.site_path("docs/zero.md#checkpoints") == "zero.md#checkpoints"
     (found,) = hooks.LINK.findall("see [results](../benchmarks/results/x.md) and [y](y.md)")
     assert found[1] == "../benchmarks/results/x.md"
+
+
+def test_every_benchmark_is_listed_and_every_result_is_cited() -> None:
+    folder = ROOT / "benchmarks"
+    overview = (folder / "README.md").read_text()
+    assert not [path for path in folder.iterdir() if path.suffix in (".py", ".sh") and f"`{path.name}`" not in overview]
+    for target in re.findall(r"\]\(([^)#]+)", overview):
+        assert (folder / target).exists(), target
+    text = "".join(page.read_text() for page in PAGES) + overview
+    results = list((folder / "results").iterdir())
+    cited = {path.stem for path in results if path.name in text}  # data and pictures have the stem of their page
+    assert not [path.name for path in results if path.stem not in cited]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of the pages: they are what docs/pictures.py draws from the code, and every concept page shows one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow doctor`: parsing, judging and printing, with made-up machines."""
 
 from __future__ import annotations

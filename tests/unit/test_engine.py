@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine against a plain loop: the same bits, DeepSpeed's calls and counters, and nothing left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the engine: to go on from one is not to have stopped, and a bad one changes nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of engines whose layers are on several stages and whose parameters are on several tensor ranks.
 
 The ranks are threads, each with an engine of its own: what one layout saves, any other loads, to the last bit.

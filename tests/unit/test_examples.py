@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every script of examples/ runs as it is, and says what it promises."""
 
 from __future__ import annotations

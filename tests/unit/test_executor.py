@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native executor (csrc/executor*.cpp) without a model: small buckets on the host, streams as threads.
 
 Gradients are plain tensors, and every moment that matters is an event that the test fires. The truth is the torch

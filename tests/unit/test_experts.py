@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts train as with plain torch: an expert without a gradient is not updated, and one with a gradient
 of zeros is."""
 

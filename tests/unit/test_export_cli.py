@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow export`: what it writes are the model's weights, whole or not at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune`: every method and form of data on a tiny Llama and a tiny Qwen, from the command to a model that
 plain transformers loads; and a run that was killed goes on to the same bits.
 """
@@ -11,6 +12,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +26,7 @@ from typer.testing import CliRunner, Result
 
 from twinflow.cli import finetune as command
 from twinflow.cli import plan_input
+from twinflow.cli.finetune_settings import FinetuneOptions, make_settings
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
@@ -218,6 +221,8 @@ def test_without_a_network_only_the_cache_of_the_hub_is_used(folder: Path, monke
         (("--ratio", "auto"), "--ratio is 'auto'"),
         (("--precision", "fp16"), "--precision is 'fp16'"),
         (("--states", "int4"), "--states is 'int4'"),
+        (("--master", "some"), "master is 'some'"),
+        (("--master", "none", "--precision", "fp32"), "--master none cannot be used with --precision fp32"),
         (("--gpu-memory", "8GB"), "this machine has no GPU"),
         (("--gpu-memory", "8GB", "--dry-run"), "this machine has no GPU"),
         (("--rank", 8), "--rank cannot be used with --method sft"),
@@ -292,6 +297,31 @@ def test_weights_on_the_host_give_the_same_bits(method: str, folder: Path, tmp_p
     for name in ("offload-params", "no-offload-params"):
         finished(folder / "qwen", data, *options, f"--{name}", "--out", tmp_path / name)
     assert ending(tmp_path / "offload-params") == ending(tmp_path / "no-offload-params")
+
+
+def test_without_a_master_a_run_is_planned_and_resumed_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "run", (folder / "qwen", folder / "train.jsonl")
+    options = ("--precision", "bf16", "--states", "4bit", "--lr", 1e-2, "--batch-size", 2, "--accumulation", 1)
+    options = (*options, "--steps", 3, "--save-every", 2, "--samples", 0, "--valid-every", 0)
+    text = finished(*given, *options, "--master", "none", "--out", out)
+    assert "AdamW in 4bit, no fp32 master" in text
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    (out / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()  # as if the process had died before
+    finished(*given, "--resume", "--out", out)
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
+    said = "--master is 'fp32', but must be 'none', as when the run began"
+    assert said in refused(*given, "--resume", "--master", "fp32", "--out", out)
+    finished(*given, *options, "--out", tmp_path / "with")
+    assert (tmp_path / "with" / "model" / "model.safetensors").read_bytes() != weights
+
+
+def test_a_run_from_before_the_option_has_masters(tmp_path: Path) -> None:
+    saved = {"method": "sft", "model": "m", "data": "d", "world": 1}
+    (tmp_path / "settings.json").write_text(json.dumps(saved))
+    options = FinetuneOptions("m", "d", resume=True, out=tmp_path, master="fp32")
+    assert make_settings(options)[0].master == "fp32"
+    with pytest.raises(ValueError, match="--master is 'none', but must be 'fp32'"):
+        make_settings(replace(options, master="none"))
 
 
 def test_adapters_have_the_dtype_of_their_base(folder: Path, tmp_path: Path) -> None:

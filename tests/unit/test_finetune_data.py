@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data for fine-tuning: every form is read, and a row that cannot be used is refused with its line and the reason."""
 
 from __future__ import annotations

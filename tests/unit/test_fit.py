@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chooser of `twinflow plan` and `twinflow finetune`: what it recommends fits, and what it proposes helps."""
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def test_each_help_is_enough() -> None:
     setting, wish = setting_of("rtx4090", 32), Wish(LLAMA_8B, 2048, sequences=2)
     fit = choose_fit(wish, setting)
     assert not fit.fits
-    method, host, gpu = fit.helps
+    method, host, gpu, master = fit.helps
+    assert "--master none" in master
+    assert choose_fit(replace(wish, master="none"), setting).fits
+    assert not any("master" in text for text in choose_fit(replace(wish, matrix_steps=5), setting).helps)
     assert choose_fit(replace(wish, method=method.removeprefix("method ")), setting).fits
     (ram_gb,) = map(int, re.findall(r"at least (\d+) GB of host", host))
     assert choose_fit(wish, setting_of("rtx4090", ram_gb)).fits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every reader of files that others may have written: whatever a file is, it is read, or an error names it, soon and in
 little memory. No other exception is raised.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints whose checksums are right and whose values are wrong: loading is all or nothing."""
 
 from __future__ import annotations

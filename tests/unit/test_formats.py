@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State formats: exactness of the split master, nearest and stochastic rounding, and what they do over many steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """4-bit states and weights without master: rounding without bias, saved states, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp16 in loops of Accelerate and the Trainer: the loss scale of TwinOptimizer gives the steps of torch's GradScaler.
 
 A CPU has no fp16 in these libraries, so the scaler of a GPU is put onto the accelerator. An infinite loss overflows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk without space, and a standard output that cannot be written: a warning names the file, and the run goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPT against a plain float64 reference, and its cost model against the real module."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients gathered and measured in one pass: the bits of torch, and one norm to the last bit however they came.
 
 The kernel runs in Triton's interpreter, which is chosen when Triton is first imported: so it gets a process of its own,

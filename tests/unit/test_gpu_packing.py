@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused packing without a GPU: codes, errors and numbers have the bits of codes/reference.py.
 
 The kernels run in Triton's interpreter, which is chosen when Triton is first imported: so they get a process of their

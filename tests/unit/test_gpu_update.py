@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused GPU update without a GPU: the kernel in Triton's interpreter has the bits of host kernels and references,
 and compiled for a GPU it has no operation that could change them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CONTRIBUTING.md names the files that a gradient passes on its way to the native executor: this test follows one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the gradients of a block are taken, and the views of buffers that they go to."""
 
 from __future__ import annotations

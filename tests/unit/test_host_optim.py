@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HostAdamW and its siblings as torch optimizers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow import`: every stage and number of ranks gives back what was saved, and nothing pickled is run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of torch.save are read without running what is pickled in them; what asks for more is refused by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow import` of DeepSpeed's pipelines: training goes on as it did, for each ZeRO stage and number of ranks.
 
 `write` makes the files as DeepSpeed 0.19.8 does: benchmarks/compat_deepspeed.py imports those of the real package too.

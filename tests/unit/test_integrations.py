@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all integrations share: optimizers that are taken over, norms that become known, state in a folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer and Accelerate with updates that start in backward: the losses of torch's AdamW, and the same bits after a
 resume."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer with TwinStrategy: the losses of torch's AdamW, and the same bits after a resume."""
 
 from __future__ import annotations

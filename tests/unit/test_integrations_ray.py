@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train's TorchTrainer with two workers on the CPU."""
 
 from __future__ import annotations

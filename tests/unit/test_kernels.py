@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native kernels against their torch references, bit for bit; and against themselves however they are run."""
 
 from __future__ import annotations

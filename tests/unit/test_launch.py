@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow launch` as a command and as real processes on this machine."""
 
 from __future__ import annotations

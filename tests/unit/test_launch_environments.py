@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One script, started as each launcher starts it: it must train as one process does."""
 
 from __future__ import annotations

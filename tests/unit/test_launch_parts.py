@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pure parts of `twinflow launch`: hosts, commands, a rank's environment, first causes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes that are started again by the launcher, and the interface that gloo is given over several machines."""
 
 from __future__ import annotations

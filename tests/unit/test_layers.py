@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports only go down: each module imports lower layers or its own folder (the order is in CONTRIBUTING.md).
 
 In the core (`CORE`) three more things are not allowed: `Any`, imports for type checking alone, and private names of

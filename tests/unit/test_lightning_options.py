@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of Lightning's Trainer with TwinStrategy: the losses of plain Lightning with the same options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss scale: DeepSpeed's state machine, step by step."""
 
 from __future__ import annotations

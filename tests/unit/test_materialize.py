@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building a model module by module: ties, every initialiser, nothing left uninitialised, no second copy in memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics on disk, progress on screen, plots and the report page."""
 
 from __future__ import annotations

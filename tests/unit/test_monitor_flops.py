@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOPs of each module against arithmetic, and a profile that leaves no trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only a GPU shows of timers, load and profile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timers, CPU load and memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalars for csv files, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations

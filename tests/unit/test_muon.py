@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon: against plain torch, with equal bits for every placement, and which parameters it updates."""
 
 from __future__ import annotations

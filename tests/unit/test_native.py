@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading, variants, threads, the GIL, forks, and bad input."""
 
 from __future__ import annotations

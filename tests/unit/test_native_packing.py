@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native packing kernels against their torch reference, bit for bit; any variant, any thread count."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the offload runtime that need no model: plans, blocks, the clipping decision, flat buffers, streams.
 
 The executor is in test_executor.py."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit optimizers in one process, and what users do to their parameters."""
 
 from __future__ import annotations

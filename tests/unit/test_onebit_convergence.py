@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/onebit_convergence.py on a tiny model, and its ranks in one process against real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of a parameter on several pipeline and tensor ranks: where they lie in buckets, and their errors in files."""
 
 from __future__ import annotations

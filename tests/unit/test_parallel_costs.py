@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layout costs: the arithmetic of the published trillion, memory and traffic by hand, and published rankings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight gradients put off, against plain autograd: the same bits, hooks once, and layers run again only once."""
 
 from __future__ import annotations

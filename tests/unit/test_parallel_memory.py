@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a rank: bytes a parameter and activations by hand, and beside the real engine run alone on the CPU."""
 
 from __future__ import annotations

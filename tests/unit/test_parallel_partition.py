@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers to stages: against brute force over all partitions."""
 
 from __future__ import annotations

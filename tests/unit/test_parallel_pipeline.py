@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline's construction: every rank's module is made in this process, and values are handed on by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of tensor parallelism and what they cut, without any rank; and attention over some of the heads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of batches: equal for equal batches, different for any other."""
 
 from __future__ import annotations

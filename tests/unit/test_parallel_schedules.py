@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules: lists by hand, the same as torch's own, micro-batches in flight."""
 
 from __future__ import annotations

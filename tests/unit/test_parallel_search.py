@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search over layouts, and `twinflow plan` for more GPUs than a machine has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline played through: bubbles as formulas have them, dependencies that are never broken, circles refused."""
 
 from __future__ import annotations

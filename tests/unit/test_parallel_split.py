@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A made model as a pipeline: same names, same losses, same gradients as the model itself, on any number of ranks.
 
 All ranks are in this process; each splits a copy of its own, as processes would. Values are handed on by hand.

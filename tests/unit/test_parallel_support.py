@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does not go with pipeline or tensor ranks is refused with its reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of a tied parameter's gradients: of any layout in memory, in which dtype, and in which order."""
 
 from __future__ import annotations

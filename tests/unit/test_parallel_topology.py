@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on axes and axes on machines: the arithmetic of grids, the published figures, and what is refused."""
 
 from __future__ import annotations

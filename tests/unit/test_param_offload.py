@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that live on the host (`offload_params`, `offload_param` in a config): the bits of weights on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on the host, with a ratio below 1 or "auto": a block with state on the device has its weights there too."""
 
 from __future__ import annotations

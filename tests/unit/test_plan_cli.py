@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow plan`: the table, JSON, the page, the config it writes, and what it says about mistakes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner: bytes and seconds against measured runs, and what must hold for any model and machine."""
 
 from __future__ import annotations
@@ -82,7 +83,6 @@ class Measured:
 # host's rate on 3b; the process's memory on 14b), so this shows that one set of constants serves all of them, not how
 # well a run is foretold that it has never seen. Rows of the same files that are left out, predicted / measured:
 # - 3b delayed of offload-3b.md: host 48.6 / 56.5 GB. Older than the split master: it still had slots for new weights.
-# - 3b clipping of offload-3b-first.md: host 83.3 / 90.7 GB. Older than that too.
 # - 13b bf16 of large-models.md: host 110 / 130 GB. Not explained; 14b, run later with the same flags, took 114.7 GB.
 # - 3b batch 1: GPU bytes, which were not measured apart from batch 16's.
 MEASURED = [

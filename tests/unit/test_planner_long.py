@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of long sequences: tiles, kept inputs, and sequence ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaling over many GPUs: volumes and memory by hand, what hides and what does not, near-linear, the crossover."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow.from_pretrained: the model of transformers, read from its files only when weights are needed."""
 
 from __future__ import annotations

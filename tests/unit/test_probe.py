@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The probe without a GPU: numbers that can be, buffers that shrink, and a cache that is never in the way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised frozen weights with adapters on top (QLoRA): trained as with plain torch, wherever other weights are."""
 
 from __future__ import annotations

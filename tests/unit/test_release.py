@@ -1,9 +1,11 @@
-"""What a release is made of: one version, wheels for two architectures, and completion for shells."""
+# SPDX-License-Identifier: Apache-2.0
+"""What a release is made of: one version and licence, wheels for two architectures, and completion for shells."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,27 @@ else:
 def test_the_citation_names_this_version() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
     assert f"version: {twinflow.__version__}" in lines
+
+
+def test_every_source_file_names_the_license() -> None:
+    found = {path: mark for mark, path in sources()}
+    assert {path.suffix for path in found} == {".py", ".h", ".cpp", ".sh"}
+    without = []
+    for path, mark in found.items():
+        lines = path.read_text().splitlines()
+        first = lines[1] if lines[0].startswith("#!") else lines[0]
+        if first != f"{mark} SPDX-License-Identifier: Apache-2.0":
+            without.append(str(path.relative_to(ROOT)))
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert not without, "the first line of a source file, or the one after #!, names the license"
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """The sources of this checkout, with what begins a comment in their language."""
+    for folder in ("src", "csrc", "tests", "benchmarks", "examples", "docs"):
+        for pattern, mark in (("*.py", "#"), ("*.sh", "#"), ("*.h", "//"), ("*.cpp", "//")):
+            for path in (ROOT / folder).rglob(pattern):
+                yield mark, path
 
 
 @pytest.mark.skipif(tomllib is None, reason="tomllib is in Python 3.11")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam and 1-bit LAMB by config, in one process: the engine trains as the optimizer's class does."""
 
 from __future__ import annotations

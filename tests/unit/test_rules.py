@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules against float64 and against torch.optim."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script of `make sanitize-gpu`: it refuses in one line, and its tests exist."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedule-free optimizers as rule: they exchange the weights for evaluation, as without twinflow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's schedules: the numbers at every step, before the first one too; resuming; groups; what is refused."""
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of sequence parallelism in one process: which blocks of scores a rank computes, and the attention of blocks."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sequence_cases import hugging_face
 from torch import Tensor
 
 from twinflow.dist.group import alone
-from twinflow.parallel import ring
+from twinflow.parallel import ring, split_sequence
 from twinflow.parallel.ring import attend_block, attend_block_backward, plan_steps, ring_attention
 from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.ulysses import kv_copies
@@ -134,3 +138,56 @@ def test_the_mean_over_ranks_has_the_gradient_of_the_sum() -> None:
     assert grad.tolist() == [0.5, 0.0, 0.5]
     none = ranks.mean_of(torch.tensor(torch.nan, requires_grad=True), torch.tensor([-100]))
     assert none.isnan()  # as in one process
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_all_layers_share_one_read_of_the_packed_sequences(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if backward runs the layers of two forwards again, whose sequences are packed in different ways."""
+    torch.manual_seed(0)
+    model = hugging_face("Llama", num_hidden_layers=3).double()
+    tokens = torch.randint(0, 64, (1, 16))
+    positions = [torch.cat([torch.arange(first), torch.arange(16 - first)])[None] for first in (5, 9)]
+    batches = [{"input_ids": tokens, "labels": tokens, "position_ids": one} for one in positions]
+    expected = [param for batch in batches for param in gradients_of(model, [batch])]
+    handle = split_sequence(model, 1, mode)
+    split = [handle.ranks.split(dict(batch)) for batch in batches]
+    reads = []
+    read = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: [reads.append(self), read(self)][1])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    found = gradients_of(model, split)
+    # Once in the forward, and backward begins with the second batch.
+    assert [id(one) for one in reads] == [id(split[i]["cu_seq_lens_q"]) for i in (0, 1, 0)]
+    monkeypatch.undo()
+    half = len(expected) // 2
+    for grad, one, two in zip(found, expected[:half], expected[half:], strict=True):
+        torch.testing.assert_close(grad, one + two)
+    handle.remove()
+
+
+def gradients_of(model: Any, batches: list[dict[str, Any]]) -> list[Tensor]:
+    model.zero_grad()
+    sum(model(**batch, use_cache=False).loss for batch in batches).backward()
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def test_a_split_that_is_removed_leaves_nothing_behind() -> None:
+    import transformers
+
+    model = hugging_face("Llama")
+    handle = split_sequence(model, 1)
+    name = model.config._attn_implementation
+    functions = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
+    attention = weakref.ref(functions[0][name])
+    handle.remove()
+    del handle
+    gc.collect()
+    assert attention() is None
+    for function in functions:
+        with pytest.raises(RuntimeError, match="the split of its sequences was removed"):
+            function[name]()
+    tokens = torch.randint(0, 64, (1, 8))
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    split_sequence(model, 1).remove()
+    assert model.config._attn_implementation != name

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks share a host: the division as arithmetic over made-up machines, and two real processes."""
 
 from __future__ import annotations

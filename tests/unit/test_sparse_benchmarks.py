@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks of sparse attention: what their tasks ask, and that the scripts run at tiny sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled blocks and float8: results, names and graphs are those of the same model without twinflow."""
 
 from __future__ import annotations

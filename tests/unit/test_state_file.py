@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file with optimizer state on the disk: bytes, order, failures of the disk, and space."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiled modules: results and gradients are those of the whole sequence, whatever else is switched on."""
 
 from __future__ import annotations
@@ -198,6 +199,24 @@ def test_autocast_is_that_of_the_forward() -> None:
         out.float().sum().backward()
         found.append([out.detach(), x.grad, *(p.grad for p in one.parameters())])
     assert found[1][0].dtype == torch.bfloat16
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
+
+
+def test_weights_that_tiles_have_used_get_gradients_later_under_the_same_autocast() -> None:
+    """Autocast of torch 2.9 keeps casts that are made without gradients, and uses them for a part with gradients.
+    The first call is one of several tiles, and the second has one tile, which is an ordinary call.
+    """
+    torch.manual_seed(0)
+    model = MLP()
+    tiled = deepcopy(model)
+    tile_modules({"mlp": tiled}, 5)
+    x = torch.randn(1, 19, 8)
+    found = []
+    for one in (model, tiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = one(x).float().sum() + 3 * one(x[:, :4]).float().sum()
+        total.backward()
+        found.append([p.grad for p in one.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spans: recording from many threads, GPU times on the host's clock, busy time and overlap, Chrome's format."""
 
 from __future__ import annotations

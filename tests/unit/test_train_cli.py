@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` from the command line, on the CPU, at sizes that take seconds."""
 
 from __future__ import annotations
@@ -283,6 +284,18 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(
     (line,) = result.stderr.splitlines()
     for word in ("Not enough host memory", "4.0 GB are available", "GB of int8 state", "GB are missing"):
         assert word in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_needs_more_than_ram_allows_is_refused_before_anything_is_built(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinflow.native.cgroup._withheld_bytes", 0)
+    monkeypatch.setattr("twinflow.cli.run.build_engine", lambda *_: pytest.fail("built"))
+    result = train(*SMALL, "--data", text, "--out", tmp_path / "run", "--ram", "900MB")
+    assert result.exit_code == 1
+    assert "0.9 GB are available" in result.stderr
+    assert "larger --ram" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

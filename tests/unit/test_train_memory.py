@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory plan of `twinflow train`: arithmetic, tested with no device."""
 
 from __future__ import annotations
@@ -412,6 +413,19 @@ def test_auto_gives_every_rank_its_part_of_the_host() -> None:
     scarce = Available(H200, 60 * GB)
     assert start_ratio(one, scarce) == pytest.approx(60 / 123.4 * 0.94, rel=0.02)
     assert 0.8 * start_ratio(one, scarce) < start_ratio(four, scarce) <= start_ratio(one, scarce)
+
+
+def test_a_run_that_needs_more_than_ram_allows_is_refused() -> None:
+    asked = settings("gpt2-10b", ratio=1.0, grad_clip=0.0)
+    case = case_of(asked, engine_config(asked, "fp32"))
+    used = plan_memory(case, "fp32", Available(H200, 1000 * GB)).used
+    needed = int((used.host_total - used.host["shadows"]) / 0.95)
+    assert not plan_memory(case, "fp32", Available(H200, needed + GB, is_limit=True)).tight
+    short = Available(H200, needed - GB)
+    assert "would leave more room" in plan_memory(case, "fp32", short).tight
+    with pytest.raises(MemoryError, match=r"needs about .* are available\. Use --states bf16, .*or a larger --ram\."):
+        plan_memory(case, "fp32", replace(short, is_limit=True))
+    assert plan_memory(case, "auto", replace(short, is_limit=True)).states == "bf16"
 
 
 @pytest.mark.parametrize(("world", "local", "host_gb"), [(1, 1, 100), (4, 4, 100), (8, 4, 200), (3, 1, 300)])

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `twinflow train` counts for several ranks: batches, memory, and which runs may be resumed."""
 
 from __future__ import annotations

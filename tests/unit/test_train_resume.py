@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that was killed, interrupted or short of disk goes on, and ends as if nothing had happened: bit by bit."""
 
 from __future__ import annotations

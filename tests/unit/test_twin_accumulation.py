@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: several backwards make one step, declared (early=True) or by `.grad` as usual."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TwinOptimizer with any torch.optim.Optimizer: what plain torch computes on fp32 copies, bit for bit."""
 
 from __future__ import annotations

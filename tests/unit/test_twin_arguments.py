@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a TwinOptimizer, an engine and the integrations are given by mistake: each is refused by name, at once."""
 
 from __future__ import annotations

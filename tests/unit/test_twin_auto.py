@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ratio="auto"`: what it measures, chooses, moves and says; on a CPU that plays a GPU with memory of its own."""
 
 from __future__ import annotations

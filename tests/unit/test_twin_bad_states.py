@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States that cannot be loaded: what is wrong is named, and nothing has changed."""
 
 from __future__ import annotations

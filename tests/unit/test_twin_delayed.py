@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one-step delayed update: bit for bit a plain loop that keeps two copies of the weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TwinOptimizer is exact: the synchronous algorithm bit for bit, whatever runs beside what; and plain PyTorch's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/twin_flow_opt.py and benchmarks/memory_caps.py with tiny models: rows, what is left out, pictures."""
 
 from __future__ import annotations

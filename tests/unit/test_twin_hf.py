@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unmodified Hugging Face models train to plain PyTorch's losses, whether updates start in backward or in step(), with
 every stream slowed down."""
 

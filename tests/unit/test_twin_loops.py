@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training loops that once gave another result than torch, hung, or got an error that the documents exclude."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin-Flow's ratio: state on both sides, updated at the same time, with the results of either side alone."""
 
 from __future__ import annotations

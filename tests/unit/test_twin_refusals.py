@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a loop does wrong is found out, and nothing is lost: gradients and options changed too late, old weights, steps
 that are dropped, parameters of two optimizers."""
 

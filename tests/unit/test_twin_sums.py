@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of several backwards on the host, models without memory, and what is refused."""
 
 from __future__ import annotations

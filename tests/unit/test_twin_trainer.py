@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with TwinOptimizer in place of AdamW: its own clipping, accumulation, schedule and resume."""
 
 from __future__ import annotations

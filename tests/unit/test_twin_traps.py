@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What models and loops do that an overlapping optimizer must survive (DESIGN, section 7): each trap is held against
 plain PyTorch, with slow streams; each refusal names what it refuses; each sync point is shown to be needed."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes of users at the public interfaces. Each error says what happened, what was expected and what to write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the second moment is taken for settled."""
 
 from __future__ import annotations

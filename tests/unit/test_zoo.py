@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers, diffusers and timm train as with plain torch, in every mode of twinflow.
 
 Each cell trains one model for a few steps, with slow copies between host and device. Losses, and weights read at once

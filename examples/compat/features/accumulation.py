@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: the engine counts micro-batches, and its batch size changes during training."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script itself says when a step is due, with set_gradient_accumulation_boundary and no_sync."""
 
 from contextlib import nullcontext

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deepspeed.checkpointing: the model recomputes its blocks in backward, as the config says."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of Adam in the config: L2 regularisation instead of decoupled decay, and no bias correction."""
 
 import deepspeed

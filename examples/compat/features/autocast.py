@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_autocast by config: fp32 weights, and matrix products in bf16."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bf16 weights with fp32 masters, with ZeRO stages 1 and 3 and with the state on the host."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """save_checkpoint and load_checkpoint: a second engine continues where the first one stopped."""
 
 import deepspeed

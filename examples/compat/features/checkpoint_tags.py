@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints with tags: one of several, its weights alone, without optimizer state, and a missing one."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deepspeed.checkpointing with several inputs and outputs, arguments by name, nested calls, and with ZeRO stage 3."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer that the script builds: as an object, and as a function that gets the parameters."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule of torch: as an object that the engine steps, and as a function that gets the optimizer."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient clipping: every step is clipped, and the norm before clipping is read."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """training_data: the engine makes the data loader. Collectives through deepspeed.comm, and the accelerator's names."""
 
 import deepspeed

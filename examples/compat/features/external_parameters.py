@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight that another module uses, and leaf modules, with ZeRO stage 3."""
 
 import deepspeed

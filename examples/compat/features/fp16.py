@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fp16 with a static loss scale, and with a dynamic one that begins too high."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """zero.GatheredParameters: whole weights of a partitioned model, to initialise them and to read them."""
 
 import deepspeed

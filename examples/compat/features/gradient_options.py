@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of the gradients: norms in all stages, prescaling, a divisor, the dtype of sums and of messages."""
 
 import deepspeed

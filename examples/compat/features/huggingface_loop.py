@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop as Hugging Face's libraries write it: they scale losses, clip by the config, and step their own schedule."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB by config: each parameter's step is scaled by the ratio of its norm to the norm of its update."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lion and Adagrad by config, with the state on the host."""
 
 import deepspeed

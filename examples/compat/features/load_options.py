@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of load_checkpoint: a larger model, a function of the script, a new optimizer, and frozen layers."""
 
 import deepspeed

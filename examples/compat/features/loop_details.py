@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls between steps: loss.backward(), another learning rate, sums over ranks, and the end of an engine."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts, each token sent to the best one."""
 
 import deepspeed

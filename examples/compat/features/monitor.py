@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """csv_monitor and flops_profiler write to files, and the script writes a figure of its own."""
 
 from pathlib import Path

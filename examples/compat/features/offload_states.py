@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """offload_states and reload_states: the engine's state leaves the device between two phases of a program."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam by config: Adam until freeze_step, then momenta with one bit for each element."""
 
 import deepspeed

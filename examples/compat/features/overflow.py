@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps with gradients that are not finite, in bf16: they are skipped on all ranks, with their schedule."""
 
 import math

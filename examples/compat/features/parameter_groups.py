@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeedCPUAdam with two parameter groups, one of them without weight decay, and a frozen layer."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A PipelineModule of layers over as many stages as there are processes, trained and evaluated batch by batch."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerSpec and TiedLayerSpec: an embedding that is the output layer too, with recomputed blocks and a checkpoint."""
 
 import deepspeed

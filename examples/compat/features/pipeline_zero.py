@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline with ZeRO stage 1 and data parallelism: its own iterator, a schedule, evaluation and a checkpoint."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts whose features DeepSpeed 0.19.8 does not have, or not on a CPU, as plain torch loops.
 
 `python plain.py NAME` prints the losses that the script NAME should print.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random-LTD by config: layers skip tokens, ever fewer of them."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """save_16bit_model: the weights of a partitioned model as one file of torch."""
 
 from pathlib import Path

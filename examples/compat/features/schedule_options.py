@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More schedules: a range test, one cycle with stairs and momenta, warm-up by logarithm, and their checkpoints."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of the config: warm-up with linear decay, with cosine decay, and one cycle."""
 
 import deepspeed

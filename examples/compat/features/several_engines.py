@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines that train in turn, a third for a model that is only evaluated, and a second engine for one model."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model, the batches and the printed result that the scripts of this folder share."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseSelfAttention with the fixed pattern of a decoder."""
 
 import deepspeed

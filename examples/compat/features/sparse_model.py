@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of attention, and its fixed sparsity pattern as a mask, for sparse_attention.py and plain.py."""
 
 import torch

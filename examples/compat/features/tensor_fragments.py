@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """safe_get_full_* and safe_set_full_*: masters, optimizer state and gradients of a partitioned model."""
 
 import deepspeed

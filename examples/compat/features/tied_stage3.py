@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3 with a tied embedding: initialised and read while whole, saved, and rebuilt from its parts."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A universal checkpoint: converted once, then loaded into another ZeRO stage."""
 
 import argparse

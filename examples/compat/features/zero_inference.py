@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO-Inference: weights on the host, no optimizer, forward only."""
 
 import deepspeed

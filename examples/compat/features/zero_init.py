@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """zero.Init: the model is partitioned while it is built."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO-Offload: the optimizer state is on the host."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3 with optimizer state and weights on the host."""
 
 import deepspeed

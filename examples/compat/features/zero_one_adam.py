@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam by config: the second moment is updated ever more rarely, and later ranks exchange ever more rarely too."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin-Flow: a part of the optimizer state is on the host."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 1: ranks partition the optimizer state."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 2: ranks partition optimizer state and gradients."""
 
 import deepspeed

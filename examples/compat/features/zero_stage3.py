@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3: ranks partition weights too."""
 
 import deepspeed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """zero_to_fp32: fp32 weights of a partitioned checkpoint, in memory, in a model and as a file."""
 
 from pathlib import Path

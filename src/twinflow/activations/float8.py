@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations in float8 between forward and backward: e4m3 with one fp32 scale for each token.
 
 A value loses all but 4 of its significant bits, so that gradients differ from those without this format. It takes half

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of checkpointed layers that keep one input: that of the first layer of a group.
 
 The input of a layer is the output of the layer before it. Backward needs the inputs of a group in reverse order. When
@@ -33,7 +34,7 @@ class LayerCall:
         self._run = run
         self._given = given  # None in the place of the input that the layer before has computed
         self._randoms = randoms_of(device)
-        self._autocast = autocast_of(device.type)
+        self._autocast = autocast_of(device.type, has_gradients=False)
         self.output = 0  # index of the tensor in the output that is the input of the next layer
 
     def __call__(self, x: Tensor) -> Tensor:

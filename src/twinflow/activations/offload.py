@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload of the large inputs of checkpointed layers: they are on the host between forward and backward.
 
 Copy out: before a layer runs, the copy of its large inputs to page-locked memory is queued on a separate stream, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of checkpointed layers, sharded over tensor-parallel ranks between forward and backward.
 
 Under tensor parallelism the input of a layer is the same on every rank. Each rank saves only its part of a large input.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random numbers and autocast of a forward, for code that runs a module again in backward."""
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ def with_randoms(states: Randoms) -> Iterator[None]:
         yield
 
 
-def autocast_of(device: str) -> Callable[[], AbstractContextManager[object]]:
-    """A function that makes a context with the present autocast."""
+def autocast_of(device: str, has_gradients: bool = True) -> Callable[[], AbstractContextManager[object]]:
+    """A function that makes a context with the present autocast. `has_gradients`: that of the code which runs in it.
+
+    Autocast of torch 2.9 keeps casts of weights that are made without gradients (2.11 does not). A later use of the
+    weights with gradients would get these casts, and its gradients would be lost. So without gradients none are kept.
+    """
     if not torch.amp.is_autocast_available(device):
         return nullcontext
     dtype, is_on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    is_cached = torch.is_autocast_cache_enabled()
+    is_cached = has_gradients and torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(device, dtype=dtype, enabled=is_on, cache_enabled=is_cached)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selective recomputation: backward recomputes only operations that are cheap.
 
 A selective checkpoint keeps the results of matrix products and of attention, which take nearly all of the time of a

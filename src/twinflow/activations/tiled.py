@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that work on each token alone, run over one tile of the sequence at a time, in forward and backward.
 
 The intermediate results of an MLP for 500,000 tokens take tens of gigabytes. A tiled module keeps only its input. Its
@@ -138,7 +139,7 @@ class Tiled:
         for part in dropouts:
             part.training = False
         try:
-            with torch.no_grad(), with_randoms(before):
+            with torch.no_grad(), with_randoms(before), autocast_of(x.device.type, has_gradients=False)():
                 outs = [self._forward(x[:, rows].clone()) for rows in (slice(stop), slice(start, stop))]
                 is_random = not are_same(before, randoms_of(x.device))
         finally:
@@ -200,13 +201,14 @@ class _Run:
         before = randoms_of(x.device) if is_training else []
         self._autocast = autocast_of(x.device.type)
         out: Tensor | None = None
-        for rows in self._tiles(x):
-            y = self._inner(x[:, rows])
-            self._check(y, x[:, rows])
-            if out is None:
-                out = y.new_empty(1, x.shape[1], y.shape[-1])
-            out[:, rows] = y
-            del y  # before the next tile makes its own
+        with autocast_of(x.device.type, has_gradients=False)():
+            for rows in self._tiles(x):
+                y = self._inner(x[:, rows])
+                self._check(y, x[:, rows])
+                if out is None:
+                    out = y.new_empty(1, x.shape[1], y.shape[-1])
+                out[:, rows] = y
+                del y  # before the next tile makes its own
         assert out is not None
         if before and not are_same(before, randoms_of(x.device)):
             self._randoms = before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing of chosen layers: autograd saves only their inputs, and the layers run again in backward.
 
 The `forward` of a layer is replaced on the instance, so that the hooks of the layer are outside of the checkpoint. A

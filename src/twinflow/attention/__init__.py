@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention. A pattern creates a layout for a sequence length: the list of score blocks that are kept."""
 
 from __future__ import annotations

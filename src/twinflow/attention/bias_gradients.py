@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of an attention bias and of relative positions. A cell is a small square of scores. Its score gradients are
 added to the entries of the bias that belong to the cell.
 

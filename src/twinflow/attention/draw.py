@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a layout (the kept blocks of scores), and drawings of it: shades on a grid, text, or a PNG file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of attention besides the layout (the kept blocks of scores), and the hash function of dropout.
 
 Dropout is a pure function of (seed, head, query position, key position). Forward, backward and all implementations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout by torch's compiled flex_attention, for comparison and for its score functions.
 
 The block index of flex_attention is dense, so memory grows with the square of the length. It does not support all

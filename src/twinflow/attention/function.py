@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout or a pattern: `sparse_attention` chooses the implementation. `PatternAttention` is for the
 layers of a model.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
 whole tiles, and scores without bias, mask and dropout. For other calls, triton_attention.py launches the kernels of
 kernels.py, with the same results. A program computes its own tile of queries or keys and iterates over other tiles.

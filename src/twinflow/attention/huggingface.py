@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention for the attention interface of transformers.
 
 transformers looks up two functions by the name of an implementation: the attention itself, and a function that creates

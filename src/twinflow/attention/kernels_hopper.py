@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Kernels for Hopper: forward, gradients of queries, and gradients of keys and values. Results are those of the kernels
 in kernels.py, whose `reduce_outputs` and `reduce_gradients` also combine the pieces of rows that are cut.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of the kernels (tuples of tensors, numbers, and constants for which kernels are compiled) and launches.
 
 A program computes an item: its own tile of queries or keys, or a piece of a tile that is cut. It iterates over other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: the kept blocks of an attention matrix in compressed sparse row format.
 
 A `Layout` has one list of columns for each block row of each distinct pattern. Each head refers to a pattern. The

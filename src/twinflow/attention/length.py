@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padding of inputs to whole blocks, and extension of position embeddings to longer sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with sparse attention, with DeepSpeed's names and arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout for autograd and for torch.compile.
 
 An eager call runs an autograd.Function. `torch.compile` and `torch.export` see two operators instead,

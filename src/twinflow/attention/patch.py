@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`sparsify` replaces the attention of an existing model by sparse attention, and `unsparsify` restores it.
 
 Three kinds of layers are supported. For models of transformers, sparse attention is registered in the attention

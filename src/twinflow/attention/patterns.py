@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns of block-sparse attention, with DeepSpeed's names, arguments and defaults.
 
 There are two differences from DeepSpeed. First, with attention="unidirectional" a token sees no later token, also not

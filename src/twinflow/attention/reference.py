@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout (the kept blocks of scores) in plain torch: the reference for tests, and the implementation
 without a GPU.
 

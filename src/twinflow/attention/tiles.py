@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of the kernels: the tiles of scores that each program processes, and their order. A plan is computed from a
 layout on the CPU.
 

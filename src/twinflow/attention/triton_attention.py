@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a layout (the kept blocks of scores) with Triton: forward, and gradients of q, k, v, bias and relative
 positions.
 

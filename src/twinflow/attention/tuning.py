@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tile sizes, warps and pipeline stages of each kernel, chosen for an H200, so that compiled kernels keep tiles in
 registers. Tests compile the kernels and check this. A program computes its own tile and iterates over other tiles.
 """

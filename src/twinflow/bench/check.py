@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the native kernels with their references (`rules.reference`), bit for bit, on this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures a disk as state on the disk uses it: blocks of a file, around the page cache, by several threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmark of the host kernels: measures every job and compares figures with their targets. It prints nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The jobs of the benchmark. Each job builds contenders (functions that are timed) on its own large buffers. A
 contender is a kernel of twinflow, or a rival: an optimizer of torch or DeepSpeed that does the same work. A store has
 the buffers of an optimizer state.

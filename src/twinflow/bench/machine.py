@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Description of the machine: processors, memory, limits and versions. On systems other than Linux many fields are
 empty.
 """

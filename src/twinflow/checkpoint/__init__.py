@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints as safetensors and JSON files. They are written atomically, read one tensor at a time and never
 pickled."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a DeepSpeed checkpoint: finds them, checks that they are complete, and reads their contents by stage.
 
 Stages 1 and 2 concatenate the parameters of a group, split the result into equal parts and give one to each rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a checkpoint of DeepSpeed's pipelines: a file for each layer, and for each pipeline rank one of its optimizer.
 
 DeepSpeed names the parameters of layer i "i.NAME" and those of tied layers "tied_modules.KEY.NAME". Here they are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes durable files, checks file names, and reads the file with the tag of the latest checkpoint."""
 
 from __future__ import annotations

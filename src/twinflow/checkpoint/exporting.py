@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports weights for other libraries: as one safetensors file, as shards with an index in the format of Hugging Face,
 or as a model folder with a config.json.
 """

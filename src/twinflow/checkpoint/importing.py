@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts a DeepSpeed checkpoint: weights, masters, states, steps, counters, schedule and loss scale."""
 
 from __future__ import annotations

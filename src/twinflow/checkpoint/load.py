@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens a checkpoint. Opening reads the manifest, the sizes of the files and their headers. Each tensor is read later,
 when it is needed.
 

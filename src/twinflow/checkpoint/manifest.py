@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """manifest.json lists the files of a checkpoint. It is written last, so that its presence shows that the checkpoint is
 complete.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts nested values (options, counters, state) to JSON and a list of tensors, and back. Nothing is pickled.
 
 `take_apart` replaces a tensor by a marker with its name, and a tuple by another marker, so that `put_together` restores

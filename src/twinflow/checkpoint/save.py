@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint: all files go to a folder with a temporary name, which is renamed when they are on the disk. The
 docstring of `sides` explains what a crash leaves behind.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that tensor ranks store in parts: which elements each rank has, and how to read elements of the whole tensor.
 
 A part contains some indices of one dim. In general it is therefore not a contiguous range of the flattened whole

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Temporary folders next to the checkpoints: incomplete ones, replaced ones and partly deleted ones.
 
 Crashes. A new checkpoint is written to `.<tag>.partial-<owner>`, which is never loaded. When all of it is on the disk,

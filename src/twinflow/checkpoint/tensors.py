@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The safetensors format with streaming: a header length, a JSON header, then the bytes of one tensor after another.
 
 The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of wide

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication of ranks that write one checkpoint: they exchange values, and fail together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a file of torch.save without running code in it. Tensors are mapped from the file, so that their values are
 read when they are used.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line interface: the `twinflow` command and its subcommands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow attention`: draws a pattern of sparse attention and computes its cost."""
 
 from __future__ import annotations

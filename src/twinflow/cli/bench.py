@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow bench`: measures the host kernels of this machine and prints tables. `--json` writes all numbers to a
 file."""
 

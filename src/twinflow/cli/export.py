@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow export` writes the weights of a checkpoint as a model folder that other libraries load. `twinflow import`
 converts a DeepSpeed checkpoint without executing the pickled code in it.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts about this machine for `twinflow doctor`, and the findings that follow from them. `cli.doctor` prints both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow finetune`: tunes a pretrained model of Hugging Face on chats, instructions, pairs of answers or texts.
 
 The data is checked before anything is loaded. The planner then chooses batch, state format and place of the weights for
@@ -516,6 +517,7 @@ def _twin(settings: FinetuneSettings) -> dict[str, Any]:
     """Arguments of TwinOptimizer that the settings determine."""
     return {
         "states": settings.states,
+        "master": settings.master,
         "host_threads": settings.threads,
         "ratio": settings.ratio,
         "offload_params": bool(settings.offload_params),

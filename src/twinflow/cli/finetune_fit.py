@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of `twinflow finetune` that depend on the machine, chosen by the planner."""
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def choose(
         accumulation=settings.accumulation,
         checkpointing=settings.checkpoint_activations,
         states=settings.states,
+        master=settings.master,
         ratio=settings.ratio,
         offload_params=settings.offload_params,
         world=world,
@@ -81,7 +83,8 @@ def choose(
     speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s and world == 1 else ""
     recomputed = ", activations recomputed" if fit.checkpointing else ""
     share = f", {fit.ratio:.0%} of it on the host" if on_gpu else ""
-    weights = ", weights on the host" if fit.offload_params else ""
+    weights = ", no fp32 master" if settings.master == "none" else ""
+    weights += ", weights on the host" if fit.offload_params else ""
     each, together = (" each", " together") if world > 1 else ("", "")
     gpu = f"GPU {_gb(fit.gpu_bytes)}{each}, " if on_gpu else ""
     return Choice(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `twinflow finetune`: the options of the command line, their defaults and checks.
 
 A step has the same sequences on any number of processes: a run that is resumed on another number divides them anew.
@@ -16,7 +17,7 @@ import torch
 import typer
 
 from twinflow.cli import check_whole, option
-from twinflow.cli.settings import PRECISIONS, option_name, parse_bytes, parse_ratio
+from twinflow.cli.settings import PRECISIONS, check_masters, option_name, parse_bytes, parse_ratio
 from twinflow.errors import incompatible, invalid_value
 from twinflow.files import read_json
 from twinflow.native import get_threads
@@ -91,6 +92,11 @@ class FinetuneOptions:
         None,
         "Format of optimizer state: fp32, bf16, int8 or 4bit. Default: one of the first three, chosen for the machine.",
     )
+    master: str | None = option(
+        None,
+        "fp32, or none: bf16 weights have no fp32 master and are rounded stochastically. This changes results.  "
+        "[default: fp32]",
+    )
     ratio: str | None = option(
         None, "Share of the optimizer state on the host, 0 to 1. Default: chosen for the machine."
     )
@@ -158,6 +164,7 @@ class FinetuneSettings:
     beta: float
     merge: bool
     states: str | None
+    master: str
     ratio: float | None
     offload_params: bool | None
     checkpoint_activations: bool | None
@@ -189,6 +196,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "weight_decay": 0.0,
     "rank": RANK,
     "beta": BETA,
+    "master": "fp32",
     "split": "train",
     "valid_every": 100,
     "num_samples": 3,
@@ -216,7 +224,7 @@ def make_settings(
             raise ValueError("--resume needs the folder of the run. Give it with --out: --resume --out runs/first.")
         if options.out.exists():  # a launcher that restarts failed ranks begins the run with --resume too
             saved = read_saved(options.out)
-            _check_same(given, saved)
+            _check_same(given, {**_DEFAULTS, **saved})  # of a version with fewer options, some are not saved
             saved = _redivided(saved, world)
     stored = {name: value for name, value in saved.items() if value is not None}
     kept = {name: value for name, value in stored.items() if name not in FREE}
@@ -315,6 +323,7 @@ def check_settings(settings: FinetuneSettings) -> None:
         raise invalid_value("--precision", settings.precision, ("bf16", "fp32"))
     if settings.states not in (None, *RULES["adamw"].formats):
         raise invalid_value("--states", settings.states, RULES["adamw"].formats)
+    check_masters(settings.master, settings.precision)
     if settings.gpu_memory is not None and not torch.cuda.is_available():
         remedy = "Leave --gpu-memory out. `twinflow plan --gpu` plans for the GPU of another machine."
         raise ValueError(f"--gpu-memory is given, but this machine has no GPU. {remedy}")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow launch`: starts a script on several processes, on this machine or on the hosts of a hostfile."""
 
 from __future__ import annotations

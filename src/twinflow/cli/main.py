@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `twinflow` command. A subcommand's module is imported only when the subcommand is called, because importing torch
 takes seconds."""
 

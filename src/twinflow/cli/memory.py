@@ -1,10 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the memory of a run of `twinflow train` before it is allocated, with the byte counts of the planner.
 
 Two limits are compared with the available memory. The lower limit is the exact size of weights, optimizer state and
 gradients that wait for their update. A run whose lower limit exceeds the memory is refused. The upper limit also
 includes estimates: activations, the process and a reserve. Only activations of many times the memory count for the
 lower limit too. The upper limit decides which format `--states auto`
-selects, what an error message proposes, and whether a run gets a warning that memory is tight.
+selects, what an error message proposes, and whether a run gets a warning that memory is tight. With --ram, a run whose
+upper limit exceeds the host memory is refused, because this memory is not for the run to try.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Available:
 
     gpu_bytes: int | None  # None: there is no GPU, and the model is on the host
     host_bytes: int  # 0: unknown
+    is_limit: bool = False  # --ram limits the host memory
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,9 @@ class MemoryPlan:
         return f"{', '.join(parts)}, of {_gb(self.available.gpu_bytes)}{later}"
 
 
-def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int) -> Available:
+def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int, is_limit: bool = False) -> Available:
     """Memory available to a run, from the free host memory of this machine. Other machines are assumed to be equal."""
-    return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size)
+    return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size, is_limit)
 
 
 def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
@@ -196,7 +199,7 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
 
     `states`: a format, or "auto". "auto" selects the widest format with which the run fits at least where it
     fits with the narrowest one: on the GPU, on the host, or on both. Raises a MemoryError if weights, state and waiting
-    gradients fit in none of these formats.
+    gradients fit in none of these formats, or if the run needs more host memory than --ram allows.
     """
     plan = _with_format(_recomputing(case, case.recompute[-1]), states, available)
     case = replace(case, run=replace(case.run, states=plan.states))
@@ -230,6 +233,8 @@ def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
     # GPU or on the host, and would not fit otherwise.
     most = _rooms(possible[-1], available)
     chosen = next(each for each in possible if _rooms(each, available) == most)
+    if available.is_limit and not most[1]:
+        raise _over_limit(chosen, available)
     why = "as requested"
     if states == "auto":
         skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]
@@ -345,6 +350,18 @@ def _too_large(case: Case, available: Available) -> MemoryError:
         f"at least {_gb(sum(parts.values()))} ({text})",
         _gb((available.gpu_bytes or 0) if is_gpu else available.host_bytes),
         f"{_gb(lacks)} are missing.{both} {remedy}",
+    )
+
+
+def _over_limit(case: Case, available: Available) -> MemoryError:
+    """The error for a run that needs more host memory than --ram allows."""
+    used = bytes_at(case, available)
+    return not_enough(
+        "host memory",
+        f"a model of {case.run.model.numel / 1e9:.2f} B parameters{_on_ranks(case.num_ranks)}",
+        f"about {_gb((used.host_total - used.host['shadows']) / _HOST_SHARE)}",
+        _gb(available.host_bytes),
+        f"Use {', or '.join([*remedies(case, available), 'a larger --ram'])}.",
     )
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard output of the commands. A full disk or a closed pipe behind it is reported in one line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow plan`: predicts the memory and the speed of a run, without a GPU."""
 
 from __future__ import annotations

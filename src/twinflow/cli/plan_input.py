@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Input of `twinflow plan`: the model, the machine and the run, from options and files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow plan` for several machines: layouts of pipeline, tensor and data parallelism, with the reasons for their
 speed."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as an HTML page in the style of the training report. The page is a single file without external resources."""
 
 from __future__ import annotations

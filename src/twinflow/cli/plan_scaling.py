@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow plan --scaling`: a table of a model's speed on 1, 2, 4, ... GPUs, with offload and without."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of `twinflow plan` in a terminal: a table of cases, bars of memory, a recommendation."""
 
 from __future__ import annotations

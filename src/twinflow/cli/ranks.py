@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train` on several ranks: communication between the ranks. All ranks end a run together.
 
 All ranks make the same calls in the same order, and every decision depends only on numbers that all ranks have. An

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of `twinflow train`: preparation, the loop with checkpoints and metrics, and the outcome."""
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         config = engine_config(settings, "fp32")
         check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config)
-        plan = plan_memory(case, states, available_to(ranks.here, gpu_bytes, free_bytes))
+        available = available_to(ranks.here, gpu_bytes, free_bytes, is_limit=settings.ram is not None)
+        plan = plan_memory(case, states, available)
     if settings.recompute == "auto":
         settings = replace(settings, model=replace(settings.model, recompute=plan.recompute))
     config = engine_config(settings, plan.states)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of `twinflow train`: the options of the command line, their defaults and checks, and the engine's config.
 
 Pipeline and tensor ranks come from the options or the config file. They are stored in the sections `pipeline` and
@@ -550,6 +551,17 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def check_masters(master: str, precision: str) -> None:
+    """Raise a ValueError if weights of this precision cannot have this --master."""
+    if check_master(master) == "none" and precision != "bf16":
+        raise incompatible(
+            "--master none",
+            f"--precision {precision}",
+            "only bf16 weights can be trained without an fp32 copy",
+            "Use --precision bf16.",
+        )
+
+
 def check_settings(settings: TrainSettings) -> None:
     """Raise a ValueError that names the option if a value cannot work."""
     if settings.out.exists() and not settings.out.is_dir():
@@ -576,14 +588,7 @@ def check_settings(settings: TrainSettings) -> None:
     formats = ("auto", *ALL_RULES[settings.rule].formats)
     if settings.states not in formats:
         raise invalid_value("--states", settings.states, formats, f"These are the formats of --rule {settings.rule}.")
-    check_master(settings.master)
-    if settings.master == "none" and settings.precision != "bf16":
-        raise incompatible(
-            "--master none",
-            f"--precision {settings.precision}",
-            "only bf16 weights can be trained without an fp32 copy",
-            "Use --precision bf16.",
-        )
+    check_masters(settings.master, settings.precision)
     if settings.placement not in PLACEMENTS:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
     axes = axes_of(settings.file_config)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`twinflow train`: pretrains a GPT with the optimizer on the host. This module has the command and its output: the
 header, the final numbers and the report.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop of `twinflow train`: steps, validations and their records, on one rank or on several.
 
 After each step the ranks exchange one row of numbers: the loss, the load, and whether a signal has arrived. A launcher

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes of few bits: the format in which compressed collectives send numbers.
 
 A row of numbers is divided into blocks of 4096. A packed row consists of the fp32 scale of each block and the codes of

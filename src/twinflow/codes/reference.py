@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs numbers into codes of 1, 4 or 8 bits with shared scales, averages packed rows and unpacks them, in plain torch.
 The native kernels give the same bits. gpu/packing.py says which bits may differ on the GPU.
 

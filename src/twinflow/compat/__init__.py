@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's names for twinflow, for DeepSpeed scripts that should run unchanged.
 
 Importing this package changes nothing. `install()` and `python -m twinflow.compat` make the names available: an import

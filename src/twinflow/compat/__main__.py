@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m twinflow.compat SCRIPT ...` runs a DeepSpeed script with twinflow. `-m MODULE ...` runs a module."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.utils.groups`, which describes the ranks of the last engine, and `deepspeed.moe.utils`.
 
 twinflow has no expert parallelism, so that no parameter belongs to an expert group, unless a script marks it so.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other names of DeepSpeed 0.19.8 in the modules of names.py: its internal parts, which have no counterpart here.
 
 A script may import them. Their use raises NotImplementedError.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of DeepSpeed's names: the implementation of each available name, and a remedy for each unavailable one.
 
 The keys are modules, the values are the names in a module. An unavailable module is a name in its parent module.

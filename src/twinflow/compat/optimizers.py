@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's optimizers by name. They also work without `initialize`, which uses only their update rule and options,
 unless they have state already or their state is not fp32.
 """

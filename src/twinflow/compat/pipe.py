@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules `deepspeed.pipe`, with the list of instructions of each stage, and `deepspeed.checkpointing`."""
 
 from __future__ import annotations

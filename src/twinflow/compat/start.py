@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.initialize` and the config as an object, `deepspeed.comm`, and the command line options of a script."""
 
 from __future__ import annotations

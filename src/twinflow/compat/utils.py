@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`deepspeed.utils`, `deepspeed.runtime.utils`, `RepeatingLoader` and `deepspeed.accelerator.get_accelerator()`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions for models that are partitioned over ranks: `deepspeed.zero`, `deepspeed.utils.safe_*`,
 `deepspeed.utils.zero_to_fp32` and the memory estimators.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a DeepSpeed config and returns a typed, frozen `Config`."""
 
 from twinflow.config.load import load_config

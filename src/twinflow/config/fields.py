@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Declarations of the config's keys: type, default and treatment by twinflow.
 
 Every key is declared once, as a field of a `Section`, with one of four functions. An `honoured` key has the documented

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """load_config: reads a DeepSpeed config from JSON, HJSON, a dict or base64, checks it and returns a `Config`.
 
 Duplicate keys are errors. Alternative and old names of keys are converted to the current names.

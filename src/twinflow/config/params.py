@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`optimizer.params` and `scheduler.params`: the options of each optimizer and schedule, with DeepSpeed's defaults.
 
 The section of an update rule is made from its record in `twinflow.rules`. DeepSpeed's schedules are ordinary sections.

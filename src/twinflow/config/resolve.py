@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that follow from a config: batch sizes, the optimizer with its options, and notes on keys without effect."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole config as a typed, frozen model. Attributes have the names and defaults of DeepSpeed's keys.
 
 The alternative names of keys are here too, and the JSON Schema, which follows from the declarations.

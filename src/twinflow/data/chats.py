@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data for fine-tuning: chats, prompts with answers, instructions, pairs of answers, and plain text.
 
 `read_examples` reads a JSONL or JSON file, `check_rows` rows of any other origin. Both detect the form of the data by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds text files, reads their documents in pieces, and encodes them with a tokenizer: each byte is a token, or a
 Hugging Face tokenizer makes the tokens. Tokens can be cached in a file.
 """

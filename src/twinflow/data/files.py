@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of tokens. They are memory-mapped, and identified by a fingerprint."""
 
 from __future__ import annotations

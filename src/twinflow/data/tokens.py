@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training tokens, and the batch for each index.
 
 `load_data` loads a source (the standard library, text, JSONL, or a file of tokens) as a `TokenData`. A split is divided

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchanges small values between ranks as JSON, over a group on the host. Nothing is pickled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means over ranks with compressed communication and error feedback.
 
 A bucket is a flat tensor with the elements of several parameters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All communication between ranks: groups, collectives, messages, and counters of sent bytes.
 
 No other module calls a collective of torch.distributed (tests/unit/test_collectives_module.py checks it). Only torch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Meetings of ranks in the store of the process group, before a collective that the user's code calls.
 
 A script often saves or reads weights on one rank only. That rank would wait in a collective until its timeout, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether tensors and modules are those of torch's `fully_shard`.
 
 Importing `torch.distributed.fsdp` takes over a second. These functions do not import it: a process in which it was not

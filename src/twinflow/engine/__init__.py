@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine: forward, backward, step, save and load for a model with its optimizer, scheduler and data loader."""
 
 from twinflow.engine.base import EngineSettings

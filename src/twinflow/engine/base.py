@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base class of the engine: its settings, its counters, and getters with the names of DeepSpeed's engine.
 
 The modules that save, load and report an engine use this class. They cannot use `Engine`, which imports them.

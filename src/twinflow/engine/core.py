@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine: the training loop with DeepSpeed's calls, engine(batch), backward(loss) and step().
 
 A step is skipped if a gradient is not finite (for example an fp16 overflow). This is known only when the backward has

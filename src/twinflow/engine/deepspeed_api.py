@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public methods of DeepSpeed's engines: which of them work here, which have no effect, and which are refused.
 
 `Own` methods are methods of `Engine` or `PipelineEngine`. `Engine.__getattr__` answers the others from these tables. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A data loader whose position can be saved. After loading, it continues with the next batch of the epoch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine for pipeline parallelism. `train_batch` runs all micro-batches of a step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that save and load a checkpoint together: which rank writes which tensor, and the contents of meta.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of an engine during training: log lines, scalars for monitors, times, and a profile of one step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads a checkpoint into an engine. Everything is checked, checksums included, before the engine changes."""
 
 from __future__ import annotations

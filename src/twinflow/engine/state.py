@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
 State is streamed to the files: only two tensors are copied in memory at a time. restore.py loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of tensors in nested tuples, lists and dicts, such as inputs of a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm of the gradients of a bucket on the GPU. A bucket holds slices of parameters that are updated together.
 
 A kernel writes the fp32 norm of each block of 128 elements to the `rows` of the bucket. The norm of the bucket is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs numbers into codes of few bits, averages packed rows and unpacks them on the GPU, each in one pass over memory.
 
 For equal scales, the codes, errors and decoded numbers have the same bits as those of codes/reference.py. The scales of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The kernels for packing.py. There is one program for each block of 4096 numbers of a row, or in `mean` of all rows.
 codes/reference.py is the reference.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates of a bucket whose buffers are on the GPU: the tables for the kernel, and its launch.
 
 Triton is imported when the first FusedUpdate is built, because not every build of torch includes Triton.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """twinflow in the training loops of Hugging Face's Trainer, of Accelerate and of Lightning. These packages are
 imported only by modules of this folder. The rest of twinflow does not need them.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TwinOptimizer in a loop of Accelerate: `twin_optimizer(accelerator, model, ...)` instead of a torch optimizer.
 
 This module replaces `clip_grad_norm_` of the given accelerator, because that function must not read gradients that were

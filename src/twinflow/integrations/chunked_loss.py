@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a Hugging Face causal language model without storing all logits.
 
 `chunk_loss(model)` replaces two things on the model object. The output layer returns `LazyLogits`, which has the shape

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's trainer for Direct Preference Optimization with TwinOptimizer: use `TwinDPOTrainer` instead of `DPOTrainer`.
 
 With `precompute_ref_log_probs=True` TRL computes the log probabilities of the untuned model in its constructor. Two

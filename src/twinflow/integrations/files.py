@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of a TwinOptimizer in a folder of another library's checkpoint. It is written one parameter at a time, and
 not pickled.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainers of `twinflow finetune`. TRL computes the losses and PEFT adds adapters. The classes here add
 `TwinMixin`, measure every step, and save checkpoints and the tuned model. `finetune_data.py` prepares the data.
 """

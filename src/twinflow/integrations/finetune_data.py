@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data of `twinflow finetune`: TRL turns rows into tokens (chat template, loss mask, packing). It needs no model."""
 
 from __future__ import annotations

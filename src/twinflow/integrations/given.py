@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of a torch optimizer, built by a training loop, to a TwinOptimizer.
 
 If twinflow has an update rule for the optimizer and supports its options, this rule is used. Any other optimizer runs

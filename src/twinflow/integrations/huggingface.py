@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with TwinOptimizer: use `TwinTrainer` instead of `Trainer`.
 
 The Trainer builds the optimizer of its arguments as usual, with its groups, learning rate and options. A TwinOptimizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning with TwinOptimizer: `Trainer(strategy=TwinStrategy(config=...))`.
 
 The strategy builds an engine for the LightningModule (`twinflow.initialize`) and gives its TwinOptimizer to the

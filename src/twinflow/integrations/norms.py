@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A replacement for the clipping function of a training loop, for an optimizer that clips itself.
 
 With `early=True`, gradients have been moved to the host before the loop clips them. TwinOptimizer clips them itself, by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of which each rank has a part (ZeRO stage 3), for loops that expect whole weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrained models of transformers, without a second copy of their weights in host memory.
 
 transformers loads a checkpoint of tensors that have not been read (zero/unread.py), so that renaming, casts, fused

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several processes in the loops of Accelerate and of Hugging Face's Trainer.
 
 The loop gives each rank its own batches and averages metrics. TwinOptimizer averages the gradients (twinflow/zero), so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient scaler of fp16 for loops that call torch's GradScaler: it uses the loss scale of a TwinOptimizer.
 
 GradScaler reads all gradients before a step, to divide them by the scale and to look for values that are not finite.

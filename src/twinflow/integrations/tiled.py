@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call for long sequences: MLPs, norms and the loss of a model are computed for one tile of tokens at a time, and
 attention for some heads at a time.
 

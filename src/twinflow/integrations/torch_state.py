@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion between the state dict of a torch optimizer and the state of a TwinOptimizer.
 
 torch numbers the parameters in the order of the param groups and stores no master weights. TwinOptimizer stores its

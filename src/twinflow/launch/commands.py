@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machines and slots (GPUs) of a launch, from the hostfile, --include and --exclude, and the command of each node:
 torchrun on this machine, ssh to the others.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs that go on when nodes come and go (`twinflow launch --min-nodes --max-nodes`).
 
 torchrun's rendezvous forms the group of ranks: each node has an agent of torchrun, and the agents meet in a store. When

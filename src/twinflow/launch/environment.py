@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the rank of this process and creates torch's process group. The rank comes from the variables of torchrun, Open
 MPI, MPICH, Intel MPI or Slurm, or from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone. If the local rank or the
 number of local ranks is not set, the ranks exchange the names of their machines (machines.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds which ranks are on one machine, for launchers that set only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 Every rank writes the name of its machine to the store of the process group. A rank whose launcher has not set the local

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the nodes, copies their output, and ends all of them when the first one fails.
 
 Two threads for each node copy its stdout and stderr and collect failures from this output. The main thread waits for

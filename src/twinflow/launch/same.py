@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares config, parameters and versions of all ranks before training. All ranks raise an error if one differs."""
 
 from __future__ import annotations

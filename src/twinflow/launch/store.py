@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys in the store of torch's process group, with a prefix for each attempt and each use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A watch inside each training process: no rank waits forever for a rank that failed, died or hangs.
 
 Ranks communicate through a store of torch.distributed, each with its own connection. The threads of a rank:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that torchrun starts for each rank. It runs the script as a child process and reports its failure.
 
 A failure is one line of text. Workers write it, and the launcher reads it from the output of the nodes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPT-2 style decoder, and functions that compute its size and cost.
 
 `cost_of`, `count_params`, `flops_per_token` and `activation_bytes` need only a `GPTConfig`, so that a plan can be made

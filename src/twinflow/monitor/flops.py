@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The FLOPs of a model, module by module: DeepSpeed's `flops_profiler`.
 
 How an operation is assigned to a module: torch's `FlopCounterMode` sees every operation and computes its FLOPs. It asks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of a run as JSON lines, and measurements of load and memory. The file has one record per line and is readable
 during the run and after a crash.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTML pages: one file without scripts and without references to other files.
 
 The stylesheet has a palette for light and one for dark mode. Plots and bars use the classes c1 to c4.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small plots as inline SVG: pure functions from numbers to text.
 
 Colours are CSS classes (`c1`, `c2`, ...) that the page defines, so that one drawing works in light and dark mode.

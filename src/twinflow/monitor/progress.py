@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress display of a run: a line that is redrawn on a terminal, plain lines in a log file or a pipe."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report page of a run: one HTML file without scripts and without references to other files."""
 
 from __future__ import annotations

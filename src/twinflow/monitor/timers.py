@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timers for the parts of a step: DeepSpeed's `wall_clock_breakdown`.
 
 On a GPU a timer is two events in the current stream. It measures the time that the GPU spends on the work between them,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writers of scalar metrics for CSV files, TensorBoard and Weights & Biases. DeepSpeed's config sections `csv_monitor`,
 `tensorboard` and `wandb` select them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits of control groups. systemd, Slurm or a nested container may set a limit at any level between the group of this
 process and the root of the mount. The smallest limit applies.
 

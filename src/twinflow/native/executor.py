@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ctypes bindings for the executor (csrc/executor.h) and its events: the structures and functions of csrc/api.h. The
 structure CFetchItem is tf_fetch_item in C, and so on.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Python function for each native kernel, except those of packing.py. If the native library is missing, torch
 functions of rules/ run instead. They are sufficient for the host optimizers of optim/, but not for offloaded training.
 

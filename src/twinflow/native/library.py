@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and loads the native library. This module does not import torch.
 
 Environment variables: `TWINFLOW_LIBRARY` is the path of another library file, `TWINFLOW_ISA` selects an ISA variant,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs numbers into codes of few bits, averages packed rows and unpacks them, each in one pass over memory.
 
 codes/reference.py gives the same bits, and runs if the library is missing. Arguments are checked before any buffer is

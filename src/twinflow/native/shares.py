@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share of a rank in a host with several ranks: its CPUs and its part of the memory.
 
 Every rank computes how the whole machine is divided between ranks, and uses its own part. This needs no communication:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The default number of threads for the native kernels. It depends on the CPUs that this process may use.
 
 Ranks of one machine must divide its CPUs. Launchers such as torchrun do not do it: every rank may run on all CPUs, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks: modules that a forward runs one after the other. The forward of a block waits only for that block's weights.
 
 The members of the outermost ModuleLists and Sequentials are blocks if they have trainable parameters. (A member that is

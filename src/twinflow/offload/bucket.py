@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python records of parameters and buckets, and the interfaces between a bucket, the executor and an updater.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

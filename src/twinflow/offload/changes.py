@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detects changes of parameters by the user (values, memory, dtype, device, requires_grad) and adapts the state.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clipping decision: the factor by which a step multiplies its gradients, or the decision to skip the step.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

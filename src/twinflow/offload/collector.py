@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers gradients in the flat buffers of their buckets, computes the norms of complete buckets, and submits these
 buckets as tasks.
 

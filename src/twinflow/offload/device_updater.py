@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates on the device by twinflow's update rules, for buckets whose state is in device memory ("resident").
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates of state on the device, and sums of gradients there. Threads queue this work on streams. Streams and events
 order it.
 

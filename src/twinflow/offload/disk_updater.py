@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes state on the disk that the native executor updates in memory (state_file.py).
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

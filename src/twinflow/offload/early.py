@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether the gradients of a step are taken during backward or left in `.grad` until `step`.
 
 If gradients are taken during backward, most of an update overlaps with backward. This has a cost if the training loop

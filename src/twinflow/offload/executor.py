@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python side of the native executor, which copies gradients to the host, updates the state there and copies new
 weights back to the device.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on blocks whose weights are on the host. They fetch weights before a block runs and release them afterwards.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer.

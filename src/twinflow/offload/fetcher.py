@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies weights from the host to the device ("fetches"), for `offload_param`. Fetches use one queue and one stream.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. The thread that

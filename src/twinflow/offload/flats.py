@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device buffers in which gradients are gathered before they are copied to the host or used by an update on the device.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

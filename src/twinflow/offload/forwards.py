@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters that the forward of each block uses, and the order in which blocks run.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds

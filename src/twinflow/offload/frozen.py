@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frozen state: a background checkpoint saves the state of one moment while training continues.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

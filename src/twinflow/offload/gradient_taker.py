@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes the gradients of a step during backward, or leaves them in `.grad` until `step`.
 
 The path of a gradient: a hook notes in the queue of the parameter's block that the gradient is complete (hooks.py). The

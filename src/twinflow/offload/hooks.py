@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks on the model. They make each block's forward wait for its weights, and report gradients to the runtime.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds

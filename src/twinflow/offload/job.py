@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs and tasks, and the interfaces of optimizers that process tasks. A job is one optimizer step. A task is the work
 for one bucket in a job.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives memory and initial values to a model on the meta device, module by module, without a second copy of the model.
 
 A model that is built under `torch.device("meta")` has shapes and no memory. Here one module after the other gets its

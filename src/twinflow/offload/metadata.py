@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch functions that use metadata of a tensor (shape, dtype, device, hooks) and never its values.
 
 Guarded weights (weight_guard.py) and taken gradients (taken_gradient.py) run these functions without waiting.

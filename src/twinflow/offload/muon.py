@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates of matrices by Muon, on the device.
 
 A bucket holds whole matrices that are copied and updated together. A store has the buffers of one bucket's optimizer

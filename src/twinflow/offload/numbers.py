@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalar arguments of an update on the device: hyperparameters, gradient factor, key of stochastic rounding.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

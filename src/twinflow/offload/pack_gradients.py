@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing of gradients into flat device buffers, and the norms of the packed gradients.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

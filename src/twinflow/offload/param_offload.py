@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload_param`: weights are on the host and are copied to the device block by block.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement of state by a ratio: which elements have their state on the host, and which on the device.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a

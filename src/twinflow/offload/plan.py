@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of buckets: parameters are cut into slices, and slices are packed into buckets.
 
 A bucket holds slices of one block (blocks.py), one dtype and one place (placement.py). A slice starts at a multiple of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of the pools: page-locked slots on the host, flat buffers on the device, and speculative stores.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A slot is a page-

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantised frozen weights: tensors of torchao, and the parameters of bitsandbytes.
 
 The base model of QLoRA is quantised and frozen, and adapters on top of it are trained. Quantised weights are never

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the gradient of a parameter between backward and `step`, wherever it is then.
 
     gradients are          place                                                        summed over ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds instances of a user's optimizer over some of its parameters, one for each bucket.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of a runtime between steps: the number of backwards in a step, the place of state and of weights, the count
 of steps.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that raise an error for a training loop that would otherwise produce wrong results.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

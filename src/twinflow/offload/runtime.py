@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overlap runtime: opens and closes steps, and combines the parts that take gradients, make updates and make
 forwards wait for weights.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the runtime. Only the limits, the number of backwards and the delayed update change results.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A slot is a page-

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interfaces through which the runtime works with other ranks. The package `zero` implements them.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

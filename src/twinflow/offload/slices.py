@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion of the state of one slice to fp32 tensors and back, on the device of its buffers.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

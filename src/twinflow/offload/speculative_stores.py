@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speculative stores: buffers for updates that run before the clipping decision, so that the state does not change.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

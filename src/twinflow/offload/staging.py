@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages for streamed state: each is a stream with one device buffer.
 
 Streamed state is on the host and is copied to the device for each update. A bucket holds slices of parameters (ranges

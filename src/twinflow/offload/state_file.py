@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file with the optimizer state of buckets on the disk, and its buffers in memory (csrc/state_file.h).
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A record is the

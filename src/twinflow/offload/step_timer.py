@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step timer: records when forwards and backwards begin and end, for the trace and for the option ratio="auto"."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens a job for the gradients of a step, sums the gradients of several backwards, closes the job, and waits for its
 updates.
 

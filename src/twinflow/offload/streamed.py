@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streamed updates by twinflow's rules: the state is on the host and is copied to the device for each update and back.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the sync points. A sync point is one wait whose absence gives wrong results.
 
 Each wait on an event passes the name of its sync point (device.py). For each sync point a test switches the wait off

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensor that replaces a gradient in `.grad` after the runtime has taken the gradient (the stand-in).
 
 The stand-in has no memory of its own. When code uses the stand-in, the runtime puts all gradients of the step back into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options and state of a torch.optim.Optimizer: comparison, and copies between devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streamed updates of a torch.optim.Optimizer: its state is on the host and is copied to the device for each step.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

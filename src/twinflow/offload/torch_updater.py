@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates of a bucket by a user's torch.optim.Optimizer, on fp32 copies of the bucket's parameters.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

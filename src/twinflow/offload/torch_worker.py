@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that updates buckets on the host with a user's own optimizer, which is written in Python.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

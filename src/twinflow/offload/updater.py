@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocates, reads and writes state on the host that twinflow's kernels update (csrc/executor_worker.cpp).
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the

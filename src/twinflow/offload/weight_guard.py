@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes reads and writes of weights outside of a forward wait for the last update (the weight guard).
 
 `step()` returns while updates still run. The forward of a block waits for the weights of the block (hooks.py). This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes forwards, and other code that reads weights, wait until the updates of these weights are done.
 
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. `Forwards` knows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers. For CPU tensors there is one for each update rule: `HostAdamW`, `HostSGD` and so on."""
 
 from twinflow.optim.host import HostOptimizer

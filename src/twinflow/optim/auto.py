@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ratio="auto"`: times steps, places the state of each bucket of parameters, and reacts when steps change.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The place of a

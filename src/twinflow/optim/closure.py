@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The closure that may be passed to `step()` of an optimizer, as in torch."""
 
 from __future__ import annotations

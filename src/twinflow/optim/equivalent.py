@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers of torch whose update is one of twinflow's rules: the rule, its groups, and its section of a config."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers for CPU tensors that use the host kernels. They are torch.optim.Optimizers, and support half-precision
 parameters and compact states (bf16 or int8).
 

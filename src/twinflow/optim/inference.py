@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on the host for a model that is not trained: a block's weights are copied to the device when it runs.
 
 This is `offload_param` of a config without an optimizer. All weights of the blocks are frozen, so that the runtime has

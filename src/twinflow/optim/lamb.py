@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAMB: Adam whose step is scaled, for each parameter, by the norm of its weights over the norm of its update."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss scale of fp16 training, static or dynamic: an immutable record, and a function for the next record.
 
 fp16 gradients vanish below 6e-8 and overflow above 65504. The loss is therefore multiplied by a scale before backward,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters Muon updates: param groups are split into groups of matrices and groups for AdamW.
 
 Each group has the key `use_muon`. If a given group has no such key, its parameters are split: those with the attribute

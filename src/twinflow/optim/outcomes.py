@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base class of TwinOptimizer: the attributes that the other modules of this package use, and outcomes of steps.
 
 Outcomes are whether a step was applied, the loss scale, norms and counters. Whether a step was skipped is known only

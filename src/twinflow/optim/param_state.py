@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Master, optimizer state and gradient of one parameter, whole or this rank's part, at any time between steps.
 
 Functions for whole tensors are collective if ranks share the state: all ranks call them, in the same order, and they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam and 1-bit LAMB in an engine: every rank has the whole state, and the optimizer itself communicates.
 
 0/1 Adam makes steps after which ranks have different weights, and LAMB needs norms of whole parameters. Neither is

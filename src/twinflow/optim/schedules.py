@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's five learning-rate schedules, and `build_scheduler`, which builds these and PyTorch's by name.
 
 The values of these five depend only on the step, their parameters and the initial learning rates.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The switch of a TwinOptimizer to compressed communication (zero/compression.py), and its part of a checkpoint.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A replica is one

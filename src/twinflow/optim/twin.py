@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TwinOptimizer: a torch.optim.Optimizer whose state is on the host and whose update overlaps forward and backward."""
 
 from __future__ import annotations

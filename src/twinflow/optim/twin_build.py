@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of building a TwinOptimizer: the kind of its state, parameter records, free memory, and settings that depend on
 free memory.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the arguments of a TwinOptimizer. They raise ValueError before state is allocated."""
 
 from __future__ import annotations

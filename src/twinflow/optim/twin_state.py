@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts the state of a TwinOptimizer to a dict and back: fp32 tensors by parameter name, for every format in memory.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

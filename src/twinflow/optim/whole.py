@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole weights of a model whose TwinOptimizer has ranks (`zero=`)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline, tensor and data parallelism, and predictions of the memory and time of a layout (sizes of these axes)."""
 
 from __future__ import annotations

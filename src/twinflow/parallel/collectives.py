@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differentiable collectives between tensor ranks: backward applies the transpose of the forward's collective.
 
 A replicated tensor is equal on all ranks, and so is its gradient. A split tensor is this rank's part. `copy_in` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and time of a layout (numbers of pipeline, tensor and data ranks) on machines described by data sheets.
 
 This is a simulation. No number was measured at this scale. `memory.py` computes the memory of the fullest rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deferred weight gradients: the two halves I and W of a backward, for zero-bubble schedules.
 
 The backward of a linear layer computes the gradient of its input at once (I). Inside `with deferral.collecting()`, the

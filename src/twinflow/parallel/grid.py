@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position of this rank on the axes pipe, data and model, and the process groups along them."""
 
 from __future__ import annotations

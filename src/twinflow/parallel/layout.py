@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout of a training run on GPUs: sizes of the three axes, ZeRO stage, micro-batches, schedule, checkpointing."""
 
 from __future__ import annotations

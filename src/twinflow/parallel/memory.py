@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of one rank with given numbers of pipeline, tensor and data ranks (a layout): as twinflow's engine allocates
 it, and as published tables compute it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline stages of a Hugging Face model that run the model's own forward.
 
 A stage runs the whole `forward` of the model, in which other modules take the places of the modules of other stages:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assigns contiguous layers to stages as evenly as possible, from facts about the layers. No layer is built.
 
 A result is a tuple of bounds: stage i has the layers from `bounds[i]` up to `bounds[i + 1]`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of one pipeline rank.
 
 Names and initial values do not depend on the number of ranks: layer i is named "layers.{i}" (a part of a model keeps

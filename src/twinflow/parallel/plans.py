@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of tensor parallelism: the style of each module of a model, by patterns of module names.
 
 A plan maps shell patterns (`*` also matches dots) to styles. If several patterns match a module, the first one applies.

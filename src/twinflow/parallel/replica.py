@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that the ranks of one replica of the model work on the same step.
 
 These ranks have parts of one model: stages of a pipeline, or parts of tensors. Three things must be equal on them, and

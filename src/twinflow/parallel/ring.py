@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ring attention: causal attention over a sequence whose tokens are on several ranks.
 
 Each rank keeps its queries. The keys and values travel around the ring of ranks. In each step a rank computes the

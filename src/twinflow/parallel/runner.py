@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the actions of one pipeline rank: forwards and backwards of its stages, and communication with other ranks.
 
 The calling thread runs all actions in the order of the schedule. The threads of `Wire` send and receive messages. An

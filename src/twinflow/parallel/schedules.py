@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as lists: the computations of every rank, in order. Nothing is run here.
 
 Each of p ranks has one stage, or several stages (chunks). They are placed in a loop (rank, rank + p, ...) or in a V

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches the best layouts (numbers of pipeline, tensor and data ranks, schedule, ZeRO stage) of a model on many GPUs:
 all layouts by a formula, the best ones by simulating their schedules.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share each sequence: its split, the positions of tokens, and the exact mean of the loss.
 
 The axes of the ranks are data and sequence. The ranks of a sequence are neighbours: with 8 ranks and 4 of them for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`split_sequence`: makes a model work on sequences whose tokens are on several ranks.
 
 Models of transformers get an attention function under its own name in transformers' attention interface. It exchanges
@@ -13,8 +14,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from functools import lru_cache, partial
+from itertools import count, pairwise
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from twinflow.parallel.sequence import DOCUMENTS, MODES, SequenceRanks, check_he
 from twinflow.parallel.ulysses import gathered_attention, ulysses_attention
 
 _REMEDY = "Call sparsify() and tile_sequence() before split_sequence()."
+_NUMBERS: Final = count()  # of the names in transformers' attention interface, which are never used again
 
 
 @runtime_checkable
@@ -156,11 +159,14 @@ class _LayerAttention:
         return ring_attention(q, k, v, group, steps_of(ranks, q.shape[2]))
 
 
-def steps_of(ranks: SequenceRanks, num_local: int, documents: Tensor | None = None) -> list[Step]:
-    """The steps of the ring for `num_local` tokens on each rank."""
+def steps_of(ranks: SequenceRanks, num_local: int, starts: tuple[int, ...] | None = None) -> Sequence[Step]:
+    """The steps of the ring for `num_local` tokens on each rank. `starts`: of packed sequences, and the end."""
     total = num_local * ranks.size
-    chunks = [ranks.chunks(total, rank) for rank in range(ranks.size)]
-    return plan_steps(chunks, ranks.rank, [0, total] if documents is None else documents.tolist())
+    chunks = tuple(tuple(ranks.chunks(total, rank)) for rank in range(ranks.size))
+    return _planned_steps(chunks, ranks.rank, (0, total) if starts is None else starts)
+
+
+_planned_steps = lru_cache(maxsize=4)(plan_steps)  # all layers of a forward have the same steps
 
 
 # Models of transformers.
@@ -296,7 +302,7 @@ def _split_transformers(model: Any, ranks: SequenceRanks) -> list[Callable[[], o
     transformers = sys.modules["transformers"]
     before = model.config._attn_implementation
     attention = _TransformersAttention(before, ranks)
-    name = f"twinflow_sequence_{id(attention):x}"
+    name = f"twinflow_sequence_{next(_NUMBERS)}"
     transformers.AttentionInterface.register(name, attention)
     transformers.AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation(name)
@@ -334,6 +340,9 @@ def _split_transformers(model: Any, ranks: SequenceRanks) -> list[Callable[[], o
         model.set_attn_implementation(before)
         if isinstance(model.loss_function, _SequenceLoss):
             model.loss_function = loss
+        # The interface cannot remove a name. Without the attention, it does not keep the groups of the ranks alive.
+        transformers.AttentionInterface.register(name, _removed)
+        transformers.AttentionMaskInterface.register(name, _removed)
 
     return [handle.remove, restore]
 
@@ -349,6 +358,15 @@ def _check_arguments(kwargs: Mapping[str, Any], tokens: Tensor) -> None:
 
 # The starts of packed sequences, and the divisor of the loss, which has an error of its own.
 _NOT_DIVIDED = (DOCUMENTS, "cu_seq_lens_k", "num_items_in_batch")
+
+
+def _removed(*_: object, **__: object) -> Any:
+    """Takes the place of the attention of a model whose sequences are no longer split."""
+    raise wrong_state(
+        "The model cannot run on a part of a sequence",
+        "the split of its sequences was removed",
+        "Call split_sequence() for this model, or its method set_attn_implementation().",
+    )
 
 
 class _SequenceLoss:
@@ -412,12 +430,22 @@ class _TransformersAttention:
         self._is_sparse = isinstance(self._inner, TransformersAttention)
         self._ranks = ranks
         self._is_packed = False  # the present forward has packed sequences
+        self._read: tuple[Tensor, int, tuple[int, ...]] | None = None  # starts: tensor, its version, its values
 
     def begin(self, documents: Tensor | None) -> None:
         """Called before a forward. `documents`: the starts of packed sequences."""
         self._is_packed = documents is not None
         if self._is_packed and self._is_sparse:
             raise conflict("Sequence parallelism", "packed sparse")
+
+    def _starts(self, documents: Tensor) -> tuple[int, ...]:
+        """The starts of packed sequences, and the end, as numbers. Read once for all layers, because the read of a
+        tensor on the device waits for the device. Layers that backward runs again may have those of another forward.
+        """
+        read = self._read
+        if read is None or read[0] is not documents or read[1] != documents._version:
+            self._read = read = documents, documents._version, tuple(documents.tolist())
+        return read[2]
 
     def mask(
         self, batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **kwargs: Any
@@ -477,7 +505,7 @@ class _TransformersAttention:
             raise conflict("Sequence parallelism", "own mask", name=type(module).__name__)
         if ranks.mode == "ring" and not self._is_sparse:
             _refuse_in_ring(module, kwargs)
-            steps = steps_of(ranks, query.shape[2], documents)
+            steps = steps_of(ranks, query.shape[2], None if documents is None else self._starts(documents))
             return ring_attention(query, key, value, group, steps, scaling).transpose(1, 2).contiguous(), None
         sinks: Tensor | None = kwargs.get("s_aux")
 
@@ -491,7 +519,8 @@ class _TransformersAttention:
             if documents is None:
                 out = self._inner(layer, q, k, v, attention_mask, **options)[0]
             else:
-                parts = [torch.split(tensor, documents.diff().tolist(), 2) for tensor in (q, k, v)]
+                lengths = [stop - start for start, stop in pairwise(self._starts(documents))]
+                parts = [torch.split(tensor, lengths, 2) for tensor in (q, k, v)]
                 out = torch.cat([self._inner(layer, *one, None, **options)[0] for one in zip(*parts, strict=True)], 1)
             found: Tensor = out.transpose(1, 2)
             return found

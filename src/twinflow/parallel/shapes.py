@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a transformer for predictions on many GPUs: layers, width, heads, tokens, vocabulary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a parameter that a tensor rank has: rows or columns. The part is marked on the parameter itself."""
 
 from __future__ import annotations

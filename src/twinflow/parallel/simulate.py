@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates a pipeline step: start and end of every action of a schedule.
 
 A rank computes one action at a time, in the order of its list. A forward waits for the previous stage. A backward (B or

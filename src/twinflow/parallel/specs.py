@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of a pipeline: specs that are built later, layers that share weights, and parts of an existing model.
 
 A spec is a class and its arguments. Only the rank that has the layer builds it, so no rank needs memory for the whole

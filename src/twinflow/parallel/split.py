@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits an existing model into pipeline parts that keep their names. Each rank keeps its own parts.
 
 A model defines its parts by a method `pipeline_parts()`. The parts of Hugging Face models are those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features that conflict with pipeline or tensor parallelism: one list for errors and for the tables in the docs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: each rank of a group has a part of the large layers, and together they compute the whole model.
 
 Layers keep their classes and names. Their parameters are replaced by this rank's parts, which are marked. Their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums the gradients of tied parameters whose copies are on several pipeline ranks.
 
 A hook takes the gradient of each micro-batch away from the parameter before other hooks see it, and sums it in fp32.

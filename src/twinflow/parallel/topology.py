@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on named axes, and their assignment to machines. This is arithmetic: no process group is made.
 
 The last axis varies fastest, and ranks fill one machine after the other. With the axes pipe, data, model, the ranks of

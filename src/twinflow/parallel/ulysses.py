@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over sequences that ranks share, with whole sequences for some heads ("Ulysses"), and with gathered keys.
 
 Ulysses: before attention, the ranks exchange tokens for heads (an all-to-all). Each rank then has all tokens of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole weights of a model that tensor ranks have split: a state dict, and `save_pretrained` of transformers.
 
 Both are collective: all tensor ranks of a replica have to call them. They meet first (dist/meeting.py), because a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between pipeline ranks: activations to the next stage, gradients to the previous stage.
 
 A header precedes each value, so shapes may differ between micro-batches. gloo carries the headers and host tensors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares cases: the state in one format, with no offload, full offload or the best ratio (share on the host)."""
 
 from __future__ import annotations

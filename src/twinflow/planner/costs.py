@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and time of a run, computed from numbers: bytes by kind on GPU and host, and the buckets of a step.
 
 A bucket is a group of parameters that are copied and updated together.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits a run to a machine: chooses micro-batch, accumulation, activation checkpointing, state format, ratio and weights
 on the host.
 
@@ -354,6 +355,10 @@ def _helps(wish: Wish, setting: Setting) -> Iterator[str]:
         gpu = _least(least, setting, lambda size: replace(memory, gpu_bytes=size), memory.gpu_bytes)
         if gpu is not None:
             yield f"at least {gpu / GB:,.0f} GB of GPU memory"
+    # Muon and optimizers of torch cannot do without masters. The latter have no format but fp32.
+    can_go = wish.master == "fp32" and wish.weights == "bf16" and not wish.matrix_steps and wish.formats != ("fp32",)
+    if can_go and _can(replace(least, master="none"), setting):
+        yield "bf16 weights without an fp32 master (--master none)"
 
 
 def _least(wish: Wish, setting: Setting, memory_of: Callable[[int], Memory], present: int) -> int | None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of optimizer state for each parameter, and bytes of activations for each token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and time of long sequences: tiled MLPs, norms and loss, and the inputs that checkpointed blocks keep.
 
 With tiles (`twinflow.integrations.tiled.tile_sequence`) the largest memory is that of the backward of attention, whose

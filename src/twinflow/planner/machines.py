@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates of machines from data sheets and from measurements on other machines. `probe.py` measures the rates of this
 machine.
 

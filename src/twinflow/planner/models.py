@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Costs of a model, computed from its shape: elements of every block, FLOPs, activations. No module is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses where the optimizer state of each bucket is placed: the placement that fits and has the shortest predicted
 step. A bucket is a group of parameters that are copied and updated together. An item is a bucket in the simulation.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the rates of this machine in about three seconds, and keeps them in a file.
 
 Measurements

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts a step on many GPUs, with ZeRO-Offload and with ZeRO-2 without offload, from one GPU to many machines.
 
 Both methods shard optimizer state and gradients (ZeRO stage 2), and every GPU keeps all weights. Gradients are

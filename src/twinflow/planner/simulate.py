@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts the time of a training step by simulating what the runtime does with every bucket. A bucket is a group of
 parameters that are copied and updated together.
 

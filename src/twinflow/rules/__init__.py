@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Update rules and state formats as pure torch functions. The native and Triton kernels are tested against them."""
 
 from twinflow.rules.muon import ALL_RULES, MUON

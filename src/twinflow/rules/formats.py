@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State formats: the representation of master weights and optimizer states in memory. These functions are pure torch
 and run on any device. csrc/codecs.h and gpu/kernel.py give the same bits.
 

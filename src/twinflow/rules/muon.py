@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The declaration of Muon: options, defaults and scalars. `newton_schulz.py` has the arithmetic.
 
 Muon keeps a momentum of each matrix, orthogonalises it by a Newton-Schulz iteration, and subtracts the result from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of Muon in plain torch: momentum, the Newton-Schulz iteration, and a whole step as the reference.
 
 A Newton-Schulz iteration replaces the singular values of a matrix X by a polynomial of them, without computing them:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Update, sum of squares, accumulation and cast in plain torch, one operation at a time. The native library is tested
 against these functions, and they run if the native library is not available.
 """

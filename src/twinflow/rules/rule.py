@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition of update rules. A rule is declared once, as a `Rule` record. The config and its documentation, the
 command line, optimizers, checkpoints and tests read this record.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update rules. Each rule is declared as a `Rule` record, with two functions.
 
 `hyper` computes the scalars of a step and rounds each of them once to fp32. `apply` makes one step with fp32 tensors

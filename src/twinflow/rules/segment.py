@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments: contiguous elements of one parameter, and the buffers for their master weight and states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO: ranks share the optimizer state. Each rank updates its part, and all ranks exchange the new weights."""
 
 from twinflow.zero.partitioned import partition

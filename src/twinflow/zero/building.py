@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds a model in parts (DeepSpeed's `zero.Init`), so that no rank ever has all of its weights.
 
 Every module is built as usual, with the usual draws of random numbers. When the next module begins, the weights of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam with partitioned state: ranks send compressed momenta to the owner of a part, and owners send compressed
 weight changes back.
 

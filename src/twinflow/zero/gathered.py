@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole weights for a block of code (DeepSpeed's `GatheredParameters`), if ranks have parts of them (ZeRO stage 3).
 
 Inside the block a parameter is a whole tensor in memory of its own. A tensor that the code keeps stays valid after

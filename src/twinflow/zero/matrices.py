@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3 with Muon: each matrix is orthogonalised by one rank, which gathers the rows of all ranks.
 
 Each rank has some rows of a matrix, of its momentum and of its master weights, as `fully_shard` divides them. The ranks

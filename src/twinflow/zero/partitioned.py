@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO stage 3: weights are partitioned too, by torch's `fully_shard`.
 
 `fully_shard` stores this rank's rows of each parameter, gathers the weights of a block (a layer, offload/blocks.py)

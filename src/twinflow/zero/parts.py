@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO's partition of a bucket into parts of equal size. Each rank has the optimizer state of one part.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together.

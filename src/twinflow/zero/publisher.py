@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The publisher sends new weights to all ranks.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reducer sums gradients over all ranks and gives each rank its part of the sum, or all of it with ZeRO stage 0.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A job is one

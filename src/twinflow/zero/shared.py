@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO for a TwinOptimizer: groups of ranks, the partition of buckets, and the threads for communication.
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. The stages are:

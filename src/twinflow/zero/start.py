@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preparation of ranks before training: a watch for failures, a comparison of configs, and a share of the machine."""
 
 from __future__ import annotations

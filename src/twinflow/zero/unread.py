@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors whose values are in a file and have not been read yet.
 
 A loader of another library renames, casts, splits and joins the tensors of a checkpoint before it puts them into a

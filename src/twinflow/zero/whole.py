@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole tensors of weights of which ranks have parts: rows of `fully_shard`, or parts of weights on the hosts.
 
 A piece is a range of a flattened parameter that this rank has. Ranks first tell each other which pieces they have, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam and LAMB for slow networks: ranks exchange one bit for each element of the momentum, with error feedback."""
 
 from twinflow.optim.onebit.adam import OneBitAdam

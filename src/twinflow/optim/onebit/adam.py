@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit Adam: Adam until its second moment is stable, then ranks exchange one bit for each element of the momentum.
 
 After the switch the second moment v is frozen. A rank computes its momentum from the last mean momentum of all ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base classes of the optimizers with compressed communication: groups of ranks, the step, the switch, and saving.
 
 A bucket is a set of flat buffers for some parameters of one param group. `FreezingOptimizer` explains the switch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters in flat buffers. Ranks exchange one buffer at a time.
 
 fp32 parameters become views of the bucket's weights. For half-precision parameters the weights are fp32 masters, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1-bit LAMB: LAMB until the switch, then ranks exchange one bit for each element of the momentum.
 
 LAMB multiplies each parameter's step by a trust ratio: the norm of the weights divided by the norm of the step, within

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: the second moment is updated more and more rarely, and later steps are local with rare exchanges.
 
 Until `var_freeze_step` there are two kinds of steps. A refresh updates both moments from uncompressed gradients. Other
