@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of a published shape with its optimizer state on a disk, in a limited part of GPU and host memory.
 
 The weights are on the GPU, and gradients wait for their updates in a few slots on the host. A step cannot be shorter

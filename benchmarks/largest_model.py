@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama-2-70B with all parameters trained on one GPU: 4-bit states and bf16 weights without master.
 
 Weights and state of the first blocks are on the GPU, those of the others on the host, in the share that the planner

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/largest_model.py: the plan of Llama-2-70B on an H200, and the refusal of what does not fit."""
 
 from __future__ import annotations
