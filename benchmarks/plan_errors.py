@@ -175,6 +175,10 @@ def runs() -> list[Measured]:
     ):
         run = Run(opt, 1, 2048, states="bf16", clips=False)
         found.append(Measured("OPT 12.85 B, bf16, no clipping", flow, run, ratio, step_s, gpu_gb, host_gb))
+    largest = hf("llama", 8192, 80, 28_672, 64, 8, 32_000, False)
+    run = Run(largest, 4, 2048, states="4bit", master="none", clips=False, offload_params=True)
+    what = "Llama 68.98 B, 4-bit, no master, weights on the host, no clipping"
+    found.append(Measured(what, "2026-11-19-70b", run, 0.4838, 9.469, 132.47, 106.87, with_process=True))
     return found + finetuned()
 
 
