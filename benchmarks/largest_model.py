@@ -41,6 +41,7 @@ from weights_on_host import checkpoint_blocks, data_of, limit_memory, memory_ava
 
 from twinflow.bench.machine import describe, read_machine  # noqa: E402
 from twinflow.device import Device, device_for  # noqa: E402
+from twinflow.loss import LOSS_CHUNK  # noqa: E402
 from twinflow.offload.plan import RESIDENT  # noqa: E402
 from twinflow.optim import twin_build  # noqa: E402
 from twinflow.optim.twin import Tuning, TwinOptimizer  # noqa: E402
@@ -112,7 +113,10 @@ def cost_of(shape: str) -> ModelCost:
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
     }
-    return from_hf(config, shape)
+    model = from_hf(config, shape)
+    # `chunk_loss` keeps its input and its gradient, and the logits of a chunk in bf16 and fp32.
+    chunked = {"loss_bytes": 4.0 * hidden, "chunk_tokens": LOSS_CHUNK, "chunk_bytes": 6.0 * vocabulary}
+    return replace(model, activations=replace(model.activations, **chunked))
 
 
 def setting_of() -> Setting:
@@ -128,9 +132,7 @@ def setting_of() -> Setting:
 
 
 def planned(shape: str, options: argparse.Namespace, ratio: float | None, setting: Setting) -> Case:
-    """The plan with this ratio, or with the least that fits. Adds what these runs need beside the plan of twinflow:
-    larger buffers for gradients, and the gradients of a block before they are in these buffers.
-    """
+    """The plan with this ratio, or with the least that fits, and with larger buffers for gradients."""
     tokens = 2048 if options.plan_only else TOKENS
     model, sequences = cost_of(shape), options.sequences
     run = costs.Run(
@@ -144,7 +146,7 @@ def planned(shape: str, options: argparse.Namespace, ratio: float | None, settin
         placement=options.placement,
     )
     slot = 2 * costs.bucket_numel(run)
-    gpu = {"gradients of a block": run.block_bytes[0], "buffers": int(options.flat_gb * 1e9) - costs.FLAT_BYTES}
+    gpu = {"buffers": int(options.flat_gb * 1e9) - costs.FLAT_BYTES}
     host = {"slots": max(0, options.slots - costs.NUM_SLOTS) * slot}
     memory = costs.Memory(setting.memory.gpu_bytes - sum(gpu.values()), setting.memory.host_bytes - sum(host.values()))
     if ratio is None:
