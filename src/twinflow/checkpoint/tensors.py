@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from twinflow import native
-from twinflow.checkpoint.disk import RESTORE, Blocks, DurableFile, damaged, file_status
+from twinflow.checkpoint.disk import RESTORE, DurableFile, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
-from twinflow.checkpoint.serial import SerialThread
+from twinflow.checkpoint.threads import Threads
 from twinflow.errors import invalid_value
-from twinflow.state_dict import Entry
+from twinflow.state_dict import Entry, Halves, Parts
 
 CHUNK_BYTES: Final = 4 << 20  # small enough for the cache of a processor, because each chunk is read twice
+BLOCK_BYTES: Final = 16 << 20  # large enough for the full rate of disks and networks
+NUM_BUFFERS: Final = 4  # three blocks are written while one is filled
+NUM_AHEAD: Final = NUM_BUFFERS + 1  # blocks that are not written yet when the next tensor is read
+HUGE_PAGE: Final = 2 << 20
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors package
 METADATA: Final = "__metadata__"
 
@@ -204,21 +210,25 @@ def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
 
 
 class TensorWriter:
-    """Writes files in threads, so that the caller can read the next tensor while the one before is written.
+    """Writes files in threads, so that the caller can read the next tensor while those before are written.
 
-    The caller reads tensors. The thread "write" computes checksums and copies the values into blocks, which the threads
-    "block" write. The thread "sync" syncs a complete file to the disk while the next file is written. At most two
-    tensors are in memory: the one that is read and the one that is copied. At most one file waits for its sync. When
-    the `with` block ends without an error, all files are on the disk.
+    The caller reads tensors and divides a file into blocks. A thread "block" copies the values of a block to a buffer
+    that begins at a page, computes their checksums in the same pass over memory, and writes the buffer. The threads do
+    this for different blocks at the same time. The thread "sync" syncs a complete file to the disk while the next file
+    is written. Besides the tensor that the caller reads, the tensors of at most `NUM_AHEAD` + 1 blocks are in memory.
+    When the `with` block ends without an error, all files are on the disk.
     """
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
-        """`on_bytes` is called with the size of each chunk, by the thread that writes."""
+        """`on_bytes` is called with numbers of bytes that are written, by one thread at a time."""
         self._on_bytes = on_bytes
         self._files: list[DurableFile] = []
-        self._blocks = Blocks()
-        self._writes = SerialThread("write")
-        self._syncs = SerialThread("sync")
+        self._lock = threading.Lock()
+        self._buffers: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self._buffers.put(_new_buffer())
+        self._blocks = Threads("block", NUM_BUFFERS)
+        self._syncs = Threads("sync")
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -226,12 +236,11 @@ class TensorWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                self._writes.wait()
+                self._blocks.wait()
                 self._syncs.wait()
         finally:
-            self._writes.close()
-            self._syncs.close()
             self._blocks.close()
+            self._syncs.close()
             for file in self._files:
                 file.close()
 
@@ -243,52 +252,171 @@ class TensorWriter:
         """
         by_key = {entry.key: entry for entry in entries}
         crc32s = dict.fromkeys(by_key, 0)
-        file = DurableFile(path, self._blocks)
+        file = DurableFile(path, is_direct=True)
         self._files.append(file)
-        self._writes.put(file.open)
-        self._writes.put(partial(file.write, raw))
+        file.open()
+        progress = _FileProgress(file, -(-header.size // BLOCK_BYTES))
+        block, start, num_filled = [], 0, 0
+        for values, tensor in self._values(by_key, header, raw, crc32s):
+            rest: Tensor | Halves = values
+            while num_bytes := _num_bytes(rest):
+                num_bytes = min(num_bytes, BLOCK_BYTES - num_filled)
+                first, rest = _cut(rest, num_bytes)
+                block.append(_Piece(first, num_bytes, tensor, tensor.add() if tensor is not None else 0))
+                num_filled += num_bytes
+                if num_filled == BLOCK_BYTES:
+                    self._blocks.put(partial(self._write_block, progress, start, block))
+                    block, start, num_filled = [], start + BLOCK_BYTES, 0
+            del values, first, rest  # so that only blocks refer to the tensor while the next one is read
+        if block:
+            self._blocks.put(partial(self._write_block, progress, start, block))
+        return crc32s
+
+    def _values(
+        self, by_key: Mapping[str, Entry], header: Header, raw: bytes, crc32s: dict[str, int]
+    ) -> Iterator[tuple[Tensor | Halves, _TensorProgress | None]]:
+        """The bytes of a file in order, each with its tensor."""
+        yield torch.frombuffer(bytearray(raw), dtype=torch.uint8), None
         # An empty tensor may have the same start as the next one. It must come first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
             entry = by_key[info.name]
-            tensor = _read(entry)
-            self._writes.wait()
-            self._writes.put(partial(self._write_one, file, tensor, entry, crc32s))
-        self._writes.put(partial(self._finish, file))
-        return crc32s
+            self._blocks.wait(NUM_AHEAD)
+            tensor = _TensorProgress(entry, crc32s)
+            parts = _read(entry)
+            if entry.num_bytes:
+                while parts:
+                    yield parts.pop(0), tensor
+            elif entry.done is not None:
+                entry.done()
 
-    # The thread "write".
+    # The threads "block".
 
-    def _write_one(self, file: DurableFile, tensor: Tensor, entry: Entry, crc32s: dict[str, int]) -> None:
-        for chunk in _chunks(tensor):
-            crc32s[entry.key] = native.crc32(chunk, crc32s[entry.key])
-            file.write(chunk)
-            if self._on_bytes:
-                self._on_bytes(len(chunk))
-        if entry.done is not None:
-            entry.done()
+    def _write_block(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
+        buffer = self._buffers.get()
+        try:
+            num_bytes = sum(piece.num_bytes for piece in block)
+            into = buffer.numpy()[:num_bytes]
+            sums = native.gather(into, [piece.values for piece in block])
+            sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
+            for piece, crc32 in zip(block, sums, strict=True):
+                if piece.tensor is not None:
+                    piece.tensor.note(piece.number, crc32, piece.num_bytes)
+            block.clear()  # so that the tensors are freed while the buffer is written
+            file.file.write(into.data, start)
+        finally:
+            self._buffers.put(buffer)
+        with self._lock:
+            for size in sizes:
+                if self._on_bytes is not None:
+                    self._on_bytes(size)
+            file.num_left -= 1
+            is_complete = not file.num_left
+        if is_complete:
+            self._syncs.put(file.file.sync)
+            self._syncs.put(file.file.close)
 
-    def _finish(self, file: DurableFile) -> None:
-        file.flush()
-        self._syncs.wait()
-        self._syncs.put(file.sync)
-        self._syncs.put(file.close)
+
+class _Piece(NamedTuple):
+    """The part of a tensor, or of the header, that is in one block."""
+
+    values: Tensor | Halves
+    num_bytes: int
+    tensor: _TensorProgress | None  # None for the header
+    number: int  # of the pieces of the tensor
 
 
-def _read(entry: Entry) -> Tensor:
-    """The values of an entry, contiguous in host memory."""
-    tensor = entry.read()
-    if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
-        given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
+@dataclass
+class _FileProgress:
+    file: DurableFile
+    num_left: int  # blocks that are not written yet
+
+
+class _TensorProgress:
+    """The checksums of the pieces of a tensor, which come in any order."""
+
+    def __init__(self, entry: Entry, crc32s: dict[str, int]) -> None:
+        self._entry = entry
+        self._crc32s = crc32s
+        self._lock = threading.Lock()
+        self._num_bytes_left = entry.num_bytes
+        self._sums: list[tuple[int, int]] = []  # of each piece: crc32 and bytes
+
+    def add(self) -> int:
+        """Adds a piece after those before, and returns its number."""
+        with self._lock:
+            self._sums.append((0, 0))
+            return len(self._sums) - 1
+
+    def note(self, number: int, crc32: int, num_bytes: int) -> None:
+        """Takes the checksum of a piece whose values are not needed any more."""
+        with self._lock:
+            self._sums[number] = (crc32, num_bytes)
+            self._num_bytes_left -= num_bytes
+            if self._num_bytes_left:
+                return
+        total = 0
+        for crc32, num_bytes in self._sums:
+            total = native.joined_crc32(total, crc32, num_bytes)
+        self._crc32s[self._entry.key] = total
+        if self._entry.done is not None:
+            self._entry.done()
+
+
+def _new_buffer() -> Tensor:
+    """Memory of a block that begins at a page, on huge pages if there are any: the system locks each page in a write
+    around the page cache.
+    """
+    raw = torch.empty(BLOCK_BYTES + HUGE_PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % HUGE_PAGE
+    return native.advise_huge(raw[start : start + BLOCK_BYTES])
+
+
+def _num_bytes(values: Tensor | Halves) -> int:
+    return 4 * values.upper.numel() if isinstance(values, Halves) else values.numel()
+
+
+def _cut(values: Tensor | Halves, num_bytes: int) -> tuple[Tensor | Halves, Tensor | Halves]:
+    """The first bytes of values, and the rest. Blocks end at multiples of all item sizes."""
+    if isinstance(values, Halves):
+        upper, lower = values
+        at = num_bytes // 4
+        return Halves(upper[:at], lower[:at]), Halves(upper[at:], lower[at:])
+    return values[:num_bytes], values[num_bytes:]
+
+
+def _read(entry: Entry) -> list[Tensor | Halves]:
+    """The values of an entry in host memory: bytes, or halves of fp32 values."""
+    found = entry.read()
+    if isinstance(found, Parts):
+        parts = list(found.parts)
+        numel = sum(part.upper.numel() if isinstance(part, Halves) else part.numel() for part in parts)
+        dtypes = {torch.float32 if isinstance(part, Halves) else part.dtype for part in parts}
+        given = f"parts of {numel} elements of {', '.join(map(str, dtypes))}"
+        is_right = dtypes == {entry.dtype} and numel == entry.numel
+    else:
+        parts = [found]
+        given = f"a tensor {found.dtype} {list(found.shape)}"
+        is_right = found.dtype == entry.dtype and tuple(found.shape) == tuple(entry.shape)
+    if not is_right:
         raise ValueError(
-            f"read() of the entry {entry.name!r} returned a tensor {given}, but the entry has {wanted}. "
-            "Give the entry the dtype and shape of the tensor."
+            f"read() of the entry {entry.name!r} returned {given}, but the entry has {entry.dtype} "
+            f"{list(entry.shape)}. Give the entry the dtype and shape of the tensor."
         )
+    return [part if isinstance(part, Halves) else _as_bytes(_on_host(part)) for part in parts]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
-    view: memoryview = flat.view(torch.uint8).numpy().data
+    return flat.view(torch.uint8)
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    view: memoryview = _as_bytes(tensor).numpy().data
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
