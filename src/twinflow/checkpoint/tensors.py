@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
@@ -21,6 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +40,7 @@ NUM_AHEAD: Final = NUM_BUFFERS + 1  # blocks that are not written yet when the n
 HUGE_PAGE: Final = 2 << 20
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors package
 METADATA: Final = "__metadata__"
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -224,7 +227,7 @@ class TensorWriter:
         self._on_bytes = on_bytes
         self._files: list[DurableFile] = []
         self._lock = threading.Lock()
-        self._buffers: SimpleQueue[Tensor] = SimpleQueue()
+        self._buffers: SimpleQueue[Bytes] = SimpleQueue()
         for _ in range(NUM_BUFFERS):
             self._buffers.put(_new_buffer())
         self._blocks = Threads("block", NUM_BUFFERS)
@@ -295,7 +298,7 @@ class TensorWriter:
         buffer = self._buffers.get()
         try:
             num_bytes = sum(piece.num_bytes for piece in block)
-            into = buffer.numpy()[:num_bytes]
+            into = buffer[:num_bytes]
             sums = native.gather(into, [piece.values for piece in block])
             sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
             for piece, crc32 in zip(block, sums, strict=True):
@@ -362,13 +365,17 @@ class _TensorProgress:
             self._entry.done()
 
 
-def _new_buffer() -> Tensor:
-    """Memory of a block that begins at a page, on huge pages if there are any: the system locks each page in a write
-    around the page cache.
+def _new_buffer() -> Bytes:
+    """Memory of a block that begins at a page, on huge pages if there are any: a write around the page cache locks each
+    page.
     """
-    raw = torch.empty(BLOCK_BYTES + HUGE_PAGE, dtype=torch.uint8)
-    start = -raw.data_ptr() % HUGE_PAGE
-    return native.advise_huge(raw[start : start + BLOCK_BYTES])
+    memory = mmap.mmap(-1, BLOCK_BYTES + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    raw = np.frombuffer(memory, np.uint8)
+    with suppress(AttributeError, OSError):  # only Linux has these
+        memory.madvise(mmap.MADV_DONTFORK)  # after a fork, each page would be copied when it is written
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -raw.ctypes.data % HUGE_PAGE
+    return raw[start : start + BLOCK_BYTES]
 
 
 def _num_bytes(values: Tensor | Halves) -> int:

@@ -1,6 +1,7 @@
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-State is streamed to the files: only two tensors, or those of a few blocks, are copied in memory at a time. restore.py loads it.
+State is streamed to the files: only two tensors, or those of a few blocks, are copied in memory at a time. restore.py
+loads it.
 
 With `is_background` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
 starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then leave the
