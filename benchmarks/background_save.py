@@ -195,7 +195,7 @@ def save_once(engine: twinflow.Engine, step: Callable[[], object], folder: Path,
 
     def watch() -> None:
         while not running.is_done:
-            time.sleep(0.01)
+            time.sleep(0.05)  # often enough for seconds, and rarely enough not to slow down steps
             free[0] = min(free[0], free_host_bytes())
         ended.append(time.perf_counter() - begin_s)
 

@@ -300,22 +300,25 @@ def test_parts_of_tensors_are_written_as_whole_tensors(
 ) -> None:
     """Parts and halves in any order of blocks give the bytes and checksums of whole tensors, and `done` comes once."""
     monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(tensors_module, "LEAST_BYTES", 1 << 13)
     monkeypatch.setattr(tensors_module, "NUM_AHEAD", seed)
     if seed % 2:  # as if there were no native library
         monkeypatch.setattr("twinflow.native.kernels.load", lambda: Loaded(None, None, "none"))
-    gather, numbers = native.gather, random.Random(seed)
+    gather, numbers, num_uncopied = native.gather, random.Random(seed), 0
 
-    def slow(*given: Any) -> Any:
+    def slow(into: Any, given: Any) -> Any:
+        nonlocal num_uncopied
+        num_uncopied += into is None
         time.sleep(numbers.random() / 1000)
-        return gather(*given)
+        return gather(into, given)
 
     monkeypatch.setattr(native, "gather", slow)
     torch.manual_seed(seed)
     wholes, parts, done = [], [], []
     for number in range(12):
         dtype = numbers.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-        sizes = [numbers.choice([1, 5, 128, 3_000, 10_000]) for _ in range(numbers.randrange(1, 4))]
-        whole = (100 * torch.randn(sum(sizes))).to(dtype)
+        sizes = [numbers.choice([1, 5, 128, 3_000, 10_000, 1 << 13, 1 << 14]) for _ in range(numbers.randrange(1, 4))]
+        whole = at_a_page((100 * torch.randn(sum(sizes))).to(dtype))
         cut: list[Any] = list(whole.split(sizes))
         if dtype == torch.float32:
             cut = [Halves(*native.split(one)) if numbers.random() < 0.7 else one for one in cut]
@@ -329,6 +332,13 @@ def test_parts_of_tensors_are_written_as_whole_tensors(
     for whole in wholes:
         assert torch.equal(safetensors.torch.load_file(tmp_path / "1")[whole.name], whole.tensor())
     assert sorted(done) == list(range(12))
+    assert num_uncopied > 0
+
+
+def at_a_page(tensor: Tensor) -> Tensor:
+    raw = torch.empty(tensor.numel() * tensor.element_size() + 4096, dtype=torch.uint8)
+    start = -raw.data_ptr() % 4096
+    return raw[start : start + len(raw) - 4096].view(tensor.dtype).copy_(tensor)
 
 
 def test_parts_of_another_size_are_refused(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The safetensors format with streaming: a header length, a JSON header, then the bytes of one tensor after another.
 
-The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of wide
-dtypes come first in a file, so that each one starts at a multiple of its item size. The header keeps the given order. A
-part of a tensor is stored as a flat tensor with the name `<name>@<start>`. The manifest contains the name and shape of
-the whole tensor.
+The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of whole
+pages come first in a file, and then those of wide dtypes, so that each one starts at a multiple of its item size. If a
+file is large, its data starts at a page. Memory of whole pages can then be written without a copy. The header keeps the
+given order. A part of a tensor is stored as a flat tensor with the name `<name>@<start>`. The manifest contains the
+name and shape of the whole tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from twinflow import native
-from twinflow.checkpoint.disk import RESTORE, DurableFile, damaged, file_status
+from twinflow.checkpoint.disk import PAGE, RESTORE, DurableFile, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
 from twinflow.checkpoint.threads import Threads
 from twinflow.errors import invalid_value
@@ -35,6 +36,7 @@ from twinflow.state_dict import Entry, Halves, Parts
 
 CHUNK_BYTES: Final = 4 << 20  # small enough for the cache of a processor, because each chunk is read twice
 BLOCK_BYTES: Final = 16 << 20  # large enough for the full rate of disks and networks
+LEAST_BYTES: Final = 4 << 20  # of a block that ends with a tensor, so that the next one begins with a page of a tensor
 NUM_BUFFERS: Final = 4  # three blocks are written while one is filled
 NUM_AHEAD: Final = NUM_BUFFERS + 1  # blocks that are not written yet when the next tensor is read
 HUGE_PAGE: Final = 2 << 20
@@ -133,7 +135,7 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     """The bytes before the data of a file with `entries`, and the same header as a `Header`."""
     spans = {}
     stop = 0
-    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+    for entry in sorted(entries, key=lambda entry: (entry.num_bytes % PAGE > 0, -entry.dtype.itemsize)):
         start, stop = stop, stop + entry.num_bytes
         spans[entry.key] = start, stop
     infos = tuple(TensorInfo(entry.key, entry.dtype, tuple(entry.shape), *spans[entry.key]) for entry in entries)
@@ -142,7 +144,7 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
+    text += b" " * (-(8 + len(text)) % (PAGE if stop >= LEAST_BYTES else 8))
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"The safetensors header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
@@ -216,8 +218,9 @@ class TensorWriter:
     """Writes files in threads, so that the caller can read the next tensor while those before are written.
 
     The caller reads tensors and divides a file into blocks. A thread "block" copies the values of a block to a buffer
-    that begins at a page, computes their checksums in the same pass over memory, and writes the buffer. The threads do
-    this for different blocks at the same time. The thread "sync" syncs a complete file to the disk while the next file
+    that begins at a page, computes their checksums in the same pass over memory, and writes the buffer. A block that is
+    contiguous in memory from a page on is written from there. The threads do this for different blocks at the same
+    time. The thread "sync" syncs a complete file to the disk while the next file
     is written. Besides the tensor that the caller reads, the tensors of at most `NUM_AHEAD` + 1 blocks are in memory.
     When the `with` block ends without an error, all files are on the disk.
     """
@@ -258,7 +261,7 @@ class TensorWriter:
         file = DurableFile(path, is_direct=True)
         self._files.append(file)
         file.open()
-        progress = _FileProgress(file, -(-header.size // BLOCK_BYTES))
+        progress = _FileProgress(file)
         block, start, num_filled = [], 0, 0
         for values, tensor in self._values(by_key, header, raw, crc32s):
             rest: Tensor | Halves = values
@@ -267,13 +270,28 @@ class TensorWriter:
                 first, rest = _cut(rest, num_bytes)
                 block.append(_Piece(first, num_bytes, tensor, tensor.add() if tensor is not None else 0))
                 num_filled += num_bytes
-                if num_filled == BLOCK_BYTES:
-                    self._blocks.put(partial(self._write_block, progress, start, block))
-                    block, start, num_filled = [], start + BLOCK_BYTES, 0
+                if num_filled == BLOCK_BYTES or (num_filled >= LEAST_BYTES and not num_filled % PAGE):
+                    self._put(progress, start, block)
+                    block, start, num_filled = [], start + num_filled, 0
             del values, first, rest  # so that only blocks refer to the tensor while the next one is read
         if block:
-            self._blocks.put(partial(self._write_block, progress, start, block))
+            self._put(progress, start, block)
+        self._end_part(progress)
         return crc32s
+
+    def _put(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
+        with self._lock:
+            file.num_left += 1
+        self._blocks.put(partial(self._write_block, file, start, block))
+
+    def _end_part(self, file: _FileProgress) -> None:
+        """Notes that a block is written, or that the caller has read all tensors."""
+        with self._lock:
+            file.num_left -= 1
+            is_complete = not file.num_left
+        if is_complete:
+            self._syncs.put(file.file.sync)
+            self._syncs.put(file.file.close)
 
     def _values(
         self, by_key: Mapping[str, Entry], header: Header, raw: bytes, crc32s: dict[str, int]
@@ -295,28 +313,33 @@ class TensorWriter:
     # The threads "block".
 
     def _write_block(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
-        buffer = self._buffers.get()
-        try:
-            num_bytes = sum(piece.num_bytes for piece in block)
-            into = buffer[:num_bytes]
-            sums = native.gather(into, [piece.values for piece in block])
-            sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
-            for piece, crc32 in zip(block, sums, strict=True):
-                if piece.tensor is not None:
-                    piece.tensor.note(piece.number, crc32, piece.num_bytes)
-            block.clear()  # so that the tensors are freed while the buffer is written
-            file.file.write(into.data, start)
-        finally:
-            self._buffers.put(buffer)
-        with self._lock:
-            for size in sizes:
-                if self._on_bytes is not None:
+        sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
+        values = block[0].values
+        if len(block) == 1 and isinstance(values, Tensor) and not values.data_ptr() % PAGE:
+            sums = native.gather(None, [values])
+            file.file.write(values.numpy().data, start)
+            self._note(block, sums)
+        else:
+            buffer = self._buffers.get()
+            try:
+                into = buffer[: sum(piece.num_bytes for piece in block)]
+                sums = native.gather(into, [piece.values for piece in block])
+                self._note(block, sums)
+                file.file.write(into.data, start)
+            finally:
+                self._buffers.put(buffer)
+        if self._on_bytes is not None:
+            with self._lock:
+                for size in sizes:
                     self._on_bytes(size)
-            file.num_left -= 1
-            is_complete = not file.num_left
-        if is_complete:
-            self._syncs.put(file.file.sync)
-            self._syncs.put(file.file.close)
+        self._end_part(file)
+
+    def _note(self, block: list[_Piece], sums: list[int]) -> None:
+        """Takes the checksums of a block whose values are not needed any more."""
+        for piece, crc32 in zip(block, sums, strict=True):
+            if piece.tensor is not None:
+                piece.tensor.note(piece.number, crc32, piece.num_bytes)
+        block.clear()  # so that tensors in a buffer are freed while it is written
 
 
 class _Piece(NamedTuple):
@@ -331,7 +354,7 @@ class _Piece(NamedTuple):
 @dataclass
 class _FileProgress:
     file: DurableFile
-    num_left: int  # blocks that are not written yet
+    num_left: int = 1  # blocks that are not written yet, and the caller while it reads tensors
 
 
 class _TensorProgress:
