@@ -300,7 +300,7 @@ def test_parts_of_tensors_are_written_as_whole_tensors(
 ) -> None:
     """Parts and halves in any order of blocks give the bytes and checksums of whole tensors, and `done` comes once."""
     monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(tensors_module, "LEAST_BYTES", 1 << 13)
+    monkeypatch.setattr(tensors_module, "LARGE_BYTES", 1 << 13)
     monkeypatch.setattr(tensors_module, "NUM_AHEAD", seed)
     if seed % 2:  # as if there were no native library
         monkeypatch.setattr("twinflow.native.kernels.load", lambda: Loaded(None, None, "none"))

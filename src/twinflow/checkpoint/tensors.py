@@ -36,7 +36,7 @@ from twinflow.state_dict import Entry, Halves, Parts
 
 CHUNK_BYTES: Final = 4 << 20  # small enough for the cache of a processor, because each chunk is read twice
 BLOCK_BYTES: Final = 16 << 20  # large enough for the full rate of disks and networks
-LEAST_BYTES: Final = 4 << 20  # of a block that ends with a tensor, so that the next one begins with a page of a tensor
+LARGE_BYTES: Final = 4 << 20  # tensors from which on a block is written early, so that they need no copy
 NUM_BUFFERS: Final = 4  # three blocks are written while one is filled
 NUM_AHEAD: Final = NUM_BUFFERS + 1  # blocks that are not written yet when the next tensor is read
 HUGE_PAGE: Final = 2 << 20
@@ -144,7 +144,7 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % (PAGE if stop >= LEAST_BYTES else 8))
+    text += b" " * (-(8 + len(text)) % (PAGE if stop >= LARGE_BYTES else 8))
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"The safetensors header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
@@ -262,17 +262,21 @@ class TensorWriter:
         self._files.append(file)
         file.open()
         progress = _FileProgress(file)
-        block, start, num_filled = [], 0, 0
+        block: list[_Piece] = []
+        start = num_filled = 0
         for values, tensor in self._values(by_key, header, raw, crc32s):
+            if block and _num_bytes(values) >= LARGE_BYTES and _is_at_page(values) and not num_filled % PAGE:
+                self._put(progress, start, block)
+                block, start, num_filled = [], start + num_filled, 0
             rest: Tensor | Halves = values
             while num_bytes := _num_bytes(rest):
                 num_bytes = min(num_bytes, BLOCK_BYTES - num_filled)
                 first, rest = _cut(rest, num_bytes)
                 block.append(_Piece(first, num_bytes, tensor, tensor.add() if tensor is not None else 0))
                 num_filled += num_bytes
-                if num_filled == BLOCK_BYTES or (num_filled >= LEAST_BYTES and not num_filled % PAGE):
+                if num_filled == BLOCK_BYTES:
                     self._put(progress, start, block)
-                    block, start, num_filled = [], start + num_filled, 0
+                    block, start, num_filled = [], start + BLOCK_BYTES, 0
             del values, first, rest  # so that only blocks refer to the tensor while the next one is read
         if block:
             self._put(progress, start, block)
@@ -315,7 +319,7 @@ class TensorWriter:
     def _write_block(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
         sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
         values = block[0].values
-        if len(block) == 1 and isinstance(values, Tensor) and not values.data_ptr() % PAGE:
+        if len(block) == 1 and isinstance(values, Tensor) and _is_at_page(values):
             sums = native.gather(None, [values])
             file.file.write(values.numpy().data, start)
             self._note(block, sums)
@@ -399,6 +403,10 @@ def _new_buffer() -> Bytes:
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -raw.ctypes.data % HUGE_PAGE
     return raw[start : start + BLOCK_BYTES]
+
+
+def _is_at_page(values: Tensor | Halves) -> bool:
+    return isinstance(values, Tensor) and not values.data_ptr() % PAGE
 
 
 def _num_bytes(values: Tensor | Halves) -> int:
