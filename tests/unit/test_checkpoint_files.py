@@ -317,7 +317,9 @@ def test_parts_of_tensors_are_written_as_whole_tensors(
     wholes, parts, done = [], [], []
     for number in range(12):
         dtype = numbers.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-        sizes = [numbers.choice([1, 5, 128, 3_000, 10_000, 1 << 13, 1 << 14]) for _ in range(numbers.randrange(1, 4))]
+        sizes = [
+            numbers.choice([0, 1, 5, 128, 3_000, 10_000, 1 << 13, 1 << 14]) for _ in range(numbers.randrange(1, 4))
+        ]
         whole = at_a_page((100 * torch.randn(sum(sizes))).to(dtype))
         cut: list[Any] = list(whole.split(sizes))
         if dtype == torch.float32:

@@ -307,8 +307,8 @@ class TensorWriter:
             entry = by_key[info.name]
             self._blocks.wait(NUM_AHEAD)
             tensor = _TensorProgress(entry, crc32s)
-            parts = _read(entry)
-            if entry.num_bytes:
+            parts = [part for part in _read(entry) if _num_bytes(part)]
+            if parts:
                 while parts:
                     yield parts.pop(0), tensor
             elif entry.done is not None:
