@@ -8,13 +8,16 @@ The model and tokens of benchmarks/offload.py. The rate of the disk is that of o
 the same folder, before the model is built: once through the page cache, and once around it. A checkpoint is due every
 20 steps. If the one before is still being written, the next one is due 20 steps later. The script deletes the one
 before, so that the disk has to hold one. Updates while a checkpoint is written either leave the old state to the
-checkpoint, or need a copy of it, or wait for the disk. The table counts all three.
+checkpoint, or need a copy of it, or wait for the disk. The table counts all three. It also has the time of the stages
+of the writer, as sums over its threads: wall time, and CPU time, which updates lose if all processors are in use.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
+import mmap
 import os
 import shutil
 import sys
@@ -22,7 +25,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,38 +35,105 @@ import torch
 from offload import CUDA, build, synchronize, tokens
 
 import twinflow
+from twinflow import native
 from twinflow.bench.machine import describe, read_machine
-from twinflow.checkpoint.disk import Blocks, DurableFile
+from twinflow.checkpoint.disk import DurableFile
+from twinflow.checkpoint.tensors import BLOCK_BYTES, NUM_BUFFERS
+from twinflow.checkpoint.threads import Threads
 from twinflow.native.cgroup import free_host_bytes
 from twinflow.offload.frozen import Costs
 
-CHUNK_BYTES = 16 << 20
 NUM_FIRST = 6  # steps of each checkpoint whose seconds are printed
-TEXT = """# Checkpoints in the background, {size}, {date}
+HEAD = """# Checkpoints in the background, {size}, {date}
 
 `python benchmarks/background_save.py{arguments}` on {gpu};
 {machine}; torch {torch}
 
-{params:.2f} B parameters, {states} state, ratio {ratio}, {batch} sequences a step. A checkpoint has {gb:.2f} GB.
+{states} state, ratio {ratio}, {batch} sequences a step, a checkpoint every {every} steps.
 
 | | |
 |---|---:|
-| s/step without a checkpoint, {num_plain} steps | {plain:.4f} |
-| s/step while a checkpoint is written, {num_saving} steps, with the call of `save_checkpoint` | {saving:.4f} |
-| slowdown of these steps | {slow_saving:+.1%} |
-| slowdown with a checkpoint every {every} steps | {slow_all} |
-| seconds in the call of `save_checkpoint` | {calls} |
-| seconds until a checkpoint was complete | {seconds} |
-| GB/s of the checkpoints | {rates} |
-| GB/s of the disk, a file of {disk_gb:.1f} GB, synced: through the page cache, around it | {cached:.2f}, {direct:.2f} |
-| checkpoints beside the faster of both | {share:.0%} |
-| seconds of the first steps of each checkpoint | {first} |
-| updates that left the old state to the checkpoint | {aside} |
-| tensors copied for updates, their GB, GB at most at a time | {copied} |
-| seconds in which something waited for the disk | {waited} |
-| GB of buffers for updates before the clipping decision, and for checkpoints | {ahead_gb:.2f}, {saves_gb:.2f} |
-| GB of free host memory: before the checkpoints, at least while they were written | {free_gb:.1f}, {least_gb:.1f} |
 """
+
+
+class Report:
+    """A table. Each row is printed, and written to the file if there is one, as soon as it is known."""
+
+    def __init__(self, head: str, path: Path | None) -> None:
+        self._text = ""
+        self._path = path
+        self._write(head)
+
+    def add(self, label: str, value: str) -> None:
+        self._write(f"| {label} | {value} |\n")
+
+    def _write(self, text: str) -> None:
+        self._text += text
+        print(text, end="", flush=True)
+        if self._path is not None:
+            self._path.write_text(self._text)
+
+
+@dataclass
+class Stage:
+    """Calls of one function by the threads that write a checkpoint."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    num_bytes: int = 0
+    num_calls: int = 0
+
+    def __str__(self) -> str:
+        rate = (
+            f", {self.num_bytes / 1e9:.2f} GB, {self.num_bytes / self.seconds / 1e9:.2f} GB/s" if self.seconds else ""
+        )
+        return f"{self.seconds:.2f} s, {self.cpu_s:.2f} s of CPU, {self.num_calls} calls{rate}"
+
+
+@dataclass
+class Stages:
+    """Replaces functions of the writer by functions that count their time, until `end`."""
+
+    stages: dict[str, Stage] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _before: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        def gather(into: Any, parts: Any) -> tuple[str, int]:
+            num_bytes = sum(4 * one[0].numel() if isinstance(one, tuple) else one.numel() for one in parts)
+            return ("checksum" if into is None else "copy and checksum"), num_bytes
+
+        def pwrite(fd: int, data: Any, at: int) -> tuple[str, int]:
+            is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0)
+            return ("write around the page cache" if is_direct else "write through the page cache"), len(data)
+
+        self._time(native, "gather", gather)
+        self._time(os, "pwrite", pwrite)
+        self._time(os, "fsync", lambda fd: ("fsync", 0))
+
+    def _time(self, module: Any, name: str, describe: Callable[..., tuple[str, int]]) -> None:
+        real = getattr(module, name)
+
+        def timed(*args: Any) -> Any:
+            stage, num_bytes = describe(*args)
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            try:
+                return real(*args)
+            finally:
+                seconds, cpu_s = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
+                with self._lock:
+                    one = self.stages.setdefault(stage, Stage())
+                    one.seconds += seconds
+                    one.cpu_s += cpu_s
+                    one.num_bytes += num_bytes
+                    one.num_calls += 1
+
+        self._before.append((module, name, real))
+        setattr(module, name, timed)
+
+    def end(self) -> None:
+        for module, name, real in self._before:
+            setattr(module, name, real)
 
 
 @dataclass(frozen=True)
@@ -76,34 +147,36 @@ class Save:
     first_s: tuple[float, ...]  # seconds of its first steps
     costs: Costs
     least_free: int  # bytes of host memory
+    cpu_s: float  # of the process, for each of these steps
+    stages: dict[str, Stage]
 
 
 def disk_rate(folder: Path, num_bytes: int, is_direct: bool) -> float:
     """Bytes a second of one file, synced, through the page cache or around it (as checkpoints are written)."""
-    chunk = os.urandom(CHUNK_BYTES)
-    blocks = Blocks() if is_direct else None
+    block = mmap.mmap(-1, BLOCK_BYTES)  # begins at a page
+    block.write(os.urandom(BLOCK_BYTES))
     path = folder / "rate"
+    threads = Threads("rate", NUM_BUFFERS if is_direct else 1)
     begin_s = time.perf_counter()
-    try:
-        with DurableFile(path, blocks) as file:
-            for _ in range(max(1, num_bytes // CHUNK_BYTES)):
-                file.write(chunk)
-    finally:
-        if blocks is not None:
-            blocks.close()
+    with DurableFile(path, is_direct) as file:
+        for start in range(0, max(num_bytes, 1), BLOCK_BYTES):
+            threads.put(partial(file.write, memoryview(block), start))
+        threads.wait()
     seconds = time.perf_counter() - begin_s
+    threads.close()
     num_written = path.stat().st_size
     path.unlink()
     return num_written / seconds
 
 
-def time_steps(step: Callable[[], object], num: int) -> float:
+def time_steps(step: Callable[[], object], num: int) -> tuple[float, float]:
+    """Seconds of a step, and CPU seconds of the process."""
     synchronize()
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     for _ in range(num):
         step()
     synchronize()
-    return (time.perf_counter() - begin_s) / num
+    return (time.perf_counter() - begin_s) / num, (time.process_time() - begin_cpu_s) / num
 
 
 def save_once(engine: twinflow.Engine, step: Callable[[], object], folder: Path, every: int) -> tuple[Save, float, int]:
@@ -111,7 +184,9 @@ def save_once(engine: twinflow.Engine, step: Callable[[], object], folder: Path,
     for old in folder.glob("global_step*"):
         shutil.rmtree(old)
     synchronize()
-    begin_s = time.perf_counter()
+    stages = Stages()
+    stages.begin()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     engine.save_checkpoint(folder)
     call_s = time.perf_counter() - begin_s
     running = engine.background
@@ -121,14 +196,14 @@ def save_once(engine: twinflow.Engine, step: Callable[[], object], folder: Path,
 
     def watch() -> None:
         while not running.is_done:
-            time.sleep(0.01)
+            time.sleep(0.05)  # often enough for seconds, and rarely enough not to slow down steps
             free[0] = min(free[0], free_host_bytes())
         ended.append(time.perf_counter() - begin_s)
 
     thread = threading.Thread(target=watch)
     thread.start()
     num_steps = num_saving = 0
-    saving_s = 0.0
+    saving_s = saving_cpu_s = 0.0
     moments = [time.perf_counter()]
     while not num_saving or num_steps % every:
         step()
@@ -137,12 +212,16 @@ def save_once(engine: twinflow.Engine, step: Callable[[], object], folder: Path,
         if not num_saving and running.is_done:
             synchronize()
             num_saving, saving_s = num_steps, time.perf_counter() - begin_s
+            saving_cpu_s = time.process_time() - begin_cpu_s
+            stages.end()
     synchronize()
     whole_s = time.perf_counter() - begin_s
     thread.join()
     engine.wait_for_checkpoint()
     first_s = tuple(after - before for before, after in pairwise(moments[: NUM_FIRST + 1]))
-    return Save(call_s, ended[0], saving_s, num_saving, first_s, running.costs, free[0]), whole_s, num_steps
+    cpu_s = saving_cpu_s / num_saving
+    one = Save(call_s, ended[0], saving_s, num_saving, first_s, running.costs, free[0], cpu_s, stages.stages)
+    return one, whole_s, num_steps
 
 
 def main() -> None:
@@ -167,23 +246,34 @@ def main() -> None:
         parser.error("there is no GPU; use --tiny to see that the script works")
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     try:
-        text = measure(given, folder, begin_s)
+        measure(given, folder, begin_s)
     finally:
         shutil.rmtree(folder)
-    print(text)
-    if given.save:
-        name = f"{datetime.date.today().isoformat()}-background-save-{given.size}.md"
-        (Path(__file__).parent / "results" / name).write_text(text)
 
 
-def measure(given: argparse.Namespace, folder: Path, begin_s: float) -> str:
-    cached, direct = (disk_rate(folder, int(given.disk_gb * 1e9), is_direct) for is_direct in (False, True))
-    print(
-        f"disk: {cached / 1e9:.2f} GB/s through the page cache, {direct / 1e9:.2f} around it",
-        file=sys.stderr,
-        flush=True,
+def measure(given: argparse.Namespace, folder: Path, begin_s: float) -> None:
+    date, batch = datetime.date.today().isoformat(), 4 if CUDA else 1
+    results = Path(__file__).parent / "results"
+    head = HEAD.format(
+        size=given.size,
+        date=date,
+        arguments="".join(f" {word}" for word in sys.argv[1:] if word != "--save"),
+        gpu=torch.cuda.get_device_name() if CUDA else "no GPU",
+        machine=describe(read_machine()),
+        torch=torch.__version__,
+        states=given.states,
+        ratio=given.ratio,
+        batch=batch,
+        every=given.every,
     )
-    model, batch = build(given.size), 4 if CUDA else 1
+    report = Report(head, results / f"{date}-background-save-{given.size}.md" if given.save else None)
+    cached, direct = (disk_rate(folder, int(given.disk_gb * 1e9), is_direct) for is_direct in (False, True))
+    report.add(
+        f"GB/s of the disk, a file of {given.disk_gb:.1f} GB, synced: through the page cache, around it",
+        f"{cached / 1e9:.2f}, {direct / 1e9:.2f}",
+    )
+    model = build(given.size)
+    report.add("parameters", f"{sum(param.numel() for param in model.parameters()):.3g}")
     x = tokens(model, batch)
     offload = {"device": "cpu", "ratio": given.ratio, "states": given.states}
     config: dict[str, Any] = {
@@ -202,12 +292,18 @@ def measure(given: argparse.Namespace, folder: Path, begin_s: float) -> str:
         engine.step()
 
     time_steps(step, 8 if CUDA else 2)
-    plain = time_steps(step, given.every)
-    free_gb = free_host_bytes() / 1e9
+    plain, plain_cpu_s = time_steps(step, given.every)
+    report.add(
+        f"s/step without a checkpoint, {given.every} steps, and its CPU seconds", f"{plain:.4f}, {plain_cpu_s:.2f}"
+    )
     stores = engine.optimizer.runtime.speculative_stores
     ahead_gb, saves_gb = (stores.num_bytes - stores.bytes_for_saves) / 1e9, stores.bytes_for_saves / 1e9
-    print(f"{time.perf_counter() - begin_s:.0f} s: {plain:.4f} s/step without checkpoints", file=sys.stderr, flush=True)
+    report.add(
+        "GB of buffers for updates before the clipping decision, and for checkpoints", f"{ahead_gb:.2f}, {saves_gb:.2f}"
+    )
+    report.add("GB of free host memory before the checkpoints", f"{free_host_bytes() / 1e9:.1f}")
     saves: list[Save] = []
+    rates: list[float] = []
     whole_s, num_whole = 0.0, 0
     while len(saves) < given.saves:
         if saves and time.perf_counter() - begin_s + whole_s / len(saves) > given.seconds:
@@ -216,49 +312,45 @@ def measure(given: argparse.Namespace, folder: Path, begin_s: float) -> str:
         saves.append(one)
         whole_s += seconds
         num_whole += num_steps
-        print(f"{time.perf_counter() - begin_s:.0f} s: {one}", file=sys.stderr, flush=True)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        rates.append(num_bytes / one.complete_s)
+        add_save(report, f"checkpoint {len(saves)}", one, num_bytes, plain)
     engine.destroy()
-    rates = [size / one.complete_s for one in saves]
     saving = sum(one.steps_s for one in saves) / sum(one.num_steps for one in saves)
-    return TEXT.format(
-        size=given.size,
-        date=datetime.date.today().isoformat(),
-        arguments="".join(f" {word}" for word in sys.argv[1:] if word != "--save"),
-        gpu=torch.cuda.get_device_name() if CUDA else "no GPU",
-        machine=describe(read_machine()),
-        torch=torch.__version__,
-        params=sum(param.numel() for param in model.parameters()) / 1e9,
-        states=given.states,
-        ratio=given.ratio,
-        batch=batch,
-        gb=size / 1e9,
-        num_plain=given.every,
-        plain=plain,
-        num_saving=sum(one.num_steps for one in saves),
-        saving=saving,
-        slow_saving=saving / plain - 1.0,
-        every=given.every,
-        slow_all=f"{whole_s / num_whole / plain - 1.0:+.1%}, in {num_whole} steps with {len(saves)} checkpoints",
-        calls=", ".join(f"{one.call_s:.2f}" for one in saves),
-        seconds=", ".join(f"{one.complete_s:.1f}" for one in saves),
-        rates=", ".join(f"{rate / 1e9:.2f}" for rate in rates),
-        disk_gb=given.disk_gb,
-        cached=cached / 1e9,
-        direct=direct / 1e9,
-        share=sum(rates) / len(rates) / max(cached, direct),
-        first="; ".join(" ".join(f"{seconds:.2f}" for seconds in one.first_s) for one in saves),
-        aside=", ".join(str(one.costs.num_aside) for one in saves),
-        copied="; ".join(
-            f"{one.costs.num_copies}, {one.costs.copied_bytes / 1e9:.2f}, {one.costs.peak_bytes / 1e9:.2f}"
-            for one in saves
-        ),
-        waited=", ".join(f"{one.costs.waited_s:.2f}" for one in saves),
-        ahead_gb=ahead_gb,
-        saves_gb=saves_gb,
-        free_gb=free_gb,
-        least_gb=min(one.least_free for one in saves) / 1e9,
+    report.add(f"s/step while {len(saves)} checkpoints are written", f"{saving:.4f}, {saving / plain - 1.0:+.1%}")
+    slow_all = f"{whole_s / num_whole / plain - 1.0:+.1%}, in {num_whole} steps with {len(saves)} checkpoints"
+    report.add(f"slowdown with a checkpoint every {given.every} steps", slow_all)
+    rate = sum(rates) / len(rates)
+    label = "GB/s of the checkpoints, beside the faster rate of the disk"
+    report.add(label, f"{rate / 1e9:.2f}, {rate / max(cached, direct):.0%}")
+    report.add("seconds of the benchmark", f"{time.perf_counter() - begin_s:.0f}")
+
+
+def add_save(report: Report, name: str, one: Save, num_bytes: int, plain: float) -> None:
+    def add(label: str, value: str) -> None:
+        report.add(f"{name}: {label}", value)
+
+    add(
+        "GB, seconds until it was complete, GB/s",
+        f"{num_bytes / 1e9:.2f}, {one.complete_s:.1f}, {num_bytes / one.complete_s / 1e9:.2f}",
     )
+    slow = one.steps_s / one.num_steps
+    add(
+        f"s/step in this time, {one.num_steps} steps, with the call of `save_checkpoint`; slowdown; CPU seconds",
+        f"{slow:.4f}; {slow / plain - 1.0:+.1%}; {one.cpu_s:.2f}",
+    )
+    add("seconds in the call of `save_checkpoint`", f"{one.call_s:.2f}")
+    for stage, found in sorted(one.stages.items()):
+        add(f"{stage}, of all threads", str(found))
+    add("seconds of its first steps", " ".join(f"{seconds:.2f}" for seconds in one.first_s))
+    costs = one.costs
+    add("updates that left the old state to the checkpoint", str(costs.num_aside))
+    add(
+        "tensors copied for updates, their GB, GB at most at a time",
+        f"{costs.num_copies}, {costs.copied_bytes / 1e9:.2f}, {costs.peak_bytes / 1e9:.2f}",
+    )
+    add("seconds in which something waited for the disk", f"{costs.waited_s:.2f}")
+    add("GB of free host memory at least", f"{one.least_free / 1e9:.1f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 7
+#define TF_API_VERSION 8
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -394,6 +394,17 @@ TF_PUBLIC void tf_finish_update(tf_executor* executor, int64_t task, void* const
 
 // The CRC-32 of zlib. `crc`: that of the bytes before, or 0.
 TF_PUBLIC uint32_t tf_crc32(uint32_t crc, const void* data, int64_t num_bytes);
+
+typedef struct {
+  const void* data;   // values, or upper halves (16 bits) of fp32 values
+  const void* lower;  // lower halves (16 bits), or null
+  int64_t num_bytes;  // of the values; of halves: of the joined values
+  uint32_t crc32;     // result: the checksum of the values
+} tf_part;
+
+// Copies the values of all parts one after the other to `into`, by the calling thread alone. If `into` is null, only
+// their checksums are computed.
+TF_PUBLIC void tf_gather(void* into, tf_part* parts, int64_t num_parts);
 
 // Asks the system for huge pages for a buffer that has not been written yet. Never fails.
 TF_PUBLIC void tf_advise_huge(void* buffer, int64_t num_bytes);

@@ -43,7 +43,7 @@ def _state(engine: Any) -> list[Any]:
     engine.optimizer.wait()
     found = [param.local.detach().clone() for param in engine.optimizer.runtime.params]
     for _, entry in engine.optimizer.stream_state()[1]:
-        found += [value.read().clone() for key, value in entry.items() if key != "step"]
+        found += [value.tensor().clone() for key, value in entry.items() if key != "step"]
     return found
 
 

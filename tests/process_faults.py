@@ -214,9 +214,9 @@ def _when_writing(act: Callable[[], object]) -> None:
 
     write = DurableFile.write
 
-    def act_and_write(self: DurableFile, data: bytes | memoryview) -> None:
+    def act_and_write(self: DurableFile, data: bytes | memoryview, *start: int) -> None:
         act()
-        write(self, data)
+        write(self, data, *start)
 
     DurableFile.write = act_and_write  # type: ignore[method-assign]
 

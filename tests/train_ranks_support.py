@@ -107,10 +107,10 @@ def _full_disk(rank: int) -> None:
 
     write, save, num_saved = disk.DurableFile.write, Engine.save_checkpoint, 0
 
-    def write_or_not(self: Any, data: Any) -> None:
+    def write_or_not(self: Any, data: Any, *start: int) -> None:
         if rank == 1 and num_saved > 1:
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        write(self, data)
+        write(self, data, *start)
 
     def count(self: Any, *args: Any, **kwargs: Any) -> bool:
         nonlocal num_saved

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import SupportsFloat, SupportsInt, TypeVar
+from typing import NamedTuple, SupportsFloat, SupportsInt, TypeVar
 
 import torch
 from torch import Tensor
+
+from twinflow import native
 
 StateDict = dict[str, object]
 ParamEntry = Tensor | tuple[str, Tensor] | Mapping[str, object]  # one item of the argument `params` of torch.optim
@@ -124,6 +126,24 @@ class PartOf:
         return f"{name}@{self.start}"
 
 
+class Halves(NamedTuple):
+    """fp32 values as their upper halves (bf16) and lower halves (16 bits): the parts of a split master."""
+
+    upper: Tensor
+    lower: Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The values of a tensor in several places in host memory, as flat parts that follow one another."""
+
+    parts: tuple[Tensor | Halves, ...]
+
+    def joined(self) -> Tensor:
+        """A copy of the values, flat."""
+        return torch.cat([native.join(*part) if isinstance(part, Halves) else part for part in self.parts])
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor to be saved, or a part of one. `read` returns its values and is called when they are written.
@@ -135,9 +155,14 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor | Parts]
     part: PartOf | None = None
     done: Callable[[], None] | None = None
+
+    def tensor(self) -> Tensor:
+        """The values that `read` returns, as a tensor."""
+        found = self.read()
+        return found.joined().view(self.shape) if isinstance(found, Parts) else found
 
     @property
     def key(self) -> str:

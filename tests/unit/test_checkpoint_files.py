@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinflow import native
-from twinflow.checkpoint import Checkpoint, Entry, disk, export_weights, open_checkpoint, save, sides
+from twinflow.checkpoint import Checkpoint, Entry, export_weights, open_checkpoint, save, sides
 from twinflow.checkpoint import tensors as tensors_module
 from twinflow.checkpoint.disk import LATEST, RESTORE, DurableFile
 from twinflow.checkpoint.manifest import MANIFEST, META, encode_manifest, read_manifest
 from twinflow.checkpoint.sides import side_path
-from twinflow.checkpoint.tensors import DTYPES, encode_header, read_header, read_range, split_entries
+from twinflow.checkpoint.tensors import DTYPES, TensorWriter, encode_header, read_header, read_range, split_entries
+from twinflow.native.library import Loaded
+from twinflow.state_dict import Halves, Parts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,11 +187,13 @@ def test_tensors_begin_at_multiples_of_their_item_size() -> None:
 
 
 def test_two_tensors_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 3 << 20)  # several chunks
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 3 << 20)  # several blocks
+    monkeypatch.setattr(tensors_module, "NUM_AHEAD", 0)
+    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 3 << 20)
     alive: list[weakref.ref[Any]] = []
 
     def read(value: int) -> Tensor:
-        # One that is written meanwhile may be there.
+        # One whose last bytes are in the same block may be there.
         assert sum(ref() is not None for ref in alive) <= 1, "a tensor is still there that was written before"
         array = np.full((2 << 20,), value, dtype=np.float32)
         alive.append(weakref.ref(array))
@@ -196,7 +203,7 @@ def test_two_tensors_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     seen: list[tuple[int, int]] = []
     save(tmp_path, "a", {"m": made}, {}, on_progress=lambda done, total: seen.append((done, total)))
     assert len(alive) == 3
-    assert len(seen) == 9
+    assert len(seen) == 11  # 3 tensors and 9 blocks have 11 pieces
     assert seen == sorted(seen)
     assert seen[-1] == (24 << 20, 24 << 20)
     found = opened(tmp_path)
@@ -213,9 +220,9 @@ def test_a_tensor_is_read_while_the_one_before_is_written(tmp_path: Path, monkey
     is_read = threading.Event()
     write = DurableFile.write
 
-    def slow(self: DurableFile, data: bytes | memoryview) -> None:
-        assert len(data) != 8 or is_read.wait(20.0), "the second tensor is not read before the first one is written"
-        write(self, data)
+    def slow(self: DurableFile, data: bytes | memoryview, *start: int) -> None:
+        assert is_read.wait(20.0), "the second tensor is not read before the first one is written"
+        write(self, data, *start)
 
     def second() -> Tensor:
         is_read.set()
@@ -256,40 +263,92 @@ def test_a_file_is_synced_while_the_next_one_is_written(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("case", ["direct", "refused at once", "refused by the write", "short writes"])
 @pytest.mark.parametrize("rest", [0, 5, 4096 + 8], ids=str)
 def test_files_of_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: int, case: str) -> None:
-    """The whole blocks go around the page cache, unless the file system refuses that."""
-    monkeypatch.setattr(disk, "BLOCK_BYTES", 1 << 16)
-    pwrite, control, is_direct = os.pwrite, fcntl.fcntl, []
+    """Whole pages go around the page cache, unless the file system refuses that."""
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 1 << 16)
+    opens, pwrite, is_direct = os.open, os.pwrite, []
 
     def write(fd: int, data: memoryview, at: int) -> int:
-        is_direct.append(bool(control(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        is_direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
         if case == "refused by the write" and is_direct[-1]:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return pwrite(fd, data[:4096] if case == "short writes" else data, at)
 
-    def refuse(fd: int, command: int, *flags: int) -> int:
-        if case == "refused at once" and command == fcntl.F_SETFL:
+    def open_or_refuse(path: Path, flags: int, *rest: int) -> int:
+        if case == "refused at once" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return control(fd, command, *flags)
+        return opens(path, flags, *rest)
 
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    data = np.random.default_rng(0).integers(0, 256, 5 * (1 << 16) + rest, dtype=np.uint8).tobytes()
-    blocks = disk.Blocks()
-    for name in ("one", "two"):  # a second file begins with new blocks
-        file = DurableFile(tmp_path / name, blocks)
-        file.open()
-        for start in range(0, len(data), 10_000):
-            file.write(data[start : start + 10_000])
-        file.flush()
-        file.sync()
-        file.close()
-        assert (tmp_path / name).read_bytes() == data
-    blocks.close()
+    monkeypatch.setattr(os, "open", open_or_refuse)
+    values = np.random.default_rng(0).integers(0, 256, 5 * (1 << 16) + rest, dtype=np.uint8)
+    made = entry("values", torch.from_numpy(values))
+    raw, header = encode_header([made])
+    with TensorWriter() as writer:
+        found = [writer.write(tmp_path / name, [made], raw, header) for name in ("one", "two")]
+    assert found == [{"values": zlib.crc32(values.tobytes())}] * 2
+    for name in ("one", "two"):
+        assert (tmp_path / name).read_bytes() == raw + values.tobytes()
     if case != "refused at once":
         with suppress(OSError):  # only if the file system of the tests has direct writes
-            control(os.open(tmp_path / "one", os.O_WRONLY | os.O_DIRECT), fcntl.F_GETFL)
+            os.close(opens(tmp_path / "one", os.O_WRONLY | os.O_DIRECT))
             assert any(is_direct)
-    assert not is_direct[-1] or not rest
+    assert False in is_direct  # a file ends with a part of a page
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_tensors_are_written_as_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Parts and halves in any order of blocks give the bytes and checksums of whole tensors, and `done` comes once."""
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(tensors_module, "LARGE_BYTES", 1 << 13)
+    monkeypatch.setattr(tensors_module, "NUM_AHEAD", seed)
+    if seed % 2:  # as if there were no native library
+        monkeypatch.setattr("twinflow.native.kernels.load", lambda: Loaded(None, None, "none"))
+    gather, numbers, num_uncopied = native.gather, random.Random(seed), 0
+
+    def slow(into: Any, given: Any) -> Any:
+        nonlocal num_uncopied
+        num_uncopied += into is None
+        time.sleep(numbers.random() / 1000)
+        return gather(into, given)
+
+    monkeypatch.setattr(native, "gather", slow)
+    torch.manual_seed(seed)
+    wholes, parts, done = [], [], []
+    for number in range(12):
+        dtype = numbers.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+        sizes = [
+            numbers.choice([0, 1, 5, 128, 3_000, 10_000, 1 << 13, 1 << 14]) for _ in range(numbers.randrange(1, 4))
+        ]
+        whole = at_a_page((100 * torch.randn(sum(sizes))).to(dtype))
+        cut: list[Any] = list(whole.split(sizes))
+        if dtype == torch.float32:
+            cut = [Halves(*native.split(one)) if numbers.random() < 0.7 else one for one in cut]
+        wholes.append(entry(f"t{number}", whole))
+        parts.append(replace(wholes[-1], read=partial(Parts, tuple(cut)), done=partial(done.append, number)))
+    raw, header = encode_header(wholes)
+    with TensorWriter() as writer:
+        one, other = (writer.write(tmp_path / str(i), some, raw, header) for i, some in enumerate((wholes, parts)))
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+    assert one == other == {whole.name: zlib.crc32(whole.tensor().view(torch.uint8).numpy()) for whole in wholes}
+    for whole in wholes:
+        assert torch.equal(safetensors.torch.load_file(tmp_path / "1")[whole.name], whole.tensor())
+    assert sorted(done) == list(range(12))
+    assert num_uncopied > 0
+
+
+def at_a_page(tensor: Tensor) -> Tensor:
+    raw = torch.empty(tensor.numel() * tensor.element_size() + 4096, dtype=torch.uint8)
+    start = -raw.data_ptr() % 4096
+    return raw[start : start + len(raw) - 4096].view(tensor.dtype).copy_(tensor)
+
+
+def test_parts_of_another_size_are_refused(tmp_path: Path) -> None:
+    for part in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), Halves(*native.split(torch.zeros(5)))):
+        made = Entry("x", torch.float32, (2, 2), partial(Parts, (part,)))
+        with pytest.raises(ValueError, match=r"read\(\) of the entry 'x' returned parts of"):
+            save(tmp_path, "a", {"m": [made]}, {})
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 63, 64, 127, 128, 129, 191, 1000, 4096, 70_001])
@@ -299,8 +358,24 @@ def test_the_checksum_is_that_of_zlib(numel: int) -> None:
         one = memoryview(data)[start : start + numel]
         for before in (0, 1, 0xDEADBEEF, 0xFFFFFFFF):
             assert native.crc32(one, before) == zlib.crc32(one, before)
-    half = numel // 2
-    assert native.crc32(data[half:], native.crc32(data[:half])) == zlib.crc32(data)
+    for half in (0, numel // 2, numel):
+        first, second = native.crc32(data[:half]), native.crc32(data[half:])
+        assert native.crc32(data[half:], first) == zlib.crc32(data)
+        assert native.joined_crc32(first, second, len(data) - half) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 4096, 4097, 70_001])
+@pytest.mark.parametrize("start", [0, 1, 8, 15])
+def test_gathered_values_are_those_of_the_parts(numel: int, start: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    values[::7] = torch.tensor([float("inf"), float("-inf"), 0.0, 1e-40])[torch.arange(len(values[::7])) % 4]
+    raw = torch.randint(0, 256, (numel + 3,), dtype=torch.uint8)[3:]
+    into = np.full(start + 5 * numel + 16, 7, dtype=np.uint8)
+    wanted = [raw.numpy().tobytes(), values.numpy().tobytes()]
+    parts = [raw, native.split(values)]
+    assert native.gather(into[start : start + 5 * numel], parts) == [zlib.crc32(one) for one in wanted]
+    assert into.tobytes() == bytes([7] * start) + b"".join(wanted) + bytes([7] * 16)
+    assert native.gather(None, parts) == [zlib.crc32(one) for one in wanted]
 
 
 def test_it_is_written_although_the_script_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

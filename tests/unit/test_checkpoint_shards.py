@@ -340,7 +340,9 @@ def test_shares_of_a_verification_are_all_of_it_and_even(tmp_path: Path) -> None
             found.verify(share=share)
 
 
-def test_two_parts_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_two_parts_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinflow.checkpoint.tensors.BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("twinflow.checkpoint.tensors.NUM_AHEAD", 0)
     alive: list[weakref.ref[Any]] = []
 
     def read(value: int) -> Tensor:

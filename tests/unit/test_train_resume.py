@@ -329,11 +329,11 @@ def test_a_full_disk_costs_checkpoints_but_not_the_run(
     assert train(*run, "--out", plain).exit_code == 0
     write, is_full = disk.DurableFile.write, False
 
-    def write_or_not(self: disk.DurableFile, data: bytes | memoryview) -> None:
+    def write_or_not(self: disk.DurableFile, data: bytes | memoryview, *start: int) -> None:
         if is_full:
-            write(self, memoryview(data)[:10])
+            write(self, memoryview(data)[:10], *start)
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        write(self, data)
+        write(self, data, *start)
 
     def note(self: Any, text: str) -> None:
         nonlocal is_full

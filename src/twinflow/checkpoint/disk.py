@@ -5,28 +5,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import mmap
 import os
 import re
 import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from twinflow.checkpoint.serial import SerialThread
 from twinflow.errors import invalid_value
 from twinflow.files import naming, read_bytes
 
 LATEST: Final = "latest"
 RESTORE: Final = "Restore this file from a copy, or give the tag of another checkpoint."
-BLOCK_BYTES: Final = 16 << 20  # large enough for the full rate of disks and networks
-_NUM_BLOCKS: Final = 3
+PAGE: Final = 4096  # memory and offsets of writes around the page cache are multiples of it
 MAX_NAME_BYTES: Final = 120  # With prefixes and suffixes, a name stays below the limit of 255 bytes for file names.
 
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)  # only Linux has it
@@ -59,66 +54,21 @@ def check_tag(tag: object) -> str:
     return check_name("tag", tag)
 
 
-class Blocks:
-    """Writes blocks of a file in threads, around the page cache if the file system can do that.
-
-    Through the page cache, all bytes are copied by one more processor, and take memory that updates use beside a
-    background checkpoint. Some disks are also several times as fast without it. Such writes need buffers that begin at
-    a page. Each thread has one buffer: two of them write while the third is filled.
-    """
-
-    def __init__(self) -> None:
-        self._buffers = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8) for _ in range(_NUM_BLOCKS)]
-        self._threads = [SerialThread("block") for _ in self._buffers]
-        self._which = 0
-        self._num_filled = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the present block must be written now."""
-        return self._num_filled == BLOCK_BYTES
-
-    def fill(self, data: memoryview) -> int:
-        """Copies the first bytes of `data` into the present block, and returns their number."""
-        if not self._num_filled:
-            self._threads[self._which].wait()  # until the buffer is written; raises the error of the thread
-        start, count = self._num_filled, min(len(data), BLOCK_BYTES - self._num_filled)
-        self._buffers[self._which][start : start + count] = np.frombuffer(data[:count], np.uint8)
-        self._num_filled += count
-        return count
-
-    def put(self, write: Callable[[memoryview], object]) -> None:
-        """Lets a thread call `write` with the present block, and begins the next one."""
-        self._threads[self._which].put(partial(write, self._buffers[self._which].data))
-        self._which = (self._which + 1) % _NUM_BLOCKS
-        self._num_filled = 0
-
-    def take_rest(self) -> memoryview:
-        """Waits until all full blocks are written, and returns the bytes of the present one."""
-        for thread in self._threads:
-            thread.wait()
-        count, self._num_filled = self._num_filled, 0
-        return self._buffers[self._which].data[:count]
-
-    def close(self) -> None:
-        """Ends the threads after the blocks that they write now."""
-        for thread in self._threads:
-            thread.close()
-
-
 class DurableFile:
-    """A new file. Its bytes are on the disk after `flush` and `sync`, or after a `with` block without an error. Errors
-    contain its path.
+    """A new file. Its bytes are on the disk after `sync`, or after a `with` block without an error. Errors contain its
+    path. Several threads may write parts of it at the same time.
 
-    With `blocks`, they write the file. Only one file at a time may use them, until `flush`.
+    With `is_direct`, whole pages are written around the page cache, if the file system can do that. Through the page
+    cache, all bytes are copied by one more processor, and take memory that updates use beside a background checkpoint.
+    Some disks are also several times as fast without it.
     """
 
-    def __init__(self, path: Path, blocks: Blocks | None = None) -> None:
+    def __init__(self, path: Path, is_direct: bool = False) -> None:
         self.path = path
-        self._blocks = blocks
+        self._is_direct = is_direct
+        self._takes_direct = is_direct and bool(_DIRECT)
         self._fd = -1
-        self._num_put = 0  # bytes of full blocks
-        self._is_direct = False
+        self._direct_fd = -1
 
     def __enter__(self) -> DurableFile:
         self.open()
@@ -126,71 +76,57 @@ class DurableFile:
 
     def open(self) -> None:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        if self._blocks is not None:
-            self._set_direct(True)
+        if self._takes_direct:
+            try:
+                self._direct_fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
+            except OSError:  # a file system without such writes
+                self._takes_direct = False
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview, start: int = 0) -> None:
+        """Writes `data` at the offset `start`. Only memory that begins at a page is written around the page cache."""
         rest = memoryview(data)
-        if self._blocks is None:
-            self._write_at(self._num_put, rest)
-            self._num_put += len(rest)
-            return
-        while len(rest):
-            rest = rest[self._blocks.fill(rest) :]
-            if self._blocks.is_full:
-                self._blocks.put(partial(self._write_at, self._num_put))
-                self._num_put += BLOCK_BYTES
+        with naming(self.path):
+            done = self._write_direct(rest, start)
+            at, rest = start + done, rest[done:]
+            num_cached = len(rest)
+            while len(rest):
+                count = os.pwrite(self._fd, rest, at + num_cached - len(rest))
+                rest = rest[count:]
+        if self._is_direct and num_cached:
+            # Otherwise the disk would be idle until the system has many changed pages, or until `sync`.
+            start_write_back(self._fd, at, num_cached)
 
-    def flush(self) -> None:
-        """Writes the bytes that are still in a block."""
-        if self._blocks is not None:
-            rest = self._blocks.take_rest()
-            self._set_direct(False)  # because the rest is not a number of whole sectors
-            self._write_at(self._num_put, rest)
-            self._num_put += len(rest)
+    def _write_direct(self, data: memoryview, start: int) -> int:
+        """Writes the whole pages of `data`, and returns the number of bytes written."""
+        done = 0
+        is_aligned = self._takes_direct and not (start | np.frombuffer(data, np.uint8).ctypes.data) % PAGE
+        num_bytes = len(data) // PAGE * PAGE if is_aligned else 0
+        try:
+            while done < num_bytes:
+                done += os.pwrite(self._direct_fd, data[done:num_bytes], start + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._takes_direct = False  # a file system that accepts the flag and refuses the write
+        return done
 
     def sync(self) -> None:
         with naming(self.path):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        fds = self._fd, self._direct_fd
+        self._fd = self._direct_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                self.flush()
                 self.sync()
         finally:
             self.close()
-
-    def _set_direct(self, is_direct: bool) -> None:
-        """Turns writes around the page cache on or off. File systems without such writes refuse the flag."""
-        if _DIRECT and is_direct != self._is_direct:
-            with suppress(OSError):
-                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _DIRECT if is_direct else flags & ~_DIRECT)
-                self._is_direct = is_direct
-
-    def _write_at(self, start: int, data: memoryview) -> None:
-        with naming(self.path):
-            for_disk = data
-            at = start
-            while len(for_disk):
-                try:
-                    count = os.pwrite(self._fd, for_disk, at)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not self._is_direct:
-                        raise
-                    self._set_direct(False)  # a file system that accepts the flag and refuses the write
-                    continue
-                for_disk = for_disk[count:]
-                at += count
-        if self._blocks is not None and not self._is_direct:
-            # Otherwise the disk would be idle until the system has many changed pages, or until `sync`.
-            start_write_back(self._fd, start, len(data))
 
 
 def start_write_back(fd: int, start: int, num_bytes: int) -> None:

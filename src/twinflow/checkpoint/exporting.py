@@ -48,8 +48,9 @@ def export_weights(
 
     Tensors of more than `shard_bytes` together are split into shards `<stem>-00001-of-0000N.safetensors` next to
     `path`, with the index `<path>.index.json`. All files are written under temporary names and renamed when all of them
-    are on the disk. Two tensors are in memory at a time. After a crash between the renames of shards there is no index.
-    An index never refers to a mix of old and new shards. `on_bytes` is called with the size of each chunk written.
+    are on the disk. Two tensors, or those of a few blocks, are in memory. After a crash between the renames of shards
+    there is no index. An index never refers to a mix of old and new shards. `on_bytes` is called with numbers of bytes
+    that are written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":

@@ -90,8 +90,8 @@ def save(
 ) -> Path:
     """Writes the checkpoint `root/<tag>`, replaces an existing one of that tag, and returns its folder.
 
-    `files` are written as safetensors, each in parts of at most `part_bytes` or of one larger tensor. One tensor is
-    read while the one before is written, so two are in memory. `meta` is JSON in which nan and inf are allowed and
+    `files` are written as safetensors, each in parts of at most `part_bytes` or of one larger tensor. A tensor is read
+    while those before are written: two are in memory, or those of a few blocks. `meta` is JSON with nan and inf, and
     tuples become lists. With `save_latest`, the new checkpoint is opened by default from now on. `keep_last` deletes
     the oldest checkpoints beyond that number, but never the latest one. A thread calls `on_progress` with the number of
     bytes written and the total.

@@ -1,38 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """The safetensors format with streaming: a header length, a JSON header, then the bytes of one tensor after another.
 
-The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of wide
-dtypes come first in a file, so that each one starts at a multiple of its item size. The header keeps the given order. A
-part of a tensor is stored as a flat tensor with the name `<name>@<start>`. The manifest contains the name and shape of
-the whole tensor.
+The `safetensors` package is not used for writing, because it needs all tensors of a file in memory. Tensors of whole
+pages come first in a file, and then those of wide dtypes, so that each one starts at a multiple of its item size. If a
+file is large, its data starts at a page. Memory of whole pages can then be written without a copy. The header keeps the
+given order. A part of a tensor is stored as a flat tensor with the name `<name>@<start>`. The manifest contains the
+name and shape of the whole tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twinflow import native
-from twinflow.checkpoint.disk import RESTORE, Blocks, DurableFile, damaged, file_status
+from twinflow.checkpoint.disk import PAGE, RESTORE, DurableFile, damaged, file_status
 from twinflow.checkpoint.plain import parse_json
-from twinflow.checkpoint.serial import SerialThread
+from twinflow.checkpoint.threads import Threads
 from twinflow.errors import invalid_value
-from twinflow.state_dict import Entry
+from twinflow.state_dict import Entry, Halves, Parts
 
 CHUNK_BYTES: Final = 4 << 20  # small enough for the cache of a processor, because each chunk is read twice
+BLOCK_BYTES: Final = 16 << 20  # large enough for the full rate of disks and networks
+LARGE_BYTES: Final = 4 << 20  # tensors from which on a block is written early, so that they need no copy
+NUM_BUFFERS: Final = 4  # three blocks are written while one is filled
+NUM_AHEAD: Final = NUM_BUFFERS + 1  # blocks that are not written yet when the next tensor is read
+HUGE_PAGE: Final = 2 << 20
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors package
 METADATA: Final = "__metadata__"
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -125,7 +136,7 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
     """The bytes before the data of a file with `entries`, and the same header as a `Header`."""
     spans = {}
     stop = 0
-    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+    for entry in sorted(entries, key=lambda entry: (entry.num_bytes % PAGE > 0, -entry.dtype.itemsize)):
         start, stop = stop, stop + entry.num_bytes
         spans[entry.key] = start, stop
     infos = tuple(TensorInfo(entry.key, entry.dtype, tuple(entry.shape), *spans[entry.key]) for entry in entries)
@@ -134,7 +145,7 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, Header]:
         span = [info.start, info.stop]
         fields[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": span}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # The data starts at a multiple of 8 bytes.
+    text += b" " * (-(8 + len(text)) % (PAGE if stop >= LARGE_BYTES else 8))
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"The safetensors header of a file with {len(infos)} tensors has {len(text)} bytes, but must have at most "
@@ -205,21 +216,26 @@ def are_sizes(value: object) -> TypeGuard[Sequence[int]]:
 
 
 class TensorWriter:
-    """Writes files in threads, so that the caller can read the next tensor while the one before is written.
+    """Writes files in threads, so that the caller can read the next tensor while those before are written.
 
-    The caller reads tensors. The thread "write" computes checksums and copies the values into blocks, which the threads
-    "block" write. The thread "sync" syncs a complete file to the disk while the next file is written. At most two
-    tensors are in memory: the one that is read and the one that is copied. At most one file waits for its sync. When
-    the `with` block ends without an error, all files are on the disk.
+    The caller reads tensors and divides a file into blocks. A thread "block" copies the values of a block to a buffer
+    that begins at a page, computes their checksums in the same pass over memory, and writes the buffer. A block that is
+    contiguous in memory from a page on is written from there. The threads do this for different blocks at the same
+    time. The thread "sync" syncs a complete file to the disk while the next file
+    is written. Besides the tensor that the caller reads, the tensors of at most `NUM_AHEAD` + 1 blocks are in memory.
+    When the `with` block ends without an error, all files are on the disk.
     """
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
-        """`on_bytes` is called with the size of each chunk, by the thread that writes."""
+        """`on_bytes` is called with numbers of bytes that are written, by one thread at a time."""
         self._on_bytes = on_bytes
         self._files: list[DurableFile] = []
-        self._blocks = Blocks()
-        self._writes = SerialThread("write")
-        self._syncs = SerialThread("sync")
+        self._lock = threading.Lock()
+        self._buffers: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(NUM_BUFFERS):
+            self._buffers.put(_new_buffer())
+        self._blocks = Threads("block", NUM_BUFFERS)
+        self._syncs = Threads("sync")
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -227,12 +243,11 @@ class TensorWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                self._writes.wait()
+                self._blocks.wait()
                 self._syncs.wait()
         finally:
-            self._writes.close()
-            self._syncs.close()
             self._blocks.close()
+            self._syncs.close()
             for file in self._files:
                 file.close()
 
@@ -244,52 +259,203 @@ class TensorWriter:
         """
         by_key = {entry.key: entry for entry in entries}
         crc32s = dict.fromkeys(by_key, 0)
-        file = DurableFile(path, self._blocks)
+        file = DurableFile(path, is_direct=True)
         self._files.append(file)
-        self._writes.put(file.open)
-        self._writes.put(partial(file.write, raw))
+        file.open()
+        progress = _FileProgress(file)
+        block: list[_Piece] = []
+        start = num_filled = 0
+        for values, tensor in self._values(by_key, header, raw, crc32s):
+            if block and _num_bytes(values) >= LARGE_BYTES and _is_at_page(values) and not num_filled % PAGE:
+                self._put(progress, start, block)
+                block, start, num_filled = [], start + num_filled, 0
+            rest: Tensor | Halves = values
+            while num_bytes := _num_bytes(rest):
+                num_bytes = min(num_bytes, BLOCK_BYTES - num_filled)
+                first, rest = _cut(rest, num_bytes)
+                block.append(_Piece(first, num_bytes, tensor, tensor.add() if tensor is not None else 0))
+                num_filled += num_bytes
+                if num_filled == BLOCK_BYTES:
+                    self._put(progress, start, block)
+                    block, start, num_filled = [], start + BLOCK_BYTES, 0
+            del values, first, rest  # so that only blocks refer to the tensor while the next one is read
+        if block:
+            self._put(progress, start, block)
+        self._end_part(progress)
+        return crc32s
+
+    def _put(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
+        with self._lock:
+            file.num_left += 1
+        self._blocks.put(partial(self._write_block, file, start, block))
+
+    def _end_part(self, file: _FileProgress) -> None:
+        """Notes that a block is written, or that the caller has read all tensors."""
+        with self._lock:
+            file.num_left -= 1
+            is_complete = not file.num_left
+        if is_complete:
+            self._syncs.put(file.file.sync)
+            self._syncs.put(file.file.close)
+
+    def _values(
+        self, by_key: Mapping[str, Entry], header: Header, raw: bytes, crc32s: dict[str, int]
+    ) -> Iterator[tuple[Tensor | Halves, _TensorProgress | None]]:
+        """The bytes of a file in order, each with its tensor."""
+        yield torch.frombuffer(bytearray(raw), dtype=torch.uint8), None
         # An empty tensor may have the same start as the next one. It must come first.
         for info in sorted(header.infos, key=lambda info: (info.start, info.stop)):
             entry = by_key[info.name]
-            tensor = _read(entry)
-            self._writes.wait()
-            self._writes.put(partial(self._write_one, file, tensor, entry, crc32s))
-        self._writes.put(partial(self._finish, file))
-        return crc32s
+            self._blocks.wait(NUM_AHEAD)
+            tensor = _TensorProgress(entry, crc32s)
+            parts = [part for part in _read(entry) if _num_bytes(part)]
+            if parts:
+                while parts:
+                    yield parts.pop(0), tensor
+            elif entry.done is not None:
+                entry.done()
 
-    # The thread "write".
+    # The threads "block".
 
-    def _write_one(self, file: DurableFile, tensor: Tensor, entry: Entry, crc32s: dict[str, int]) -> None:
-        for chunk in _chunks(tensor):
-            crc32s[entry.key] = native.crc32(chunk, crc32s[entry.key])
-            file.write(chunk)
-            if self._on_bytes:
-                self._on_bytes(len(chunk))
-        if entry.done is not None:
-            entry.done()
+    def _write_block(self, file: _FileProgress, start: int, block: list[_Piece]) -> None:
+        sizes = [piece.num_bytes for piece in block if piece.tensor is not None]
+        values = block[0].values
+        if len(block) == 1 and isinstance(values, Tensor) and _is_at_page(values):
+            sums = native.gather(None, [values])
+            file.file.write(values.numpy().data, start)
+            self._note(block, sums)
+        else:
+            buffer = self._buffers.get()
+            try:
+                into = buffer[: sum(piece.num_bytes for piece in block)]
+                sums = native.gather(into, [piece.values for piece in block])
+                self._note(block, sums)
+                file.file.write(into.data, start)
+            finally:
+                self._buffers.put(buffer)
+        if self._on_bytes is not None:
+            with self._lock:
+                for size in sizes:
+                    self._on_bytes(size)
+        self._end_part(file)
 
-    def _finish(self, file: DurableFile) -> None:
-        file.flush()
-        self._syncs.wait()
-        self._syncs.put(file.sync)
-        self._syncs.put(file.close)
+    def _note(self, block: list[_Piece], sums: list[int]) -> None:
+        """Takes the checksums of a block whose values are not needed any more."""
+        for piece, crc32 in zip(block, sums, strict=True):
+            if piece.tensor is not None:
+                piece.tensor.note(piece.number, crc32, piece.num_bytes)
+        block.clear()  # so that tensors in a buffer are freed while it is written
 
 
-def _read(entry: Entry) -> Tensor:
-    """The values of an entry, contiguous in host memory."""
-    tensor = entry.read()
-    if tensor.dtype != entry.dtype or tuple(tensor.shape) != tuple(entry.shape):
-        given, wanted = (f"{one.dtype} {list(one.shape)}" for one in (tensor, entry))
+class _Piece(NamedTuple):
+    """The part of a tensor, or of the header, that is in one block."""
+
+    values: Tensor | Halves
+    num_bytes: int
+    tensor: _TensorProgress | None  # None for the header
+    number: int  # of the pieces of the tensor
+
+
+@dataclass
+class _FileProgress:
+    file: DurableFile
+    num_left: int = 1  # blocks that are not written yet, and the caller while it reads tensors
+
+
+class _TensorProgress:
+    """The checksums of the pieces of a tensor, which come in any order."""
+
+    def __init__(self, entry: Entry, crc32s: dict[str, int]) -> None:
+        self._entry = entry
+        self._crc32s = crc32s
+        self._lock = threading.Lock()
+        self._num_bytes_left = entry.num_bytes
+        self._sums: list[tuple[int, int]] = []  # of each piece: crc32 and bytes
+
+    def add(self) -> int:
+        """Adds a piece after those before, and returns its number."""
+        with self._lock:
+            self._sums.append((0, 0))
+            return len(self._sums) - 1
+
+    def note(self, number: int, crc32: int, num_bytes: int) -> None:
+        """Takes the checksum of a piece whose values are not needed any more."""
+        with self._lock:
+            self._sums[number] = (crc32, num_bytes)
+            self._num_bytes_left -= num_bytes
+            if self._num_bytes_left:
+                return
+        total = 0
+        for crc32, num_bytes in self._sums:
+            total = native.joined_crc32(total, crc32, num_bytes)
+        self._crc32s[self._entry.key] = total
+        if self._entry.done is not None:
+            self._entry.done()
+
+
+def _new_buffer() -> Bytes:
+    """Memory of a block that begins at a page, on huge pages if there are any: a write around the page cache locks each
+    page.
+    """
+    memory = mmap.mmap(-1, BLOCK_BYTES + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    raw = np.frombuffer(memory, np.uint8)
+    with suppress(AttributeError, OSError):  # only Linux has these
+        memory.madvise(mmap.MADV_DONTFORK)  # after a fork, each page would be copied when it is written
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -raw.ctypes.data % HUGE_PAGE
+    return raw[start : start + BLOCK_BYTES]
+
+
+def _is_at_page(values: Tensor | Halves) -> bool:
+    return isinstance(values, Tensor) and not values.data_ptr() % PAGE
+
+
+def _num_bytes(values: Tensor | Halves) -> int:
+    return 4 * values.upper.numel() if isinstance(values, Halves) else values.numel()
+
+
+def _cut(values: Tensor | Halves, num_bytes: int) -> tuple[Tensor | Halves, Tensor | Halves]:
+    """The first bytes of values, and the rest. Blocks end at multiples of all item sizes."""
+    if isinstance(values, Halves):
+        upper, lower = values
+        at = num_bytes // 4
+        return Halves(upper[:at], lower[:at]), Halves(upper[at:], lower[at:])
+    return values[:num_bytes], values[num_bytes:]
+
+
+def _read(entry: Entry) -> list[Tensor | Halves]:
+    """The values of an entry in host memory: bytes, or halves of fp32 values."""
+    found = entry.read()
+    if isinstance(found, Parts):
+        parts = list(found.parts)
+        numel = sum(part.upper.numel() if isinstance(part, Halves) else part.numel() for part in parts)
+        dtypes = {torch.float32 if isinstance(part, Halves) else part.dtype for part in parts}
+        given = f"parts of {numel} elements of {', '.join(map(str, dtypes))}"
+        is_right = dtypes == {entry.dtype} and numel == entry.numel
+    else:
+        parts = [found]
+        given = f"a tensor {found.dtype} {list(found.shape)}"
+        is_right = found.dtype == entry.dtype and tuple(found.shape) == tuple(entry.shape)
+    if not is_right:
         raise ValueError(
-            f"read() of the entry {entry.name!r} returned a tensor {given}, but the entry has {wanted}. "
-            "Give the entry the dtype and shape of the tensor."
+            f"read() of the entry {entry.name!r} returned {given}, but the entry has {entry.dtype} "
+            f"{list(entry.shape)}. Give the entry the dtype and shape of the tensor."
         )
+    return [part if isinstance(part, Halves) else _as_bytes(_on_host(part)) for part in parts]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # A contiguous tensor of one element or none may have any stride.
-    view: memoryview = flat.view(torch.uint8).numpy().data
+    return flat.view(torch.uint8)
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    view: memoryview = _as_bytes(tensor).numpy().data
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 

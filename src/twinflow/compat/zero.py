@@ -303,7 +303,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     found = find_checkpoint(Path(checkpoint_dir), tag)
     masters = exporting.masters_of(found)
     names = found.names("model")
-    weights = {name: exporting.make_entry(found, name, masters.get(name), torch.float32).read() for name in names}
+    weights = {name: exporting.make_entry(found, name, masters.get(name), torch.float32).tensor() for name in names}
     aliases = found.meta.get("aliases") or {}
     return weights | {name: weights[first] for name, first in aliases.items() if first in weights}
 

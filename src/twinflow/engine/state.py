@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves an engine as a checkpoint: weights, optimizer, scheduler, counters, random states and data position.
 
-State is streamed to the files: only two tensors are copied in memory at a time. restore.py loads it.
+State is streamed to the files: only two tensors, or those of a few blocks, are copied in memory at a time. restore.py
+loads it.
 
 With `is_background` in the settings, the thread "twinflow-save" writes the files while training continues. Before it
 starts, `Frozen.begin` freezes the state (offload/frozen.py): updates of a bucket (a group of parameters) then leave the
@@ -206,7 +207,7 @@ def _freeze(engine: EngineBase, files: Mapping[str, Sequence[Entry]]) -> tuple[F
         while name not in params and "/" in name:  # the name has the form parameter/key/key
             name = name.rpartition("/")[0]
         if name not in params:  # the entry may change, but not by the update of a bucket, so it is read at once
-            value = leaf.read().detach().to("cpu", copy=True)
+            value = leaf.tensor().detach().to("cpu", copy=True)
             return replace(leaf, read=lambda: value)
         param = params[name]
         if param is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,13 @@ __all__ = [
     "available",
     "cast",
     "crc32",
+    "gather",
     "get_threads",
     "huge_zeros",
     "isa",
     "isa_names",
     "join",
+    "joined_crc32",
     "scale_in_place",
     "set_isa",
     "set_threads",
@@ -200,6 +203,65 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
         return zlib.crc32(data, value)
     found: int = library.tf_crc32(value, np.frombuffer(data, np.uint8).ctypes.data, len(data))
     return found
+
+
+class _CPart(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("lower", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_int64),
+        ("crc32", ctypes.c_uint32),
+    )
+
+
+def gather(into: np.ndarray | None, parts: Sequence[Tensor | tuple[Tensor, Tensor]]) -> list[int]:
+    """Copies flat, contiguous tensors on the host one after the other to the bytes `into`, and returns their checksums.
+
+    A pair has the halves that `split` returns. Its values are joined. With None, nothing is copied. The calling thread
+    does all work, so that updates can use the threads of the pool meanwhile.
+    """
+    library = load().library
+    if library is None:
+        values = [formats.join(*part) if isinstance(part, tuple) else part for part in parts]
+        found = [one.view(torch.uint8).numpy() for one in values]
+        if into is not None:
+            np.concatenate(found, out=into)
+        return [zlib.crc32(one.data) for one in found]
+    table = (_CPart * len(parts))()
+    for row, part in zip(table, parts, strict=True):
+        first, lower = part if isinstance(part, tuple) else (part, None)
+        row.data = first.data_ptr()
+        row.lower = lower.data_ptr() if lower is not None else None
+        row.num_bytes = first.numel() * (first.element_size() if lower is None else 4)
+    library.tf_gather(into.ctypes.data if into is not None else None, table, len(parts))
+    return [row.crc32 for row in table]
+
+
+def joined_crc32(first: int, second: int, num_bytes: int) -> int:
+    """The crc32 of two runs of bytes, one after the other, from their own ones. The second has `num_bytes` bytes."""
+    return _times(_power(8 * num_bytes), first) ^ second
+
+
+@lru_cache(maxsize=64)
+def _power(exponent: int) -> int:
+    """x^exponent modulo the polynomial of crc32, whose bit 31 is the coefficient of x^0."""
+    found, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            found = _times(found, square)
+        square = _times(square, square)
+        exponent >>= 1
+    return found
+
+
+def _times(first: int, second: int) -> int:
+    """The product of two such polynomials."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
+    return product
 
 
 def huge_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:

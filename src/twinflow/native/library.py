@@ -22,7 +22,7 @@ from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 7
+API_VERSION = 8
 FILE_NAME = "libtwinflow.so"
 
 
@@ -80,6 +80,7 @@ _SIGNATURES: Signatures = {
     "tf_packing_size": ([], c_int64),
     "tf_advise_huge": ([c_void_p, c_int64], None),
     "tf_crc32": ([c_uint32, c_void_p, c_int64], c_uint32),
+    "tf_gather": ([c_void_p, c_void_p, c_int64], None),
 }
 
 

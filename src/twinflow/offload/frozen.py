@@ -39,6 +39,7 @@ from twinflow.offload.executor import Executor
 from twinflow.offload.plan import HOST
 from twinflow.offload.weight_guard import plain
 from twinflow.rules.segment import Store
+from twinflow.state_dict import Halves, Parts
 
 _LOOK_S = 0.01  # interval in which the copier checks whether an update waits
 
@@ -76,12 +77,12 @@ class FrozenState:
 class _Reading:
     """A tensor that the checkpoint reads once."""
 
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor | Parts]
     buckets: frozenset[int]  # indices of the buckets that it depends on
     nbytes: int
     is_state: bool  # it is read from the stores of the buckets; otherwise from the parameters
     is_taken: bool = False  # a thread reads or copies the tensor now, or has done so
-    copy: Tensor | None = None
+    copy: Tensor | Parts | None = None
     is_safe: bool = False  # it has been written or copied, so its source may change
 
 
@@ -118,13 +119,13 @@ class Frozen:
         self._copier = threading.Thread(target=self._copy_wanted, name="twinflow-copier", daemon=True)
 
     def add(
-        self, read: Callable[[], Tensor], buckets: Iterable[int], nbytes: int, is_state: bool
-    ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+        self, read: Callable[[], Tensor | Parts], buckets: Iterable[int], nbytes: int, is_state: bool
+    ) -> tuple[Callable[[], Tensor | Parts], Callable[[], None]]:
         """Registers `read`, which returns a tensor of the state of these buckets (`is_state`) or of their parameters.
 
         `read` must return the same tensor also after a bucket has got another store. Returns two functions for the
         reader. The first one may be called once, later: it returns the value that the tensor has now. The second one
-        must be called when the value is not needed any more.
+        must be called, by any thread, when the value is not needed any more.
         """
         reading = _Reading(read, frozenset(buckets), nbytes, is_state)
         for index in reading.buckets:
@@ -183,7 +184,7 @@ class Frozen:
 
     # The reader's thread.
 
-    def _read(self, reading: _Reading) -> Tensor:
+    def _read(self, reading: _Reading) -> Tensor | Parts:
         with self._changed:
             while reading.is_taken and not reading.is_safe:  # the copier copies it now
                 self._changed.wait(1.0)
@@ -206,9 +207,7 @@ class Frozen:
             while (reading := self._next()) is not None:
                 value, is_copy = self._value(reading)
                 if not is_copy:
-                    # On huge pages, because an update waits for this copy, and most of the time of a copy to new small
-                    # pages is spent in page faults.
-                    value = native.advise_huge(torch.empty(value.shape, dtype=value.dtype)).copy_(value)
+                    value = _copied(value)
                 reading.copy = value
                 self._make_safe(reading)
         except BaseException as error:
@@ -241,11 +240,16 @@ class Frozen:
                     self._changed.wait(_LOOK_S)  # until the reader has freed copies
         return None
 
-    def _value(self, reading: _Reading) -> tuple[Tensor, bool]:
+    def _value(self, reading: _Reading) -> tuple[Tensor | Parts, bool]:
         """The values on the host, and whether they are a copy of values on the device."""
         # With `plain`, reading a weight does not wait for its update. That update waits for this reading.
         with self._device.beside("save"), torch.no_grad(), plain():
             value = reading.read()
+            if isinstance(value, Parts):
+                tensors = [part for part in value.parts if isinstance(part, Tensor)]
+                is_copy = len(tensors) == len(value.parts) and all(one.device.type != "cpu" for one in tensors)
+                parts = tuple(part.cpu() if isinstance(part, Tensor) else part for part in value.parts)
+                return Parts(parts), is_copy
             return value.cpu(), value.device.type != "cpu"
 
     def _make_safe(self, reading: _Reading) -> None:
@@ -261,3 +265,17 @@ class Frozen:
                 if not self._unread[index] and index in self._wanted:
                     self._wanted.remove(index)
             self._changed.notify_all()
+
+
+def _copied(value: Tensor | Parts) -> Tensor | Parts:
+    if isinstance(value, Parts):
+        parts = (Halves(*map(_copy, part)) if isinstance(part, Halves) else _copy(part) for part in value.parts)
+        return Parts(tuple(parts))
+    return _copy(value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on huge pages. An update waits for it, and most of the time of a copy to new small pages is spent in page
+    faults.
+    """
+    return native.advise_huge(torch.empty(tensor.shape, dtype=tensor.dtype)).copy_(tensor)

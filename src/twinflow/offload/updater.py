@@ -23,6 +23,7 @@ from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store, is_own_master, new_states
 
+_PAGE = 4096
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -118,5 +119,10 @@ class RuleUpdater:
 
 
 def hidden_zeros(numel: int, /, *, dtype: torch.dtype) -> Tensor:
-    """Zeros on huge pages. Forked processes do not inherit this memory."""
-    return hide_from_children(native.advise_huge(torch.empty(numel, dtype=dtype))).zero_()
+    """Zeros on huge pages. Forked processes do not inherit this memory.
+
+    The memory begins at a page, so that checkpoints can write it to a disk without a copy.
+    """
+    raw = torch.empty(numel + _PAGE // dtype.itemsize, dtype=dtype)
+    start = -raw.data_ptr() % _PAGE // dtype.itemsize
+    return hide_from_children(native.advise_huge(raw[start : start + numel])).zero_()

@@ -222,4 +222,4 @@ def _streamed(name: str, entry: Mapping[str, object]) -> StateDict:
 
 
 def _values(entry: Mapping[str, object]) -> StateDict:
-    return {key: value.read().clone() if isinstance(value, Entry) else value for key, value in entry.items()}
+    return {key: value.tensor().clone() if isinstance(value, Entry) else value for key, value in entry.items()}

@@ -29,7 +29,18 @@ from twinflow.parallel.shard import shard_of
 from twinflow.rules import Rule
 from twinflow.rules.formats import BLOCK
 from twinflow.rules.segment import Store
-from twinflow.state_dict import Entry, PartOf, StateDict, int_of, mapping_of, params_of, saved_groups, tensor_of
+from twinflow.state_dict import (
+    Entry,
+    Halves,
+    PartOf,
+    Parts,
+    StateDict,
+    int_of,
+    mapping_of,
+    params_of,
+    saved_groups,
+    tensor_of,
+)
 from twinflow.zero.compression import VarianceWatch
 
 KIND = "twinflow.TwinOptimizer"
@@ -163,9 +174,7 @@ def _streamed(rule: Rule, param: Param, pieces: Sequence[tuple[Bucket, int]], is
         if is_part:
             unit = _unit(key)
             part, shape = PartOf(dims, (param.first + piece.start) // unit), (-(-piece.numel // unit),)
-        streams[key] = Entry(
-            f"{param.name}/{key}", dtype, shape, partial(_read, pieces, readers, key, dtype, shape), part
-        )
+        streams[key] = Entry(f"{param.name}/{key}", dtype, shape, partial(_read, readers, key, shape), part)
     return {"step": bucket.steps[index], **streams}
 
 
@@ -174,7 +183,7 @@ def _unit(key: str) -> int:
     return BLOCK if key.endswith("_scale") else 1
 
 
-_Reader = Callable[[str], Tensor]  # returns the master, a state or its scales of one slice
+_Reader = Callable[[str], Tensor | Halves]  # returns the master, a state or its scales of one slice
 
 
 def _reader(rule: Rule, bucket: Bucket, index: int) -> _Reader:
@@ -184,30 +193,23 @@ def _reader(rule: Rule, bucket: Bucket, index: int) -> _Reader:
     return partial(read_state, bucket, index)
 
 
-def _read_kept(rule: Rule, store: Store, key: str) -> Tensor:
+def _read_kept(rule: Rule, store: Store, key: str) -> Tensor | Halves:
+    if key == "master" and store.is_split and store.weight is not None and store.weight.device.type == "cpu":
+        return Halves(store.weight, store.master)  # joined when they are written, in the same pass over memory
     found = slices.read_one(rule, store, key)
     assert found is not None
     return found
 
 
-def _read(
-    pieces: Sequence[tuple[Bucket, int]],
-    readers: Sequence[_Reader],
-    key: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-) -> Tensor:
-    """One tensor of an entry, joined from slices."""
-    if len(pieces) == 1:
-        return readers[0](key).view(shape)
-    whole = torch.empty(shape, dtype=dtype)
-    for (bucket, i), read in zip(pieces, readers, strict=True):
-        found, start = read(key), bucket.slices[i].start // _unit(key)
-        whole.view(-1)[start : start + found.numel()] = found
-    return whole
+def _read(readers: Sequence[_Reader], key: str, shape: tuple[int, ...]) -> Tensor | Parts:
+    """One tensor of an entry, of which each reader returns a slice."""
+    found = [read(key) for read in readers]
+    if len(found) == 1 and isinstance(found[0], Tensor):
+        return found[0].view(shape)
+    return Parts(tuple(found))
 
 
-def weight_reader(param: Param) -> Callable[[], Tensor] | None:
+def weight_reader(param: Param) -> Callable[[], Tensor | Parts] | None:
     """Returns a function that reads the present weights of a parameter from its state, also after an update.
 
     None if the state of the whole parameter is not on this host, or does not contain exactly these weights.
@@ -225,7 +227,7 @@ def weight_reader(param: Param) -> Callable[[], Tensor] | None:
     if len(values) < len(stores):  # the fp32 master of an fp16 parameter
         return None
     shape = param.tensor.shape
-    return lambda: (values[0] if len(values) == 1 else torch.cat(values)).view(shape)
+    return lambda: values[0].view(shape) if len(values) == 1 else Parts(tuple(values))
 
 
 def _as_streams(name: str, value: object) -> object:
