@@ -46,10 +46,12 @@ class HostMemory:
         while not self._is_over.wait(0.05):
             self.least = min(self.least, memory_available())
 
-    def stop(self) -> float:
+    def taken(self) -> int:
+        return self.before - self.least
+
+    def stop(self) -> None:
         self._is_over.set()
         self._thread.join()
-        return (self.before - self.least) / 1e9
 
 
 def plain_copy(path: Path, num_bytes: int, tuning: Tuning) -> float:
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--gpu-memory", type=float, default=24.0, metavar="GB")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--copy-bytes", type=float, default=6e9 if CUDA else 64e6, help="of the plain copy's file")
+    parser.add_argument("--copy-bytes", type=float, default=12e9 if CUDA else 64e6, help="of the plain copy's file")
     parser.add_argument("--buffers", type=int, default=4)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
@@ -117,9 +119,11 @@ def main() -> None:
         after = file.counters
         moved.append(after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written)
         losses.append(loss.item())
-        print(f"loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, {moved[-1] / 1e9:.2f} GB moved", flush=True)
-    host_gb = memory.stop()
-    gpu_gb = torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0
+        gpu_gb = torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0
+        used = f"GPU {gpu_gb:.2f} GB, host {memory.taken() / 1e9:.2f} GB"
+        print(f"loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, {moved[-1] / 1e9:.2f} GB moved, {used}", flush=True)
+    memory.stop()
+    host_gb = memory.taken() / 1e9
     numel = sum(p.numel() for p in model.parameters())
     state_gb = file.sizes.total_bytes / 1e9
     optimizer.close()
