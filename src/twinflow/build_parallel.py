@@ -17,14 +17,16 @@ from twinflow.activations.wrap import KEY as CLASSES
 from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
-from twinflow.config import Axes, Config, compression_choice, resolve_axes
+from twinflow.config import Axes, Config, compression_choice, optimizer_choice, resolve_axes
 from twinflow.conflicts import refuse
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group, skip_group
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_build import own_device
 from twinflow.parallel.deferral import Deferral, defer
+from twinflow.parallel.experts import ExpertRanks, find_experts, split_experts
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.plans import match, needs_dropout, plan_for
@@ -35,6 +37,7 @@ from twinflow.parallel.tensor import parallelize, same_randoms
 from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.topology import DATA, PIPE
 from twinflow.parallel.wire import Wire
+from twinflow.rules import ALL_RULES
 
 LOGGER = logging.getLogger("twinflow")
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -65,6 +68,7 @@ def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any
         raise invalid_value(name, axes.pipe * axes.model, expected, remedy)
     check(_combination(config, axes, model, optimizer))
     _check_sequence(config, num_data, optimizer)
+    _check_experts(config, num_data, model, optimizer)
     return Spread(axes, num_data)
 
 
@@ -85,6 +89,39 @@ def _check_sequence(config: Config, num_data: int, optimizer: Any) -> None:
         "given optimizer": isinstance(optimizer, TwinOptimizer) and optimizer.team is None,
     }
     refuse("Sequence parallelism", found, optimizer=kind)
+
+
+def _check_experts(config: Config, num_data: int, model: Model, optimizer: Any) -> None:
+    """Raises ValueError for options that conflict with expert ranks, and if they do not divide the ranks."""
+    size = config.expert_parallel_size
+    if num_data % size:
+        remedy = "Start a multiple of it as processes, or use fewer expert ranks."
+        raise invalid_value("expert_parallel_size", size, f"a divisor of {num_data}, the number of processes", remedy)
+    if size == 1:
+        return
+    kind = config.optimizer.type if config.optimizer is not None and optimizer is None else type(optimizer).__name__
+    is_rule = optimizer is None and config.optimizer is not None and optimizer_choice(config)[0] in ALL_RULES
+    found = {
+        "PipelineModule": isinstance(model, PipelineModule),
+        "stage": config.zero_optimization.stage == 3,
+        "sequence": (config.sequence_parallel_size or 1) > 1,
+        "compiled": config.compile.blocks,
+        "float8": config.float8.enabled,
+        "no optimizer": config.optimizer is None and optimizer is None,
+        "compression": kind.lower() in _ONE_BIT,
+        "Muon": kind.lower() == "muon",
+        "given optimizer": isinstance(optimizer, TwinOptimizer),
+        "other optimizer": not is_rule,
+    }
+    refuse("Expert parallelism", found, optimizer=kind)
+    if isinstance(model, nn.Module):
+        find_experts(model, size)
+
+
+def divide_experts(model: nn.Module, config: Config) -> ExpertRanks | None:
+    """Keeps only this rank's experts in the model. None without expert ranks."""
+    size = config.expert_parallel_size
+    return split_experts(model, size, device=own_device(), timeout=TIMEOUT) if size > 1 else None
 
 
 def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Combination:
@@ -108,6 +145,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         config.float8.enabled,
         config.activation_checkpointing.selective,
         config.sequence_parallel_size or 1,
+        config.expert_parallel_size,
     )
 
 
