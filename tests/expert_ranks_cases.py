@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,19 @@ def use(rank: int, world: int, folder: str) -> dict[str, Any]:
     engine.load_module_state_dict(whole)
     found["loaded"] = values_of(engine.module_state_dict())
     engine.destroy()
+    # Another engine for the same model.
+    engine, *_ = twinflow.initialize(model=model, config=config_of(world, 2, 0, 1, True, {}))
+    found["again"] = values_of(engine.module_state_dict())
+    engine.destroy()
     # A TwinOptimizer over a model that was split without an engine.
     model = fused("Olmoe")
-    assert split_experts(model, 2).rank == rank % 2
+    ranks = split_experts(model, 2)
+    assert ranks.rank == rank % 2
+    copied = deepcopy(model)
+    assert values_of(ranks.state_dict()) == found["first"]
+    # Ranks stop after different numbers of tokens, but run as many forwards.
+    model.generate(batch_of(0)["input_ids"], max_new_tokens=2 + rank, do_sample=False)
+    copied.save_pretrained(f"{folder}/copied")
     options = {"lr": LR, "weight_decay": DECAY, "eps": EPS, "max_grad_norm": MAX_NORM}
     for stage, given in ((2, model), (0, list(model.parameters()))):
         optimizer = TwinOptimizer(given, zero=Zero(stage=stage), **options)
@@ -141,6 +152,11 @@ def use(rank: int, world: int, folder: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.wait()
         found[f"own part, stage {stage}"] = [rank % 2, model.get_parameter(DOWN).tolist()]
+        if stage == 2:
+            config = config_of(world, 2, 2, 1, True, None)
+            engine, *_ = twinflow.initialize(model=model, optimizer=optimizer, config=config)
+            found["whole"] = values_of(engine.module_state_dict())
+            engine.save_checkpoint(f"{folder}/checkpoint")
         optimizer.close()
         with torch.no_grad():
             for own, old in zip(model.parameters(), fused("Olmoe").parameters(), strict=True):
@@ -192,7 +208,12 @@ def errors(rank: int, world: int) -> dict[str, str]:
     del vars(model)["peft_config"]
     split_experts(model, 2)
     note("twice", lambda: split_experts(model, 2))
+    note("another size", lambda: initialize(model, size=1, stage=3))
     note("own rule", lambda: TwinOptimizer(model, torch.optim.RMSprop, zero=Zero(stage=2)))
+    note("own stage", lambda: TwinOptimizer(deepcopy(model), zero=Zero(stage=3)))
+    replaced = deepcopy(model)
+    replaced.load_state_dict(model.state_dict(), assign=True)
+    note("replaced", lambda: TwinOptimizer(replaced, zero=Zero(stage=2)))
     twin = TwinOptimizer(model, zero=Zero(stage=0))
     note("state dict", twin.state_dict)
     note("whole weights", lambda: list(whole_weights(twin)))

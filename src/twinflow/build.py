@@ -52,7 +52,6 @@ from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import own_device
-from twinflow.parallel.experts import ExpertRanks
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.sequence_model import SplitSequence, split_sequence
@@ -124,12 +123,10 @@ def initialize(
                 "config needs all weights"
             )
         model, found = spread(model, parsed, found, optimizer, own_device())
-        experts = None
         if isinstance(model, nn.Module) and not any(param.is_meta for param in model.parameters()):
-            experts = divide_experts(model, parsed)  # before the device gets the weights: it may have no room for all
+            divide_experts(model, parsed)  # before the device gets the weights: it may have no room for all
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
-        if experts is None:
-            experts = divide_experts(module, parsed)
+        divide_experts(module, parsed)
         if parsed.sparse_attention is not None and grid is None:
             apply_section(module, parsed.sparse_attention.given())
         if parsed.float8.enabled:  # before weights are divided and before the optimizer puts hooks on modules
@@ -160,7 +157,7 @@ def initialize(
             timeout = timedelta(seconds=TIMEOUT_S)
             sequence = split_sequence(module, num_sequence, parsed.sequence_mode, device=own_device(), timeout=timeout)
             undo.callback(sequence.remove)
-        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer, sequence, experts)
+        settings = _engine_settings(parsed, batch, source, ranks, grid, optimizer, sequence)
         reports = _make_reports(parsed, ranks.rank)
         activations = checkpoint_activations(parsed, module, twin, grid)
         if activations is not None:
@@ -213,13 +210,11 @@ def _engine_settings(
     grid: Grid | None,
     optimizer: Any,
     sequence: SplitSequence | None,
-    experts: ExpertRanks | None,
 ) -> EngineSettings:
     return EngineSettings(
         ranks=ranks,
         grid=grid,
         sequence=sequence,
-        experts=experts,
         stage=config.zero_optimization.stage,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,

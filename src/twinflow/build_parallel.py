@@ -26,7 +26,7 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import own_device
 from twinflow.parallel.deferral import Deferral, defer
-from twinflow.parallel.experts import ExpertRanks, find_experts, split_experts
+from twinflow.parallel.experts import expert_ranks, find_experts, split_experts
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.plans import match, needs_dropout, plan_for
@@ -93,14 +93,19 @@ def _check_sequence(config: Config, num_data: int, optimizer: Any) -> None:
 
 def _check_experts(config: Config, num_data: int, model: Model, optimizer: Any) -> None:
     """Raises ValueError for options that conflict with expert ranks, and if they do not divide the ranks."""
+    before = expert_ranks(model) if isinstance(model, nn.Module) else None
     size = config.expert_parallel_size
     if num_data % size:
         remedy = "Start a multiple of it as processes, or use fewer expert ranks."
         raise invalid_value("expert_parallel_size", size, f"a divisor of {num_data}, the number of processes", remedy)
-    if size == 1:
+    if before is not None and size not in (1, before.size):
+        remedy = "Use this size, leave the key out, or build the model again."
+        raise invalid_value("expert_parallel_size", size, f"{before.size}, by which the model is split", remedy)
+    if size == 1 and before is None:
         return
     kind = config.optimizer.type if config.optimizer is not None and optimizer is None else type(optimizer).__name__
     is_rule = optimizer is None and config.optimizer is not None and optimizer_choice(config)[0] in ALL_RULES
+    is_twin = isinstance(optimizer, TwinOptimizer)
     found = {
         "PipelineModule": isinstance(model, PipelineModule),
         "stage": config.zero_optimization.stage == 3,
@@ -110,22 +115,23 @@ def _check_experts(config: Config, num_data: int, model: Model, optimizer: Any) 
         "no optimizer": config.optimizer is None and optimizer is None,
         "compression": kind.lower() in _ONE_BIT,
         "Muon": kind.lower() == "muon",
-        "given optimizer": isinstance(optimizer, TwinOptimizer),
-        "other optimizer": not is_rule,
+        "given optimizer": is_twin and before is None,
+        "other optimizer": not is_rule and not is_twin,
     }
     refuse("Expert parallelism", found, optimizer=kind)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and before is None:
         find_experts(model, size)
 
 
-def divide_experts(model: nn.Module, config: Config) -> ExpertRanks | None:
-    """Keeps only this rank's experts in the model. None without expert ranks."""
-    size = config.expert_parallel_size
-    return split_experts(model, size, device=own_device(), timeout=TIMEOUT) if size > 1 else None
+def divide_experts(model: nn.Module, config: Config) -> None:
+    """Keeps only this rank's experts in the model, if the config says so and the model is not divided yet."""
+    if config.expert_parallel_size > 1 and expert_ranks(model) is None:
+        split_experts(model, config.expert_parallel_size, device=own_device(), timeout=TIMEOUT)
 
 
 def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Combination:
     offload, sparse = config.zero_optimization.offload_optimizer, config.sparse_attention
+    before = expert_ranks(model) if isinstance(model, nn.Module) else None
     return Combination(
         axes.pipe,
         axes.model,
@@ -145,7 +151,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         config.float8.enabled,
         config.activation_checkpointing.selective,
         config.sequence_parallel_size or 1,
-        config.expert_parallel_size,
+        config.expert_parallel_size if before is None else before.size,
     )
 
 

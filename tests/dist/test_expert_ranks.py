@@ -15,6 +15,8 @@ from experts_support import FUSED
 from fork_support import process_with
 from safetensors.torch import load_file
 
+from twinflow.checkpoint.exporting import export_checkpoint
+
 Call = Callable[..., Any]  # of a function in a process that has imported transformers
 HALF: dict[str, Any] = {"ratio": 0.5}
 # Size of the expert ranks, ZeRO stage, accumulation, clipping, offload; on 4 ranks.
@@ -102,7 +104,10 @@ ERRORS = {
     "twin": "A TwinOptimizer that is passed to initialize() cannot be used with expert ranks",
     "adapters": "A model with adapters of PEFT cannot be used with expert ranks",
     "twice": "it is already split by experts",
+    "another size": "zero_optimization.stage 3 cannot be used with expert ranks",
     "own rule": "RMSprop cannot be used with expert ranks",
+    "own stage": "zero_optimization.stage 3 cannot be used with expert ranks",
+    "replaced": "its experts were replaced after split_experts()",
     "state dict": "this rank has only a part of the state",
     "whole weights": "whole_weights() cannot be used with expert ranks",
     "given weights": "A state dict with the part model.layers.0.mlp.experts.gate_up_proj",
@@ -123,15 +128,20 @@ def test_weights_gradients_and_state_are_read_and_written(call: Call, tmp_path: 
     num_own = len(then[DOWN]) // 2
     for one in ranks:
         check_weights(one["first"], first)
-        check_weights(one["loaded"], then)
+        for name in ("loaded", "again", "whole"):
+            check_weights(one[name], then)
         for name in ("master", "own part, stage 2", "own part, stage 0"):
             part, values = one[name]
             check_weights({DOWN: values}, {DOWN: then[DOWN][part * num_own : (part + 1) * num_own]})
     assert ranks[0]["gradient"] == ranks[2]["gradient"] != ranks[1]["gradient"]
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     check_weights({key: saved[key].tolist() for key in then}, then)
-    files = load_file(tmp_path / "pretrained" / "model.safetensors")
-    assert sum(value.numel() for value in files.values()) == sum(torch.tensor(v).numel() for v in then.values())
+    for name in ("pretrained", "copied"):
+        files = load_file(tmp_path / name / "model.safetensors")
+        assert sum(value.numel() for value in files.values()) == sum(torch.tensor(v).numel() for v in then.values())
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    check_weights({key: exported[key].tolist() for key in then}, then)
 
 
 @pytest.mark.matrix

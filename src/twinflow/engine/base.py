@@ -23,7 +23,7 @@ from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
-from twinflow.parallel.experts import ExpertRanks
+from twinflow.parallel.experts import expert_ranks
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.sequence_model import SplitSequence
@@ -51,7 +51,6 @@ class EngineSettings:
     ranks: RankEnvironment = ALONE
     grid: Grid | None = None  # layout of ranks with pipeline or tensor parallelism
     sequence: SplitSequence | None = None  # the ranks that share each sequence
-    experts: ExpertRanks | None = None  # the ranks that have all experts together
     stage: int = 0  # ZeRO stage
     autocast: torch.dtype | None = None  # dtype of torch.autocast in forwards
     input_dtype: torch.dtype | None = None  # dtype to which floating-point inputs are cast
@@ -98,8 +97,8 @@ class EngineBase:
         self._whole: WholeWeights | None = None  # gathers weights that tensor or expert ranks have split
         if grid is not None and grid.num_model > 1:
             self._whole = WholeWeights(module, grid.model, writes=grid.data == 0 and grid.model.rank == 0)
-        elif settings.experts is not None:
-            self._whole = WholeWeights(module, settings.experts.group, writes=ranks.rank == 0, is_expert=True)
+        elif (experts := expert_ranks(module)) is not None:
+            self._whole = WholeWeights(module, experts.group, writes=ranks.rank == 0, is_expert=True)
         elif self._has_parts:
             wrap_save_pretrained(module, self._gathered_state_dict, writes=ranks.rank == 0)
         self.global_steps = 0  # steps of the optimizer, including skipped ones

@@ -227,7 +227,7 @@ class TwinOptimizer(Outcomes):
         self._settings = checks.check_settings(given, self.model)
         checks.check_model(self.model, zero)
         trained = [param for group in self.param_groups for param in group["params"]]
-        checks.check_experts(trained, zero, self.rule, self.rule_name)
+        checks.check_experts(self.model, trained, zero, self.rule, self.rule_name)
         if self.matrix_groups:
             checks.check_muon(self._settings, self.master)
         checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)

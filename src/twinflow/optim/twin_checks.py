@@ -25,6 +25,7 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
+from twinflow.parallel.experts import check_split
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import expert_shard
 from twinflow.rules import RULES, Rule
@@ -389,10 +390,14 @@ def check_muon(settings: Settings, master: str) -> None:
     refuse("Muon", chosen | {"master": master == "none"})
 
 
-def check_experts(params: Iterable[Tensor], zero: Zero | None, rule: Rule | None, name: str) -> None:
+def check_experts(
+    model: nn.Module | None, params: Iterable[Tensor], zero: Zero | None, rule: Rule | None, name: str
+) -> None:
     """Raises ValueError for options that conflict with expert parallelism, if the model was split by experts. `name`:
     that of the update rule, or of the user's optimizer.
     """
+    if model is not None:
+        check_split(model)
     if zero is None or expert_shard(params) is None:
         return
     found = {

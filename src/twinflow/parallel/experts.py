@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ from twinflow.conflicts import conflict
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.quantised import is_quantised
-from twinflow.parallel.shard import even_shard, expert_shard, mark
+from twinflow.parallel.shard import even_shard, mark, shard_of
+from twinflow.parallel.whole import WholeWeights
 
 _NAME = "expert_parallel_size"
+_RANKS = "_twinflow_expert_ranks"  # attribute of a model that is split
 _CLASSES = "those of transformers that keep all experts of a layer in one tensor, such as MixtralExperts"
 
 
@@ -45,6 +47,7 @@ class ExpertRanks:
     """The ranks that have all experts together. `split_experts` makes this object."""
 
     group: Group  # used by forward and backward on the model's stream
+    weights: WholeWeights
 
     @property
     def size(self) -> int:
@@ -58,8 +61,17 @@ class ExpertRanks:
         """
         return self.group.rank
 
+    def state_dict(self) -> dict[str, object]:
+        """The state dict of the model with all experts, on the host. A collective call."""
+        return self.weights.state_dict("state_dict() of ExpertRanks")
+
     def __deepcopy__(self, memo: object) -> ExpertRanks:
         return self  # a copy of a model works on the same ranks
+
+
+def expert_ranks(model: nn.Module) -> ExpertRanks | None:
+    """What `split_experts` has returned for this model, or for a part of it. None if it is not split by experts."""
+    return next((vars(part)[_RANKS] for part in model.modules() if _RANKS in vars(part)), None)
 
 
 def split_experts(
@@ -69,7 +81,8 @@ def split_experts(
 
     `size` neighbouring ranks have all experts together. `device`: that of the model's forward; None: that of its
     parameters. The experts are those of rank 0. Build the optimizer afterwards, with `zero`. All ranks must run the
-    same forwards and backwards. Raises ValueError for a model whose experts cannot be split.
+    same forwards and backwards, and all call `save_pretrained` of the model, which saves all experts. Raises ValueError
+    for a model whose experts cannot be split.
 
         split_experts(model, 2)
         optimizer = TwinOptimizer(model, zero=Zero(stage=2))
@@ -81,7 +94,8 @@ def split_experts(
     modules = find_experts(model, size)
     where = device or next((param.device for param in model.parameters()), torch.device("cpu"))
     first = dist.get_rank() // size * size
-    ranks = ExpertRanks(new_group(backend_for(where), range(first, first + size), timeout))
+    group = new_group(backend_for(where), range(first, first + size), timeout)
+    ranks = ExpertRanks(group, WholeWeights(model, group, writes=dist.get_rank() == 0, is_expert=True))
     every = new_group(backend_for(where), timeout=timeout)
     for module in modules.values():
         num_experts: int = module.num_experts
@@ -93,17 +107,25 @@ def split_experts(
                 param.grad = None
                 mark(param, shard)
         module.num_experts = num_experts // size
-        compute = module.forward
-        module.forward = partial(_compute, compute, _order_of(compute), ranks, num_experts)
+        module.forward = _SplitForward(module.forward, ranks, num_experts)
     dist.destroy_process_group(every.handle)
+    # The last two are marks of fully_shard: generate() of transformers then runs as many forwards on all ranks.
+    vars(model).update({_RANKS: ranks, "_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True})
     return ranks
+
+
+def check_split(model: nn.Module) -> None:
+    """Raises RuntimeError if a model was split by experts, but its parameters were replaced since then."""
+    for part in model.modules():
+        if isinstance(forward := vars(part).get("forward"), _SplitForward):
+            forward.check()
 
 
 def find_experts(model: nn.Module, size: int) -> dict[str, Any]:
     """The modules with fused experts, by name. Raises ValueError for a model that cannot be split over `size` ranks."""
     if hasattr(model, "peft_config"):
         raise conflict("Expert parallelism", "adapters")
-    if expert_shard(model.parameters()) is not None:
+    if expert_ranks(model) is not None:
         raise wrong_state(
             "split_experts() cannot split the model", "it is already split by experts", "Build the model again."
         )
@@ -142,40 +164,57 @@ def _check(name: str, module: Any, size: int) -> None:
 # Forward and backward.
 
 
-def _order_of(compute: Callable[..., Tensor]) -> Sequence[str]:
-    """The names of tokens, experts and weights in a module's forward."""
-    return list(inspect.signature(compute).parameters)[:3]
-
-
-def _compute(
-    compute: Callable[..., Tensor],
-    names: Sequence[str],
-    ranks: ExpertRanks,
-    num_experts: int,
-    /,
-    *args: Tensor,
-    **kwargs: Tensor,
-) -> Tensor:
-    """The forward of a module with experts, over all ranks. `compute` computes those of this rank.
+class _SplitForward:
+    """The forward of a module with experts, over all ranks.
 
     Arguments: tokens [tokens, hidden], and the experts of each token with their weights [tokens, chosen].
     """
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, chosen, weights = (given[name] for name in names)
-    num_chosen = chosen.shape[-1]
-    flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    by_expert = flat.bincount(minlength=num_experts)[:num_experts].view(ranks.size, -1)  # [rank, expert of the rank]
-    arriving = _exchange_counts(by_expert, ranks.group)
-    sent, received = torch.stack([by_expert.sum(1), arriving.sum(1)]).tolist()
-    order = order[: sum(sent)]  # without places in which a router has chosen no expert, whose number is the largest
-    rows = _exchange(x.reshape(-1, x.shape[-1])[order // num_chosen], ranks.group, sent, received)
-    numbers = torch.arange(num_experts // ranks.size, device=x.device).repeat(ranks.size)
-    local = numbers.repeat_interleave(arriving.view(-1), output_size=sum(received))  # the expert of each row
-    results = _exchange(_local(compute, rows, local), ranks.group, received, sent)
-    whole = results.new_zeros(flat.numel(), results.shape[1]).index_copy(0, order, results)
-    weighed = whole * weights.reshape(-1, 1)
-    return weighed.view(-1, num_chosen, x.shape[-1]).sum(1).to(x.dtype).view(x.shape)
+
+    def __init__(self, compute: Callable[..., Tensor], ranks: ExpertRanks, num_experts: int) -> None:
+        self._compute = compute  # the module's own forward, which computes the experts of this rank
+        self._ranks = ranks
+        self._num_experts = num_experts  # of all ranks
+        self._names = list(inspect.signature(compute).parameters)[:3]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SplitForward:
+        """Marks the copies of the parameters too, because torch copies no attributes of parameters."""
+        for param in self._params():
+            shard = shard_of(param)
+            assert shard is not None
+            mark(deepcopy(param, memo), shard)
+        return _SplitForward(deepcopy(self._compute, memo), self._ranks, self._num_experts)
+
+    def check(self) -> None:
+        """Raises RuntimeError if other parameters, which have no marks, have taken the place of the split ones."""
+        if any(shard_of(param) is None for param in self._params()):
+            raise wrong_state(
+                "This model cannot be trained",
+                "its experts were replaced after split_experts()",
+                "Copy values into the parameters, for example with load_state_dict(..., assign=False).",
+            )
+
+    def _params(self) -> Sequence[nn.Parameter]:
+        module: nn.Module = self._compute.__self__  # type: ignore[attr-defined]  # a bound method
+        return list(module.parameters(recurse=False))
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        x, chosen, weights = (given[name] for name in self._names)
+        ranks, num_chosen = self._ranks, chosen.shape[-1]
+        flat = chosen.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self._num_experts)[: self._num_experts]
+        by_expert = counts.view(ranks.size, -1)  # [rank, expert of the rank]
+        arriving = ranks.group.exchange(by_expert.view(torch.uint8)).view(by_expert.dtype)
+        sent, received = torch.stack([by_expert.sum(1), arriving.sum(1)]).tolist()
+        order = order[: sum(sent)]  # without places for which a router has chosen no expert: their number is larger
+        rows = _exchange(x.reshape(-1, x.shape[-1])[order // num_chosen], ranks.group, sent, received)
+        numbers = torch.arange(by_expert.shape[1], device=x.device).repeat(ranks.size)
+        local = numbers.repeat_interleave(arriving.view(-1), output_size=sum(received))  # the expert of each row
+        results = _exchange(_local(self._compute, rows, local), ranks.group, received, sent)
+        whole = results.new_zeros(flat.numel(), results.shape[1]).index_copy(0, order, results)
+        weighed = whole * weights.reshape(-1, 1)
+        return weighed.view(-1, num_chosen, x.shape[-1]).sum(1).to(x.dtype).view(x.shape)
 
 
 def _local(compute: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
@@ -184,11 +223,6 @@ def _local(compute: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Ten
     if not num_rows:  # a row of zeros, with which the experts get gradients of zeros
         rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
     return compute(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))[:num_rows]
-
-
-def _exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """Sends row i to rank i."""
-    return group.exchange(counts.view(torch.uint8)).view(counts.dtype)
 
 
 def _exchange(rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -39,6 +39,9 @@ class WholeWeights:
         self._meeting = Meeting(group, kind, remedy)
         wrap_save_pretrained(module, self.state_dict, writes)
 
+    def __deepcopy__(self, memo: object) -> WholeWeights:
+        return self  # `save_pretrained` of a copy passes the copy to `state_dict`
+
     def state_dict(self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False) -> dict[str, object]:
         """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
         `call` is the name for errors. `exclude_frozen`: without parameters that are not trained. Raises RuntimeError if
