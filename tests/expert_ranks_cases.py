@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import twinflow
 from twinflow import TwinOptimizer
 from twinflow.compat import zero as deepspeed_zero
+from twinflow.integrations.pretrained import from_pretrained
 from twinflow.optim.whole import whole_weights
-from twinflow.parallel import PipelineModule, split_experts
-from twinflow.zero import Zero
+from twinflow.parallel import PipelineModule
+from twinflow.zero import Zero, split_experts
 
 BATCH = 4  # sequences of a micro-batch, which ranks divide
 MODELS = {name: partial(fused, name) for name in FUSED}
@@ -132,6 +133,9 @@ def use(rank: int, world: int, folder: str) -> dict[str, Any]:
     engine.load_module_state_dict(whole)
     found["loaded"] = values_of(engine.module_state_dict())
     engine.destroy()
+    # A model whose weights are read when they are needed.
+    unread = from_pretrained(type(model), f"{folder}/pretrained")
+    found["read"] = values_of(split_experts(unread, 2).state_dict())
     # Another engine for the same model.
     engine, *_ = twinflow.initialize(model=model, config=config_of(world, 2, 0, 1, True, {}))
     found["again"] = values_of(engine.module_state_dict())

@@ -26,7 +26,6 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import own_device
 from twinflow.parallel.deferral import Deferral, defer
-from twinflow.parallel.experts import expert_ranks, find_experts, split_experts
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.plans import match, needs_dropout, plan_for
@@ -38,6 +37,7 @@ from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.topology import DATA, PIPE
 from twinflow.parallel.wire import Wire
 from twinflow.rules import ALL_RULES
+from twinflow.zero.experts import expert_ranks, find_experts, split_experts
 
 LOGGER = logging.getLogger("twinflow")
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")

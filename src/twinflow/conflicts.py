@@ -658,7 +658,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "A TwinOptimizer that is passed to initialize()",
             _EXPERTS,
             "it was built before the model was split",
-            "Name the optimizer in the config, or call twinflow.parallel.split_experts(model, size) before building it "
+            "Name the optimizer in the config, or call twinflow.zero.split_experts(model, size) before building it "
             "and leave expert_parallel_size out.",
         ),
         "no optimizer": Conflict(

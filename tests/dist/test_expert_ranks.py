@@ -128,7 +128,7 @@ def test_weights_gradients_and_state_are_read_and_written(call: Call, tmp_path: 
     num_own = len(then[DOWN]) // 2
     for one in ranks:
         check_weights(one["first"], first)
-        for name in ("loaded", "again", "whole"):
+        for name in ("loaded", "read", "again", "whole"):
             check_weights(one[name], then)
         for name in ("master", "own part, stage 2", "own part, stage 0"):
             part, values = one[name]
@@ -158,6 +158,13 @@ def test_all_stages(case: tuple[int, int, dict[str, Any] | None], call: Call) ->
     stage, parts, offload = case
     found = call(run_ranks, 4, train, "Mixtral", config_of(4, 2, stage, parts, True, offload), 0, STEPS)
     check(found, call(plain, "Mixtral", parts, True, STEPS), True)
+
+
+@pytest.mark.matrix
+def test_many_steps(call: Call) -> None:
+    # Longer trainings of other models are chaotic, also with plain torch: rounding changes which experts a token gets.
+    found = call(run_ranks, 4, train, "Qwen3Moe", config_of(4, 2, 2, 2, True, HALF), 0, 20)
+    check(found, call(plain, "Qwen3Moe", 2, True, 20), True)
 
 
 LAYOUTS = [(1, 1, 0), (2, 1, 2), (2, 2, 0), (2, 2, 1), (4, 1, 2), (4, 2, 1), (4, 2, 0), (4, 4, 2)]

@@ -23,12 +23,12 @@ from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
-from twinflow.parallel.experts import expert_ranks
 from twinflow.parallel.grid import Grid
 from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.sequence_model import SplitSequence
 from twinflow.parallel.whole import WholeWeights, wrap_save_pretrained
 from twinflow.state_dict import StateDict
+from twinflow.zero.experts import expert_ranks
 
 
 class Scheduler(Protocol):

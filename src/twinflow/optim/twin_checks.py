@@ -25,13 +25,13 @@ from twinflow.offload.changes import check_memory
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
-from twinflow.parallel.experts import check_split
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import expert_shard
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import FLOATS, no_master
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
+from twinflow.zero.experts import check_split
 from twinflow.zero.matrices import rows_of
 
 _PARTITION = "Call twinflow.zero.partition(model, zero) before building the optimizer, and not fully_shard()."

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinflow.parallel.experts import ExpertRanks, split_experts
     from twinflow.parallel.pipeline import PipelineModule, profile_layers
     from twinflow.parallel.sequence import SequenceRanks
     from twinflow.parallel.sequence_model import SplitSequence, split_sequence
@@ -17,11 +16,9 @@ if TYPE_CHECKING:
 # Imported on first access, because `twinflow plan` needs neither torch nor a model.
 _HOMES = {"LayerSpec": "specs", "Part": "specs", "PipelineModule": "pipeline", "TiedLayerSpec": "specs"}
 _HOMES |= {"profile_layers": "pipeline", "split_model": "split"}
-_HOMES |= {"ExpertRanks": "experts", "split_experts": "experts"}
 _HOMES |= {"SequenceRanks": "sequence", "SplitSequence": "sequence_model", "split_sequence": "sequence_model"}
 # All other names are from topology.
 __all__ = [
-    "ExpertRanks",
     "LayerSpec",
     "Part",
     "PipeDataParallelTopology",
@@ -32,7 +29,6 @@ __all__ = [
     "SplitSequence",
     "TiedLayerSpec",
     "profile_layers",
-    "split_experts",
     "split_model",
     "split_sequence",
 ]

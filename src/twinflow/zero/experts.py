@@ -9,7 +9,7 @@ the same way back in backward, so the gradients of a rank's experts contain the 
 Which ranks average what: all ranks sum the gradients of all parameters but the experts. Ranks with the same experts sum
 those of these experts. Both sums are divided by the number of all ranks, so the result is that of one process with the
 tokens of all ranks, if the loss is a mean over equal numbers of tokens. ZeRO divides the state of a parameter among the
-ranks that sum its gradients (zero/shared.py).
+ranks that sum its gradients (shared.py).
 
 The experts must be those of transformers, in fused tensors [experts, ...]. Their module computes the local experts,
 with any implementation that transformers has. The weights of the router are applied by the rank that has the token, so
@@ -36,6 +36,7 @@ from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.quantised import is_quantised
 from twinflow.parallel.shard import even_shard, mark, shard_of
 from twinflow.parallel.whole import WholeWeights
+from twinflow.zero.building import make_whole
 
 _NAME = "expert_parallel_size"
 _RANKS = "_twinflow_expert_ranks"  # attribute of a model that is split
@@ -101,6 +102,7 @@ def split_experts(
         num_experts: int = module.num_experts
         with torch.no_grad():
             for param in module.parameters(recurse=False):
+                make_whole([param])
                 every.broadcast(param)  # ranks may have created models with different weights
                 shard = replace(even_shard(0, num_experts, ranks.rank, size), is_expert=True)
                 param.data = shard.cut(param.data)
