@@ -33,12 +33,12 @@ FUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def fused(name: str) -> nn.Module:
+def fused(name: str, **changes: Any) -> nn.Module:
     """A causal language model of transformers, whose experts are tensors [experts, out, in]."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**_SHAPE | FUSED[name])
+    config = getattr(transformers, f"{name}Config")(**_SHAPE | FUSED[name] | changes)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).train()
     return model
 

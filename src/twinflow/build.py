@@ -26,6 +26,7 @@ from twinflow.build_parallel import (
     axes_of,
     check_trained,
     classes_here,
+    divide_experts,
     make_deferral,
     make_ties,
     make_wire,
@@ -116,6 +117,8 @@ def initialize(
         is_trained = parsed.optimizer is not None or optimizer is not None
         if isinstance(model, nn.Module) and (is_trained or offloads_params(parsed)):
             _retire_engine(model, optimizer, is_trained)
+        if isinstance(model, nn.Module) and not any(param.is_meta for param in model.parameters()):
+            divide_experts(model, parsed)  # before all weights are gathered or moved, for which there may be no room
         takes_parts = ranks.world_size == 1 or _takes_parts(parsed, found, model, optimizer)
         if isinstance(model, nn.Module) and not takes_parts and make_whole(model.parameters()):
             LOGGER.info(
@@ -124,6 +127,7 @@ def initialize(
             )
         model, found = spread(model, parsed, found, optimizer, own_device())
         module, grid, given = place(model, parsed), found.grid, own_parameters(given, found)
+        divide_experts(module, parsed)
         if parsed.sparse_attention is not None and grid is None:
             apply_section(module, parsed.sparse_attention.given())
         if parsed.float8.enabled:  # before weights are divided and before the optimizer puts hooks on modules

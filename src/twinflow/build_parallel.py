@@ -18,13 +18,14 @@ from twinflow.activations.wrap import KEY as CLASSES
 from twinflow.activations.wrap import class_of
 from twinflow.attention.patch import apply_section
 from twinflow.build_optimizer import TIMEOUT_S, offloads_params, wire_dtype
-from twinflow.config import Axes, Config, compression_choice, resolve_axes
+from twinflow.config import Axes, Config, compression_choice, optimizer_choice, resolve_axes
 from twinflow.conflicts import refuse
 from twinflow.dist.agree import gather_json
 from twinflow.dist.group import alone, backend_for, new_group, skip_group
 from twinflow.errors import incompatible, invalid_value
 from twinflow.launch.environment import RankEnvironment
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin_build import own_device
 from twinflow.parallel.deferral import Deferral, defer
 from twinflow.parallel.grid import Grid, make_grid
 from twinflow.parallel.pipeline import PipelineModule
@@ -36,6 +37,8 @@ from twinflow.parallel.tensor import parallelize, same_randoms
 from twinflow.parallel.ties import TiedGradients
 from twinflow.parallel.topology import DATA, PIPE
 from twinflow.parallel.wire import Wire
+from twinflow.rules import ALL_RULES
+from twinflow.zero.experts import expert_ranks, find_experts, split_experts
 
 LOGGER = logging.getLogger("twinflow")
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -66,6 +69,7 @@ def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any
         raise invalid_value(name, axes.pipe * axes.model, expected, remedy)
     check(_combination(config, axes, model, optimizer))
     _check_sequence(config, num_data, optimizer)
+    _check_experts(config, num_data, model, optimizer)
     return Spread(axes, num_data)
 
 
@@ -88,8 +92,47 @@ def _check_sequence(config: Config, num_data: int, optimizer: Any) -> None:
     refuse("Sequence parallelism", found, optimizer=kind)
 
 
+def _check_experts(config: Config, num_data: int, model: Model, optimizer: Any) -> None:
+    """Raises ValueError for options that conflict with expert ranks, and if they do not divide the ranks."""
+    before = expert_ranks(model) if isinstance(model, nn.Module) else None
+    size = config.expert_parallel_size
+    if num_data % size:
+        remedy = "Start a multiple of it as processes, or use fewer expert ranks."
+        raise invalid_value("expert_parallel_size", size, f"a divisor of {num_data}, the number of processes", remedy)
+    if before is not None and size not in (1, before.size):
+        remedy = "Use this size, leave the key out, or build the model again."
+        raise invalid_value("expert_parallel_size", size, f"{before.size}, by which the model is split", remedy)
+    if size == 1 and before is None:
+        return
+    kind = config.optimizer.type if config.optimizer is not None and optimizer is None else type(optimizer).__name__
+    is_rule = optimizer is None and config.optimizer is not None and optimizer_choice(config)[0] in ALL_RULES
+    is_twin = isinstance(optimizer, TwinOptimizer)
+    found = {
+        "PipelineModule": isinstance(model, PipelineModule),
+        "stage": config.zero_optimization.stage == 3,
+        "sequence": (config.sequence_parallel_size or 1) > 1,
+        "compiled": config.compile.blocks,
+        "float8": config.float8.enabled,
+        "no optimizer": config.optimizer is None and optimizer is None,
+        "compression": kind.lower() in _ONE_BIT,
+        "Muon": kind.lower() == "muon",
+        "given optimizer": is_twin and before is None,
+        "other optimizer": not is_rule and not is_twin,
+    }
+    refuse("Expert parallelism", found, optimizer=kind)
+    if isinstance(model, nn.Module) and before is None:
+        find_experts(model, size)
+
+
+def divide_experts(model: nn.Module, config: Config) -> None:
+    """Keeps only this rank's experts in the model, if the config says so and the model is not divided yet."""
+    if config.expert_parallel_size > 1 and expert_ranks(model) is None:
+        split_experts(model, config.expert_parallel_size, device=own_device(), timeout=TIMEOUT)
+
+
 def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Combination:
     offload, sparse = config.zero_optimization.offload_optimizer, config.sparse_attention
+    before = expert_ranks(model) if isinstance(model, nn.Module) else None
     return Combination(
         axes.pipe,
         axes.model,
@@ -109,6 +152,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         config.float8.enabled,
         config.activation_checkpointing.selective,
         config.sequence_parallel_size or 1,
+        config.expert_parallel_size if before is None else before.size,
     )
 
 

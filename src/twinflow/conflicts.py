@@ -35,6 +35,7 @@ _ONE_BIT: Final = "optimizer.type OneBitAdam"
 _REPLICATED: Final = "optimizer.type ZeroOneAdam or OneBitLamb"
 _STAGE_3: Final = "zero_optimization.stage 3"
 _SEQUENCE: Final = "sequence ranks (sequence_parallel_size)"
+_EXPERTS: Final = "expert ranks (expert_parallel_size)"
 _RING: Final = 'sequence ranks in the mode "ring"'
 _USE_ULYSSES: Final = 'Use the mode "ulysses".'
 _GIVE_MODEL: Final = "Pass the model as the first argument."
@@ -620,6 +621,77 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Dropout {dropout} in attention", _RING, "the ring does not drop scores", f"Set it to 0. {_USE_ULYSSES}"
         ),
         "ring option": Conflict("{option} of {name}", _RING, "the ring computes plain causal attention", _USE_ULYSSES),
+    },
+    "Expert parallelism": {
+        "stage": Conflict(
+            _STAGE_3,
+            _EXPERTS,
+            "fully_shard would divide experts over all ranks, but only some ranks have the same experts",
+            "Set zero_optimization.stage to 2, which also partitions the optimizer state.",
+        ),
+        "compression": Conflict(
+            "1-bit Adam, 0/1 Adam and 1-bit LAMB",
+            _EXPERTS,
+            "they compress the communication of all ranks, but only some ranks have the same experts",
+            'Use the type "AdamW".',
+        ),
+        "Muon": Conflict("Muon", _EXPERTS, "this combination was not tested", 'Use the type "AdamW".'),
+        "other optimizer": Conflict(
+            "The optimizer {optimizer}",
+            _EXPERTS,
+            "its update may depend on all experts of a tensor, and a rank has only some of them",
+            "Use one of twinflow's update rules, by its name, such as AdamW.",
+        ),
+        "PipelineModule": Conflict(
+            "A PipelineModule", _EXPERTS, "this combination was not tested", "Pass the model itself."
+        ),
+        "sequence": Conflict(_SEQUENCE, _EXPERTS, "this combination was not tested", "Leave one of the two keys out."),
+        "compiled": Conflict(
+            "compile.blocks",
+            _EXPERTS,
+            "ranks communicate inside of each block",
+            "Set compile.blocks to false.",
+        ),
+        "float8": Conflict(
+            "float8.enabled", _EXPERTS, "this combination was not tested", "Set float8.enabled to false."
+        ),
+        "given optimizer": Conflict(
+            "A TwinOptimizer that is passed to initialize()",
+            _EXPERTS,
+            "it was built before the model was split",
+            "Name the optimizer in the config, or call twinflow.zero.split_experts(model, size) before building it "
+            "and leave expert_parallel_size out.",
+        ),
+        "no optimizer": Conflict(
+            "An engine without an optimizer",
+            _EXPERTS,
+            "checkpoints use the groups of ranks of the optimizer",
+            "Leave expert_parallel_size out.",
+        ),
+        "adapters": Conflict(
+            "A model with adapters of PEFT",
+            _EXPERTS,
+            "an adapter may change how the experts compute",
+            "Merge the adapters, or leave expert_parallel_size out.",
+        ),
+        "quantised": Conflict(
+            "The quantised weight {name}",
+            _EXPERTS,
+            "only plain tensors can be divided by expert",
+            "Load the model without quantisation.",
+        ),
+        "given weights": Conflict(
+            "A state dict with the part {name} for save_pretrained()",
+            "weights that ranks have divided",
+            "the files would have no whole weights",
+            "Call save_pretrained() without state_dict on all ranks, or use engine.save_16bit_model().",
+        ),
+        "whole weights": Conflict(
+            "{call}",
+            _EXPERTS,
+            "each rank has the weights of its own experts only",
+            "Use the methods of the engine of twinflow.initialize(), such as save_16bit_model().",
+        ),
     },
     "DeepSpeed's functions": {
         "in backward": Conflict(

@@ -23,6 +23,7 @@ REFUSED = {
     "compile.blocks=True cannot be used with pipeline": Combination(pipe=2, compiles=True),
     "float8.enabled=True cannot be used with tensor": Combination(model=2, float8=True),
     "sequence_parallel_size above 1 cannot be used with pipeline": Combination(pipe=2, num_sequence=2),
+    "expert_parallel_size above 1 cannot be used with tensor": Combination(model=2, num_expert=2),
     "An engine without an optimizer cannot be used with pipeline": Combination(pipe=2, has_optimizer=False),
     "TwinOptimizer that was built before initialize cannot be used with tensor": Combination(
         model=2, own_optimizer=True

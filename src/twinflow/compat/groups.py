@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`deepspeed.utils.groups`, which describes the ranks of the last engine, and `deepspeed.moe.utils`.
 
-twinflow has no expert parallelism, so that no parameter belongs to an expert group, unless a script marks it so.
+No parameter belongs to an expert group of DeepSpeed, unless a script marks it so.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in groups:
         if any(is_moe_param(param) for param in group["params"]):
             remedy = "Do not mark parameters of experts: experts train like other layers."
-            reason = "twinflow has no expert parallelism"
+            reason = "expert_parallel_size finds experts by their class"
             raise incompatible("A parameter with allreduce=False", "twinflow", reason, remedy)
     return groups
 

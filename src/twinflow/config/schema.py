@@ -586,8 +586,13 @@ class Config(Section):
     sequence_mode: Literal["ulysses", "ring"] = ours(
         "ulysses", "communication of sequence ranks: exchange heads for tokens, or send keys around a ring"
     )
-    use_data_before_expert_parallelism: bool = refused(False, "leave it out: expert parallelism is not supported")
-    expert_parallel: Free | None = refused(None, "leave it out: expert parallelism is not supported", switch=is_on)
+    expert_parallel_size: Positive = ours(
+        1, "number of ranks that have all experts together (expert parallelism); 1: each rank has all experts"
+    )
+    use_data_before_expert_parallelism: bool = refused(
+        False, "leave it out: with expert_parallel_size, neighbouring ranks have all experts together"
+    )
+    expert_parallel: Free | None = refused(None, "use expert_parallel_size", switch=is_on)
     amp: Free | None = refused(None, "use bf16, fp16 or torch_autocast: Apex is not supported", switch=is_on)
     graph_harvesting: bool = refused(False, "use torch.compile or CUDA graphs in the model")
     elasticity: Free | None = refused(None, "set train_batch_size and train_micro_batch_size_per_gpu", switch=is_on)

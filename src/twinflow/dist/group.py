@@ -23,6 +23,9 @@ gloo:
   queued (zero/matrices.py).
 - `Grid.model` (tensor ranks): used by forward and backward on the model's stream. All tensor ranks run the same layers.
 - `SequenceRanks.group` and the group of its loss: used by forward and backward on the model's stream, as above.
+- `ExpertRanks.group`: used by forward and backward on the model's stream, as above.
+- `expert reduce` and `expert publish` of `Team`: used like `reduce` and `publish`, by the same threads, for the buckets
+  of experts.
 - Ties of a pipeline (weights in several stages): used by the training loop on the model's stream, in their order.
 - Messages of a pipeline: sent by the training loop on the model's stream, received by a thread for each sender on its
   own stream. The schedule orders them, and a header over gloo precedes each message (parallel/wire.py).
@@ -193,12 +196,32 @@ class Group:
         with self._call("exchange", rows.numel(), rows.dtype):
             return self._exchange(given).to(rows.device)
 
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends the first `sent[0]` rows to rank 0, the next `sent[1]` rows to rank 1, and so on. Returns the rows that
+        all ranks sent to this rank, in the order of the ranks. `received`: their numbers, by rank.
+        """
+        assert rows.dim() == 2 and rows.is_contiguous() and rows.shape[0] == sum(sent)
+        own_bytes = rows.shape[1] * rows.element_size() * sent[self.rank]
+        self.sent_bytes += rows.numel() * rows.element_size() - own_bytes
+        if self._is_skipped:
+            return rows
+        given = rows.cpu() if rows.is_cuda and self.is_on_host else rows
+        taken = given.new_empty(sum(received), rows.shape[1])
+        with self._call("exchange_rows", rows.shape[1], rows.dtype):  # ranks have different numbers of rows
+            self._all_to_all(taken.view(torch.uint8), given.view(torch.uint8), list(received), list(sent))
+        return taken.to(rows.device)
+
     def _exchange(self, given: Tensor) -> Tensor:
         taken = torch.empty_like(given)
-        work = dist.all_to_all_single(taken, given, group=self.handle, async_op=self.is_on_host)
+        self._all_to_all(taken, given)
+        return taken
+
+    def _all_to_all(
+        self, taken: Tensor, given: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> None:
+        work = dist.all_to_all_single(taken, given, received, sent, group=self.handle, async_op=self.is_on_host)
         if self.is_on_host:
             self._wait(work)
-        return taken
 
     def all_reduce(self, out: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
         """`out` = the sum over all ranks of `whole`, sent as `dtype` and bitwise equal on all ranks."""

@@ -29,6 +29,7 @@ from twinflow.parallel.sequence import SequenceRanks
 from twinflow.parallel.sequence_model import SplitSequence
 from twinflow.parallel.whole import WholeWeights, wrap_save_pretrained
 from twinflow.state_dict import StateDict
+from twinflow.zero.experts import expert_ranks
 
 
 class Scheduler(Protocol):
@@ -94,9 +95,11 @@ class EngineBase:
             self._num_zero // self.sp_world_size
         )  # number of ranks, or groups of them, with own samples
         self.dp_rank = self._zero_rank // self.sp_world_size  # index of the one that contains this process
-        self._whole: WholeWeights | None = None  # gathers weights that tensor ranks have split
+        self._whole: WholeWeights | None = None  # gathers weights that tensor or expert ranks have split
         if grid is not None and grid.num_model > 1:
             self._whole = WholeWeights(module, grid.model, writes=grid.data == 0 and grid.model.rank == 0)
+        elif (experts := expert_ranks(module)) is not None:
+            self._whole = WholeWeights(module, experts.group, writes=ranks.rank == 0, is_expert=True)
         elif self._has_parts:
             wrap_save_pretrained(module, self._gathered_state_dict, writes=ranks.rank == 0)
         self.global_steps = 0  # steps of the optimizer, including skipped ones
@@ -170,7 +173,8 @@ class EngineBase:
     ) -> dict[str, object]:
         """The module's state dict, with `prefix` before each name. Reading it waits for running updates.
 
-        With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With ZeRO
+        With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With expert
+        ranks: the same, on all ranks. With ZeRO
         stage 3 on several ranks: whole weights on the host of rank 0, and an empty dict on other ranks. All ranks must
         call it. In a pipeline: the layers of this rank's stage; with ZeRO stage 3, on the first data rank of the stage.
         `destination` and `keep_vars` must have their defaults.

@@ -435,8 +435,8 @@ class Engine(EngineBase):
     ) -> bool:
         """Writes the weights in the dtype of the model to a file: in the format of safetensors if the name ends so, and
         otherwise of torch.save. The default name is model.safetensors; with DeepSpeed's names it is pytorch_model.bin.
-        Rank 0 writes the file. With ZeRO stage 3 or tensor ranks all ranks must call this method. Raises ValueError
-        with pipeline stages.
+        Rank 0 writes the file. With ZeRO stage 3, tensor or expert ranks all ranks must call this method. Raises
+        ValueError with pipeline stages.
         """
         reason, remedy = "each rank has only its layers", "Save a checkpoint and use `twinflow export`."
         grid = self.settings.grid

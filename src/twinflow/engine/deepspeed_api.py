@@ -283,7 +283,7 @@ ENGINE: Final[Mapping[str, Method]] = {
     ),
     "get_optimizer_configuration": Refused("Read engine.optimizer.defaults."),
     "get_type": Refused("Use engine.optimizer_name()."),
-    "load_moe_state_dict": Refused("Remove the call: experts are saved like other layers."),
+    "load_moe_state_dict": Refused("Remove the call: load_checkpoint() loads experts too."),
 }
 
 PIPELINE: Final[Mapping[str, Method]] = {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
@@ -30,6 +30,7 @@ class Ranks:
     aliases: Mapping[str, str] = field(default_factory=dict)
     # Maps every name of a tensor on any rank to the first stage that has this tensor. `meet` fills it.
     holders: Mapping[str, int] = field(default_factory=dict)
+    experts: Group | None = None  # ranks with the same experts as this one; None: there is no expert parallelism
 
     @property
     def rank(self) -> int:
@@ -85,7 +86,8 @@ def ranks_of(engine: EngineBase) -> Ranks:
     if team is None or team.everyone.world == 1:
         return Ranks(alone(), are_partitioned=False)
     if team.grid is None:
-        return Ranks(team.everyone, team.is_partitioned)
+        experts = team.expert_calls if team.expert_shard is not None else None
+        return Ranks(team.everyone, team.is_partitioned, experts=experts)
     return Ranks(
         team.everyone,
         team.is_partitioned,
@@ -97,14 +99,19 @@ def ranks_of(engine: EngineBase) -> Ranks:
     )
 
 
-def deal(leaves: Sequence[Entry], ranks: Ranks) -> list[Entry]:
+def deal(leaves: Sequence[Entry], ranks: Ranks, shards: Container[str] = ()) -> list[Entry]:
     """Distributes entries (tensors to save) over the replicas, so that all write about equal numbers of bytes. Returns
-    the entries of this rank, which always include its own parts of partitioned tensors.
+    the entries of this rank, which always include its own parts of partitioned tensors. `shards`: the names of tensors
+    that this rank has in part.
     """
     if ranks.data.world == 1:
         return list(leaves)
     own = [leaf for leaf in leaves if leaf.part is not None and ranks.are_partitioned]
     common = [leaf for leaf in leaves if leaf.part is None or not ranks.are_partitioned]
+    if ranks.experts is not None:  # the replicas of experts are other ranks
+        experts = [leaf for leaf in common if leaf.name in shards]
+        common = [leaf for leaf in common if leaf.name not in shards]
+        own += deal_out(experts, ranks.experts.rank, ranks.experts.world)
     return own + deal_out(common, ranks.data.rank, ranks.data.world)
 
 

@@ -279,7 +279,7 @@ class _Own:
             leaves += [leaf for leaf in found if ranks.saves(name, leaf.name in cut)]
             if ranks.saves(name):
                 self.said["optimizer_state"][ranks.canonical(name)] = stripped
-        self._add("optimizer", leaves if ranks.are_partitioned else deal(leaves, ranks), shards)
+        self._add("optimizer", leaves if ranks.are_partitioned else deal(leaves, ranks, shards), shards)
 
     def add_weights(self, exclude_frozen: bool) -> None:
         """Adds the parameters and buffers that this rank saves. `exclude_frozen`: leave out frozen parameters."""
@@ -293,7 +293,7 @@ class _Own:
             self.said["excluded"] = excluded
         kept = [leaf for leaf in leaves if ranks.saves(leaf.name, leaf.name in shards)]
         self.names["model"] = {leaf.name: ranks.canonical(leaf.name) for leaf in kept}
-        self._add("model", deal(kept, ranks), shards)
+        self._add("model", deal(kept, ranks, shards), shards)
 
     def add_rest(self, client_state: StateDict) -> None:
         """Adds values of the whole run, which rank 0 saves, and values of each stage and rank."""
@@ -329,7 +329,8 @@ class _Own:
         for leaf in {leaf.name: leaf for leaf in leaves}.values():  # parts of a tensor have the same name
             shard, name = shards.get(leaf.name), names.get(leaf.name, leaf.name)
             if shard is not None:
-                assert (shard.rank, shard.world) == (self._ranks.tensor_rank, self._ranks.num_tensor)
+                own = self._ranks.tensor_rank, self._ranks.num_tensor
+                assert shard.is_expert or (shard.rank, shard.world) == own
                 marks[name] = to_mark(shard, _whole_shape(leaf))
                 names[leaf.name] = stored_name(name, shard.rank)
 

@@ -57,6 +57,7 @@ _REFUSED = {
     "torch_autocast": 'Use Trainer(precision="bf16-mixed").',
     "pipeline": "Use twinflow.initialize() and your own loop.",
     "tensor_parallel": "Use twinflow.initialize() and your own loop.",
+    "expert_parallel_size": "Use twinflow.initialize() and your own loop.",
     "wall_clock_breakdown": "Use Trainer(profiler=...).",
     "flops_profiler": "Use Trainer(profiler=...).",
     "tensorboard": "Use Trainer(logger=...).",

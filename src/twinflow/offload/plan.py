@@ -53,6 +53,7 @@ class ParamSpec:
     shared: str = ""  # a name that is equal on all pipeline or tensor ranks with a copy of the parameter; see above
     unit: int | None = None  # for a matrix that Muon updates: the number of its unit; see above
     expert: int = 0  # for a parameter of an expert that is a module: the number of the expert; see above
+    is_divided: bool = False  # experts of this rank, in whose place other data ranks have other experts
 
 
 class Part(NamedTuple):
@@ -87,6 +88,7 @@ class BucketPlan:
     is_counted: bool = True  # part of the gradient norm
     is_matrix: bool = False  # Muon updates the parameters, always on the device
     expert: int = 0  # the expert whose parameters these are; 0: any parameters of the block
+    is_divided: bool = False  # experts of this rank, in whose place other data ranks have other experts
 
     def at(self, place: str) -> BucketPlan:
         """The plan with another place. A bucket of matrices that is to be on the host is streamed instead."""
@@ -139,7 +141,7 @@ def plan_buckets(
         for part in cuts:
             is_large = sizes[param.expert] * _SMALL >= max_numel and param.unit is None
             flags = param.is_contiguous, param.is_counted, param.unit is not None, param.expert if is_large else 0
-            kind = _Kind(param.shared, param.block, param.dtype, part.place, *flags)
+            kind = _Kind(param.shared, param.block, param.dtype, part.place, *flags, param.is_divided)
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
         size = _even(members, max_numel * num_parts if kind.is_matrix else max_numel)
@@ -162,6 +164,7 @@ class _Kind(NamedTuple):
     is_counted: bool
     is_matrix: bool
     expert: int
+    is_divided: bool
 
 
 def _even(members: Sequence[tuple[int, Part]], max_numel: int) -> int:

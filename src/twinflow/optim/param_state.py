@@ -197,7 +197,7 @@ def _gather(
         num_found += 1
     team = optimizer.team
     if team is not None and has_parts:
-        team.calls.all_reduce(gathered, gathered.clone(), torch.float32)
+        team.calls_of(param.tensor).all_reduce(gathered, gathered.clone(), torch.float32)
     return whole.view(param.tensor.shape).to(param.tensor.device), bool(num_found)
 
 
@@ -299,8 +299,12 @@ def _put_gradient(optimizer: TwinOptimizer, param: Param, flat: Tensor, call: st
         raise wrong_state(f"{call} cannot run", f"{param.name} has no gradient now", "Call it after backward().")
     runtime.give_back(param.tensor)
     scale = found.scale
-    if not param.is_sharded and team is not None and team.zero.op == "sum" and team.rank > 0:
-        scale = 0.0  # the values of the first rank are the sum
+    if not param.is_sharded and team is not None:
+        group = team.calls_of(param.tensor)
+        if team.zero.op == "mean":
+            scale *= team.world / group.world  # the sum over the group is divided by the number of all ranks
+        elif group.rank > 0:
+            scale = 0.0  # the values of the first rank are the sum
     with plain():
         grad = param.tensor.grad
         local = flat[param.first : param.first + param.local.numel()] * scale

@@ -51,6 +51,7 @@ from twinflow.optim.switch import check as check_compression
 from twinflow.optim.twin_build import Model, StateKind
 from twinflow.optim.twin_state import Source
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.shard import expert_shard
 from twinflow.planner.formats import reserved_bytes
 from twinflow.planner.placement import shares
 from twinflow.planner.probe import load_or_measure
@@ -226,6 +227,8 @@ class TwinOptimizer(Outcomes):
         )
         self._settings = checks.check_settings(given, self.model)
         checks.check_model(self.model, zero)
+        trained = [param for group in self.param_groups for param in group["params"]]
+        checks.check_experts(self.model, trained, zero, self.rule, self.rule_name)
         if self.matrix_groups:
             checks.check_muon(self._settings, self.master)
         checks.check_param_offload(self._settings, self.model, ratio, zero, self.rule)
@@ -261,7 +264,8 @@ class TwinOptimizer(Outcomes):
         checks.check_no_master(params, self.master)
         where = params[0].tensor.device
         if self.zero is not None:
-            self.team = Team(self.zero, where)
+            every = self.model.parameters() if self.model is not None else (param.tensor for param in params)
+            self.team = Team(self.zero, where, expert_shard(every))
             leaves_gradients = not self._settings.early and not self._settings.limits.any
             if self.team.world > 1 and self.zero.shares_buckets and leaves_gradients:
                 warn_of_own_gradient("early=False without a limit leaves gradients in .grad for the loop")
@@ -676,7 +680,7 @@ class TwinOptimizer(Outcomes):
 
         Raises RuntimeError if ranks share the state.
         """
-        if self.team is not None and self.team.is_partitioned:
+        if self.team is not None and not self.team.has_whole_state:
             raise wrong_state(
                 "state_dict() cannot return the complete state",
                 "this rank has only a part of the state",

@@ -38,7 +38,7 @@ from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim.auto import first_ratio
 from twinflow.parallel.pipeline import PipelineModule
-from twinflow.parallel.shard import is_copy, shard_of
+from twinflow.parallel.shard import expert_shard, is_copy, shard_of
 from twinflow.planner import formats
 from twinflow.planner.costs import FLAT_BYTES
 from twinflow.rules import Rule
@@ -309,6 +309,10 @@ def params_of(
     position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
     # Ranks exchange all buckets in each step, so that they gain nothing from buckets for each expert.
     experts = experts_of(blocks) if zero is None else {}
+    # Without partition, the first of the ranks that together have all experts counts the other parameters.
+    named = list(named)
+    own = expert_shard(model.parameters() if model is not None else (tensor for _, tensor, _ in named))
+    counts_rest = own is None or own.rank == 0 or (zero is not None and zero.stage > 0)
     units = Units()
     params: list[Param] = []
     specs: list[ParamSpec] = []
@@ -318,12 +322,13 @@ def params_of(
         local = params[-1].local
         is_flat = local.is_contiguous() or (aside is not None and tensor in aside.values)
         block = block_of.get(tensor, ROOT)
-        can_split, is_counted = is_flat and splits_params, not is_copy(tensor)
+        is_divided = expert_shard([tensor]) is not None
+        can_split, is_counted = is_flat and splits_params, not is_copy(tensor) and (is_divided or counts_rest)
         what, unit = shared.get(tensor, ""), None
         if group in matrix_groups:
             can_split = False
             unit = params[-1].unit = units.of(tensor.shape, block, group, tensor.dtype, is_flat)
-        flags = can_split, is_flat, is_counted, what, unit, experts.get(tensor, 0)
+        flags = can_split, is_flat, is_counted, what, unit, experts.get(tensor, 0), is_divided
         specs.append(ParamSpec(name, local.numel(), block, tensor.dtype, *flags))
     order = sorted(range(len(params)), key=lambda i: position.get(params[i].tensor, i))
     return params, specs, order

@@ -27,10 +27,12 @@ from twinflow.offload.placement import PLACEMENTS
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.optim.loss_scale import LossScale
 from twinflow.parallel.pipeline import PipelineModule
+from twinflow.parallel.shard import expert_shard
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import FLOATS, no_master
 from twinflow.state_dict import ParamEntry, list_of
 from twinflow.zero import Zero
+from twinflow.zero.experts import check_split
 from twinflow.zero.matrices import rows_of
 
 _PARTITION = "Call twinflow.zero.partition(model, zero) before building the optimizer, and not fully_shard()."
@@ -387,6 +389,25 @@ def check_muon(settings: Settings, master: str) -> None:
     """Raises ValueError for options that conflict with Muon."""
     chosen = {"offload_params": settings.offload_params, "delayed_update": settings.delayed_update}
     refuse("Muon", chosen | {"master": master == "none"})
+
+
+def check_experts(
+    model: nn.Module | None, params: Iterable[Tensor], zero: Zero | None, rule: Rule | None, name: str
+) -> None:
+    """Raises ValueError for options that conflict with expert parallelism, if the model was split by experts. `name`:
+    that of the update rule, or of the user's optimizer.
+    """
+    if model is not None:
+        check_split(model)
+    if zero is None or expert_shard(params) is None:
+        return
+    found = {
+        "stage": zero.stage == 3,
+        "compression": zero.compression is not None,
+        "Muon": rule is not None and rule.elementwise is not None,
+        "other optimizer": rule is None,
+    }
+    refuse("Expert parallelism", found, optimizer=name)
 
 
 def check_rows(params: Sequence[Param], world: int) -> None:

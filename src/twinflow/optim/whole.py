@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from twinflow.conflicts import conflict
 from twinflow.dist.group import alone
 from twinflow.errors import incompatible, wrong_state
 from twinflow.offload.quantised import is_wrapper, rebuilt
@@ -45,6 +46,8 @@ def whole_weights(
         if grid is not None and grid.num_model * (1 if of_stage else grid.num_pipe) > 1:
             reason, remedy = "a rank has only its layers, or its shards of them", "Save a checkpoint and export it."
             raise incompatible(call, "pipeline or tensor parallelism", reason, remedy)
+        if team is not None and team.expert_shard is not None:
+            raise conflict("Expert parallelism", "whole weights", call=call)
         group, meeting = (team.calls, team.meeting) if team is not None else (alone(), None)
     else:
         model, runtime = source, None

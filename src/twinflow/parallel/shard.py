@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a parameter that a tensor rank has: rows or columns. The part is marked on the parameter itself."""
+"""The part of a parameter that a tensor rank has: rows or columns. The part is marked on the parameter itself.
+
+With expert parallelism, a part is the experts of a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +25,9 @@ class TensorShard:
     dim: int
     full: int  # size of the whole tensor along the dim
     ranges: tuple[tuple[int, int], ...]  # [start, stop) of each range
-    rank: int  # number of this tensor rank
+    rank: int  # number of this rank among those that have all parts
     world: int
+    is_expert: bool = False  # the whole tensor has all experts, and the other ranks have tokens of their own
 
     @property
     def size(self) -> int:
@@ -83,7 +87,13 @@ def keep_marks(old: Tensor, new: Tensor) -> None:
             vars(new).setdefault(name, value)
 
 
+def expert_shard(tensors: Iterable[Tensor]) -> TensorShard | None:
+    """The first shard of experts among these tensors; None without expert parallelism."""
+    shards = (shard_of(tensor) for tensor in tensors)
+    return next((shard for shard in shards if shard is not None and shard.is_expert), None)
+
+
 def shard_of(param: Tensor) -> TensorShard | None:
-    """The shard of a parameter. None if every tensor rank has the whole parameter."""
+    """The shard of a parameter. None if every rank has the whole parameter."""
     found: TensorShard | None = getattr(param, _MARK, None)
     return found

@@ -32,6 +32,7 @@ class Combination:
     float8: bool = False
     selective: bool = False  # activation_checkpointing.selective
     num_sequence: int = 1  # ranks that share a sequence
+    num_expert: int = 1  # ranks that have all experts together
 
     @property
     def axes(self) -> list[str]:
@@ -142,6 +143,13 @@ LIMITS: Final = (
         lambda c: c.num_sequence > 1,
         "sequence ranks have all layers, with whole weights or those that ZeRO stage 3 gathers",
         "Use sequence ranks with ZeRO stage 3 instead of pipeline and tensor ranks.",
+    ),
+    Limit(
+        "expert_parallel_size above 1",
+        _BOTH,
+        lambda c: c.num_expert > 1,
+        "this combination was not tested",
+        "Leave one of them out. Tensor ranks can divide experts too.",
     ),
     Limit(
         "An engine without an optimizer",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole weights of a model that tensor ranks have split: a state dict, and `save_pretrained` of transformers.
+"""Whole weights of a model that tensor or expert ranks have split: a state dict, and `save_pretrained` of transformers.
 
-Both are collective: all tensor ranks of a replica have to call them. They meet first (dist/meeting.py), because a
-script often saves on rank 0 only.
+Both are collective: all tensor ranks of a replica, or all expert ranks, have to call them. They meet first
+(dist/meeting.py), because a script often saves on rank 0 only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinflow.conflicts import conflict
 from twinflow.dist.group import Group
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value
@@ -27,20 +28,27 @@ _REMEDY = (
 
 
 class WholeWeights:
-    """The whole weights of `module`, of which this rank has a part. `writes`: this rank writes files for all."""
+    """The whole weights of `module`, of which this rank has a part. `writes`: this rank writes files for all.
+    `is_expert`: the ranks of `group` have different experts; otherwise they are tensor ranks.
+    """
 
-    def __init__(self, module: nn.Module, group: Group, writes: bool) -> None:
+    def __init__(self, module: nn.Module, group: Group, writes: bool, is_expert: bool = False) -> None:
         self._module = module
         self._group = group
-        self._meeting = Meeting(group, "tensor ranks", _REMEDY)
+        kind, remedy = ("expert ranks", "Call it on all ranks.") if is_expert else ("tensor ranks", _REMEDY)
+        self._reason = f"each of the {kind} has a part of the weights"
+        self._meeting = Meeting(group, kind, remedy)
         wrap_save_pretrained(module, self.state_dict, writes)
+
+    def __deepcopy__(self, memo: object) -> WholeWeights:
+        return self  # `save_pretrained` of a copy passes the copy to `state_dict`
 
     def state_dict(self, call: str, part: nn.Module | None = None, exclude_frozen: bool = False) -> dict[str, object]:
         """The state dict of the whole module, or of a submodule, with copies on the host. Tied weights share memory.
         `call` is the name for errors. `exclude_frozen`: without parameters that are not trained. Raises RuntimeError if
-        not all tensor ranks make the call.
+        not all ranks of the group make the call.
         """
-        self._meeting.meet(call, "each tensor rank has a part of the weights")
+        self._meeting.meet(call, self._reason)
         joined: dict[int, Tensor] = {}  # by the id of the parameter or buffer
         found: dict[str, object] = {}
         module = self._module if part is None else part
@@ -108,6 +116,15 @@ def _save_pretrained(
         remedy = "Leave it out: the weights of all ranks are gathered."
         raise invalid_value("distributed_checkpoint", True, [False], remedy)
     if given.get("state_dict") is not None:
+        _check_whole(part, given["state_dict"])
         return original(**given)
     state = state_dict("save_pretrained()", part)
     return original(**{**given, "state_dict": state}) if writes else None
+
+
+def _check_whole(module: nn.Module, state_dict: Mapping[str, object]) -> None:
+    """Raises ValueError for a state dict with this rank's part of a weight."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value, shard = state_dict.get(name), shard_of(param)
+        if shard is not None and isinstance(value, Tensor) and value.shape != shard.whole_shape(param.shape):
+            raise conflict("Expert parallelism", "given weights", name=name)

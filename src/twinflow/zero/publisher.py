@@ -101,11 +101,14 @@ class Publisher(RankThread):
         group: Group | None,
         where: torch.device,
         exchanges: Callable[[], Exchanges | None],
+        experts: Group | None = None,
     ) -> None:
+        """`experts`: the ranks with the same experts as this one, which exchange the buckets of these experts."""
         super().__init__(executor, "twinflow-publisher")
         self._exchanges = exchanges  # returns the compressed exchanges, or None before the switch
         self._device = device
         self._group = group
+        self._experts = experts
         self._buckets = {bucket.plan.index: bucket for bucket in buckets}
         self._editions: deque[Edition] = deque()
         self._kept: dict[int, Copies] = {}
@@ -155,7 +158,7 @@ class Publisher(RankThread):
 
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
         """Queues the exchange of a bucket. Returns the event of the last copy into its parameters, if there is one."""
-        group = self._group
+        group = self._experts if bucket.plan.is_divided else self._group
         if bucket.offloads_params:
             return None  # blocks gather its weights when they run
         sent = self._executor.weights_copied_event(bucket)

@@ -15,6 +15,10 @@ every backward that sends gradients. A rank sends zeros for parameters without a
 When a step is closed, all ranks gather the sums of squares of their parts and which parameters have a gradient. A
 parameter that has a gradient on at least one rank is updated on all ranks, as in one process.
 
+With expert parallelism, the gradients of a rank's experts are summed over the ranks that have the same experts. They
+contain the tokens of all ranks already, because ranks exchange tokens. The divisor is the same for all parameters: the
+number of all ranks.
+
 With ZeRO stage 3, torch's `fully_shard` sums and partitions the gradients, with zeros for missing ones
 (partitioned.py). Ranks agree only on the norm and on which parameters have a gradient. The thread
 "twinflow-norm-reducer" does this. All ranks close their jobs in the same order, which orders its collectives.
@@ -69,6 +73,12 @@ class Wire:
     exchanges: Callable[[], Exchanges | None]  # returns the compressed exchanges after the switch
     replica: Group | None  # group on the host: ranks with other parts of the model
     divisor: float  # gradients in tasks, divided by this number, are the requested mean or sum
+    experts: Group  # for buckets of this rank's experts: the ranks that have the same experts; else unused
+    num_counted: int = 1  # without partition: the first ranks, which together count each parameter once in the norm
+
+    def group_of(self, bucket: Bucket) -> Group:
+        """The ranks that sum the gradients of this bucket."""
+        return self.experts if bucket.plan.is_divided else self.group
 
 
 class Reducer(RankThread):
@@ -216,14 +226,15 @@ class Reducer(RankThread):
         stream.wait(task.ready, REDUCE_READY)
         norm = None if executor.sums_on_host else self._norms[bucket.plan.index]
         wire, job, exchanges = self._wire, task.job, self._wire.exchanges()
+        group = wire.group_of(bucket)
 
         def reduce() -> None:
             if exchanges is not None:
-                exchanges.reduce(wire.group, bucket, part, whole, job)
+                exchanges.reduce(group, bucket, part, whole, job)
             else:
                 if wire.predivide != 1.0:
                     whole.mul_(1.0 / wire.predivide)
-                sum_parts = wire.group.reduce_scatter if wire.is_partitioned else wire.group.all_reduce
+                sum_parts = group.reduce_scatter if wire.is_partitioned else group.all_reduce
                 sum_parts(part, whole, wire.dtype or whole.dtype)
             if norm is not None:
                 pack_gradients.measure(norm, part)
@@ -250,7 +261,8 @@ class Reducer(RankThread):
         found = zip(self._own_norms(job), self._buckets, strict=True)
         norms = [norm for norm, bucket in found if bucket.plan.is_counted]
         rows, present = _gather(self._wire.agree, norms, hits)
-        sums = of_all_axes(rows if self._wire.is_partitioned else rows[:1], self._wire.replica)
+        rows = rows if self._wire.is_partitioned else rows[: self._wire.num_counted]
+        sums = of_all_axes(rows, self._wire.replica)
         members = {b.plan.index: b.members for b in self._buckets}
         self._take_back(job, present, sums)
         self._publisher.expect(job, [b for b in self._forward if any(p.index in present for p in members[b])])

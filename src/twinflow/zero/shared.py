@@ -23,7 +23,7 @@ from torch import Tensor
 
 from twinflow.conflicts import refuse
 from twinflow.device import Device
-from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
+from twinflow.dist.group import TIMEOUT, Group, alone, backend_for, new_group
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Bucket
@@ -34,6 +34,7 @@ from twinflow.offload.plan import BucketPlan, ParamSpec
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import OwnBuckets, Shards, SharedBuckets
 from twinflow.parallel.grid import Grid
+from twinflow.parallel.shard import TensorShard, expert_shard
 from twinflow.parallel.topology import DATA
 from twinflow.zero.compression import Compression, Exchanges
 from twinflow.zero.matrices import RowExchange
@@ -89,8 +90,10 @@ class Zero:
 class Team:
     """The ranks of one optimizer. Each thread has process groups of its own, so that collectives never mix."""
 
-    def __init__(self, zero: Zero, device: torch.device) -> None:
+    def __init__(self, zero: Zero, device: torch.device, expert_shard: TensorShard | None = None) -> None:
+        """`expert_shard`: which experts this rank has; None: all of them."""
         self.zero = zero
+        self.expert_shard = expert_shard
         self.grid = zero.grid
         ranks = None if zero.grid is None else zero.grid.ranks_along(DATA)
         backend = backend_for(device) if zero.shares_buckets else "gloo"  # with `fully_shard` only norms are sent here
@@ -105,6 +108,13 @@ class Team:
         self.meeting = Meeting(self.calls)  # before the collectives of calls by the user
         self.everyone: Group = self.calls if zero.grid is None else zero.grid.everyone  # ranks of all axes
         self.saves: Group = new_group("gloo", timeout=long)  # ranks of all axes, for checkpoints in the background
+        # The same for the ranks that have the same experts as this one.
+        self._expert_reduce = self._expert_publish = self.expert_calls = alone()
+        if expert_shard is not None:
+            same = range(expert_shard.rank, self.calls.world, expert_shard.world)
+            self._expert_reduce = new_group(backend, same, zero.timeout)
+            self._expert_publish = new_group(backend, same, zero.timeout)
+            self.expert_calls = new_group("gloo", same, long)
         self.world = self.calls.world
         self.rank = self.calls.rank
         self.exchanges: Exchanges | None = None  # compressed exchanges; None before the switch to them
@@ -123,6 +133,9 @@ class Team:
             between_threads |= {"replica": self._replica, "everyone": self.everyone}
         if self._matrices is not None:
             between_threads["matrices"] = self._matrices
+        if self.expert_shard is not None:
+            between_threads |= {"expert reduce": self._expert_reduce, "expert publish": self._expert_publish}
+            between_threads["expert calls"] = self.expert_calls
         return {**between_threads, "calls": self.calls, "saves": self.saves}
 
     @property
@@ -134,6 +147,15 @@ class Team:
     def is_partitioned(self) -> bool:
         """Whether this rank has only a part of the state."""
         return self.zero.stage >= 1 and self.world > 1
+
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether this rank has the state of all parameters of its layers."""
+        return not self.is_partitioned and self.expert_shard is None
+
+    def calls_of(self, param: Tensor) -> Group:
+        """The ranks that have this parameter, for calls by the user's thread."""
+        return self.calls if expert_shard([param]) is None else self.expert_calls
 
     def row_exchange(self) -> RowExchange | None:
         """Starts the exchange of rows of matrices, for Muon. None if each rank has whole matrices."""
@@ -149,10 +171,13 @@ class Team:
         self.exchanges = exchanges
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the values of the team's first rank to all ranks of the team."""
+        """Copies the values of the team's first rank to all ranks of the team. Experts are copied from the first rank
+        that has them.
+        """
         with torch.no_grad():
             for tensor in tensors:
-                self._reduce.broadcast(tensor)
+                group = self._reduce if expert_shard([tensor]) is None else self._expert_reduce
+                group.broadcast(tensor)
 
     def least(self, values: Sequence[float]) -> list[float]:
         """The minimum of each value over all ranks of the team."""
@@ -166,9 +191,12 @@ class Team:
         """
         if not self.zero.shares_buckets:
             return list(plans), OwnBuckets(self._start_norm_reducer)
-        parts = self.num_parts
-        wholes = [widen(plan, params, parts) for plan in plans]
-        own = [part_of(whole, self.rank if parts > 1 else 0, parts) for whole in wholes]
+        wholes, own = [], []
+        for plan in plans:
+            group = self._expert_reduce if plan.is_divided else self._reduce
+            parts, rank = (group.world, group.rank) if self.num_parts > 1 else (1, 0)
+            wholes.append(widen(plan, params, parts))
+            own.append(part_of(wholes[-1], rank, parts))
         return own, SharedBuckets(wholes, self._start)
 
     def _start_norm_reducer(
@@ -214,9 +242,12 @@ class Team:
             exchanges=lambda: self.exchanges,
             replica=self._replica,
             divisor=(self.world if zero.op == "mean" else 1) / zero.predivide,
+            experts=self._expert_reduce,
+            num_counted=self.expert_shard.world if self.expert_shard is not None else 1,
         )
         self._give_up_with(executor)
         group = self._publish if self.num_parts > 1 else None
-        publisher = Publisher(device, executor, buckets, group, where, wire.exchanges)
+        experts = self._expert_publish if self.num_parts > 1 and self._expert_publish.world > 1 else None
+        publisher = Publisher(device, executor, buckets, group, where, wire.exchanges, experts)
         flats = FlatPool(where, settings.flat_bytes)
         return Reducer(device, executor, device_work, buckets, wire, flats, where, publisher)
