@@ -407,7 +407,7 @@ def _log_to_stdout() -> None:
     LOGGER.propagate = False
 
 
-class _Stdout(logging.StreamHandler[Any]):
+class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10
     """Writes to the current sys.stdout, which a test or a notebook may have replaced."""
 
     def __init__(self) -> None:

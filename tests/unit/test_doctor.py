@@ -194,7 +194,7 @@ def test_on_this_machine() -> None:
     assert answer.exit_code == 0
     found = json.loads(answer.stdout)
     assert found["usable"] is True
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"])  # a wheel of PyPI has no "+cu130" in its name
     assert found["machine"]["memory_bytes"] > 0
 
 

@@ -332,6 +332,18 @@ def test_adapters_have_the_dtype_of_their_base(folder: Path, tmp_path: Path) -> 
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
 
 
+def test_the_seed_decides_the_adapters(folder: Path, tmp_path: Path) -> None:
+    """`--lr 0` leaves them as they begin."""
+    options = ("--method", "lora", "--lr", 0, "--steps", 1, "--batch-size", 2, "--accumulation", 1, "--samples", 0)
+    found = []
+    for number, seed in enumerate((0, 0, 1)):
+        torch.rand(number + 1)  # whatever the process has drawn before
+        out = tmp_path / str(number)
+        finished(folder / "qwen", folder / "train.jsonl", *options, "--valid-every", 0, "--seed", seed, "--out", out)
+        found.append((out / "model" / "adapter_model.safetensors").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)

@@ -44,7 +44,7 @@ from twinflow.cli.plan_input import resolve_hub
 from twinflow.cli.ranks import ONE_SIGNAL_S, USER_ERRORS, Ranks, SharedError, join
 from twinflow.cli.run import DTYPES, METRICS, REPORT, Outcome, avoid_fragments, cap_gpu, stop_signals
 from twinflow.cli.settings import lr_factor, option_name
-from twinflow.cli.train import EXIT_CODES, final_numbers, machine_rows, out_of_memory, print_rows, printable, where
+from twinflow.cli.train import EXIT_CODES, failed, final_numbers, machine_rows, print_rows, printable, where
 from twinflow.cli.training import Talk
 from twinflow.data.chats import Examples, check_rows, read_examples
 from twinflow.data.files import missing_path
@@ -94,14 +94,7 @@ def finetune(options: FinetuneOptions) -> None:
             run = prepare(settings, saved, checked, ranks, console)
             outcome = None if settings.dry_run else run_tuning(run, console)
     except (*USER_ERRORS, ImportError, RuntimeError) as raised:
-        error = out_of_memory(raised)
-        if not isinstance(error, (*USER_ERRORS, ImportError)):
-            raise
-        if (text := ranks.message(error)) is not None:
-            typer.echo(text, err=True)
-        else:
-            ranks.after_first()
-        raise typer.Exit(1) from None
+        raise failed(raised, ranks, (*USER_ERRORS, ImportError)) from None
     if outcome is None:
         ranks.leave(is_failure=False)
         return

@@ -51,20 +51,25 @@ def train(options: TrainOptions) -> None:
         print_header(run, console)
         outcome = run_training(run, console)
     except (*USER_ERRORS, RuntimeError) as raised:  # such an error may also occur during training
-        error = out_of_memory(raised)
-        if not isinstance(error, USER_ERRORS):
-            raise
-        if (text := ranks.message(error)) is not None:
-            typer.echo(text, err=True)
-        else:
-            ranks.after_first()
-        raise typer.Exit(1) from None
+        raise failed(raised, ranks) from None
     lost = ranks.first(is_lost(outcome, run))  # with replicas of the model, only the first rank saves
     if ranks.is_first:
         show(run, outcome, console)
     is_failure = outcome.status == "stopped" or lost
     ranks.leave(is_failure)
     raise typer.Exit(1 if is_failure else EXIT_CODES[outcome.status])
+
+
+def failed(raised: Exception, ranks: Ranks, shown: tuple[type[Exception], ...] = USER_ERRORS) -> typer.Exit:
+    """Prints an error that the user can fix, and returns the exception that ends the command. Raises other errors."""
+    error = out_of_memory(raised)
+    if not isinstance(error, shown):
+        raise raised
+    if (text := ranks.message(error)) is not None:
+        typer.echo(text, err=True)
+    else:
+        ranks.after_first()
+    return typer.Exit(1)
 
 
 def out_of_memory(error: Exception) -> Exception:

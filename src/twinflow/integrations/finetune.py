@@ -367,6 +367,7 @@ def make_trainer(
         is_prepared = {"skip_prepare_dataset": True}
         config = trl.SFTConfig(**common, packing=settings.packing, dataset_kwargs=is_prepared)
         if settings.method in ("lora", "qlora"):
+            transformers.set_seed(settings.seed)  # the trainer sets it too late for the adapters
             # In the dtype of the base: fp32 adapters would cast all their inputs, and TwinOptimizer has fp32 masters.
             given["model"] = peft.get_peft_model(model, adapters(settings.rank), autocast_adapter_dtype=False)
         trainer = SFT(args=config, **given)

@@ -22,7 +22,7 @@ threads may still read those of the last job.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -211,22 +211,12 @@ class Collector:
 
     def read_back(self, job: Job | None, params: Sequence[Param]) -> dict[Param, Tensor]:
         """Return the gradients that were taken from `.grad` of these parameters, as torch would have left them."""
-        self._device.compute().synchronize()
-        if self._executor.sums_on_host:
-            self._executor.wait_for_sums()
-            self._device.stream("update").synchronize()
-        tasks = {task.bucket: task for task in (job.tasks if job is not None else ())}
+        tasks = self._settled_tasks(job)
         found: dict[Param, Tensor] = {}
         for param in params:
             grad = torch.zeros(param.tensor.numel(), dtype=param.tensor.dtype, device=self._tensor_device)
-            for bucket in param.buckets:
-                for i, piece in enumerate(bucket.slices):
-                    if piece.param == param.index:
-                        source = self._taken(bucket, i, tasks.get(bucket) or self.task_of(bucket))
-                        if source is not None:
-                            grad[piece.start : piece.start + piece.numel] = source[
-                                piece.offset : piece.offset + piece.numel
-                            ].to(grad.device)
+            for start, values in self._slices(tasks, param, is_whole=False):
+                grad[start : start + values.numel()] = values.to(grad.device)
             found[param] = grad.view(param.tensor.shape)
         return found
 
@@ -236,12 +226,19 @@ class Collector:
         `is_whole`: the gradients of this rank alone, before they are summed over the ranks, which are of whole
         parameters.
         """
+        slices = self._slices(self._settled_tasks(job), param, is_whole)
+        return [(start, values.detach().clone()) for start, values in slices]
+
+    def _settled_tasks(self, job: Job | None) -> dict[Bucket, Task]:
+        """The tasks of a job by bucket, when the gradients that they have taken can be read."""
         self._device.compute().synchronize()
         if self._executor.sums_on_host:
             self._executor.wait_for_sums()
             self._device.stream("update").synchronize()
-        tasks = {task.bucket: task for task in (job.tasks if job is not None else ())}
-        found: list[tuple[int, Tensor]] = []
+        return {task.bucket: task for task in (job.tasks if job is not None else ())}
+
+    def _slices(self, tasks: Mapping[Bucket, Task], param: Param, is_whole: bool) -> Iterator[tuple[int, Tensor]]:
+        """The slices of `read_slices`, as views."""
         for bucket in param.buckets:
             task = tasks.get(bucket) or self.task_of(bucket)
             for i, piece in enumerate(bucket.gathered.slices if is_whole else bucket.slices):
@@ -249,8 +246,7 @@ class Collector:
                     continue
                 source = self._sums.get(bucket.plan.index) if is_whole else self._taken(bucket, i, task)
                 if source is not None:
-                    found.append((piece.start, source[piece.offset : piece.offset + piece.numel].detach().clone()))
-        return found
+                    yield piece.start, source[piece.offset : piece.offset + piece.numel]
 
     def _taken(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
         """Return the buffer of a bucket that holds the gradient of a slice; None if there is none."""
