@@ -20,16 +20,16 @@ that their gradients stay there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
@@ -42,6 +42,16 @@ from twinflow.zero.building import make_whole
 _NAME = "expert_parallel_size"
 _RANKS = "_twinflow_expert_ranks"  # attribute of a model that is split
 _CLASSES = "those of transformers that keep all experts of a layer in one tensor, such as MixtralExperts"
+
+
+class Experts(Protocol):
+    """A module of transformers with the experts of a layer."""
+
+    num_experts: int
+    forward: Callable[..., Tensor]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,10 @@ def split_experts(
         split_experts(model, 2)
         optimizer = TwinOptimizer(model, zero=Zero(stage=2))
     """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if not (dist.is_available() and dist.is_initialized()):
+        remedy = "Call twinflow.init_distributed() first, in processes that a launcher has started."
+        raise wrong_state("split_experts() cannot split the model", "there is no process group", remedy)
+    world = dist.get_world_size()
     if size < 1 or world % size:
         remedy = "Start a multiple of it as processes, or use fewer expert ranks."
         raise invalid_value(_NAME, size, f"a divisor of {world}, the number of processes", remedy)
@@ -100,9 +113,11 @@ def split_experts(
     ranks = ExpertRanks(group, WholeWeights(model, group, writes=dist.get_rank() == 0, is_expert=True))
     every = new_group(backend_for(where), timeout=timeout)
     for module in modules.values():
-        num_experts: int = module.num_experts
+        num_experts = module.num_experts
         with torch.no_grad():
             for param in module.parameters(recurse=False):
+                if shard_of(param) is not None:  # another module has it too
+                    continue
                 make_whole([param])
                 every.broadcast(param)  # ranks may have created models with different weights
                 shard = replace(even_shard(0, num_experts, ranks.rank, size), is_expert=True)
@@ -110,7 +125,7 @@ def split_experts(
                 param.grad = None
                 mark(param, shard)
         module.num_experts = num_experts // size
-        module.forward = _SplitForward(module.forward, ranks, num_experts)
+        module.forward = _SplitForward(module, module.forward, ranks, num_experts)
     dist.destroy_process_group(every.handle)
     # The last two are marks of fully_shard: generate() of transformers then runs as many forwards on all ranks.
     vars(model).update({_RANKS: ranks, "_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True})
@@ -124,7 +139,7 @@ def check_split(model: nn.Module) -> None:
             forward.check()
 
 
-def find_experts(model: nn.Module, size: int) -> dict[str, Any]:
+def find_experts(model: nn.Module, size: int) -> dict[str, Experts]:
     """The modules with fused experts, by name. Raises ValueError for a model that cannot be split over `size` ranks."""
     if hasattr(model, "peft_config"):
         raise conflict("Expert parallelism", "adapters")
@@ -134,7 +149,7 @@ def find_experts(model: nn.Module, size: int) -> dict[str, Any]:
         )
     modules = dict(model.named_modules())
     # transformers sets this attribute in modules whose experts it can compute in several ways.
-    found: dict[str, Any] = {name: module for name, module in modules.items() if hasattr(module, "_is_expert_parallel")}
+    found = {name: cast(Experts, part) for name, part in modules.items() if hasattr(part, "_is_expert_parallel")}
     if not found:
         others = {type(module).__name__ for module in modules.values() if "Expert" in type(module).__name__}
         others |= {type(module).__name__ for module in modules.values() if _has_expert_modules(module)}
@@ -152,7 +167,7 @@ def _has_expert_modules(module: nn.Module) -> bool:
     return any(isinstance(part, nn.ModuleList) and "expert" in name for name, part in module.named_children())
 
 
-def _check(name: str, module: Any, size: int) -> None:
+def _check(name: str, module: Experts, size: int) -> None:
     own = dict(module.named_parameters(recurse=False))
     num_experts = getattr(module, "num_experts", None)
     if not isinstance(num_experts, int) or not own or any(param.shape[:1] != (num_experts,) for param in own.values()):
@@ -173,32 +188,30 @@ class _SplitForward:
     Arguments: tokens [tokens, hidden], and the experts of each token with their weights [tokens, chosen].
     """
 
-    def __init__(self, compute: Callable[..., Tensor], ranks: ExpertRanks, num_experts: int) -> None:
+    def __init__(self, module: Experts, compute: Callable[..., Tensor], ranks: ExpertRanks, num_experts: int) -> None:
+        self._module = module
         self._compute = compute  # the module's own forward, which computes the experts of this rank
         self._ranks = ranks
         self._num_experts = num_experts  # of all ranks
         self._names = list(inspect.signature(compute).parameters)[:3]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SplitForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> _SplitForward:
         """Marks the copies of the parameters too, because torch copies no attributes of parameters."""
-        for param in self._params():
+        for param in self._module.parameters(recurse=False):
             shard = shard_of(param)
             assert shard is not None
             mark(deepcopy(param, memo), shard)
-        return _SplitForward(deepcopy(self._compute, memo), self._ranks, self._num_experts)
+        module, compute = deepcopy(self._module, memo), deepcopy(self._compute, memo)
+        return _SplitForward(module, compute, self._ranks, self._num_experts)
 
     def check(self) -> None:
         """Raises RuntimeError if other parameters, which have no marks, have taken the place of the split ones."""
-        if any(shard_of(param) is None for param in self._params()):
+        if any(shard_of(param) is None for param in self._module.parameters(recurse=False)):
             raise wrong_state(
                 "This model cannot be trained",
                 "its experts were replaced after split_experts()",
                 "Copy values into the parameters, for example with load_state_dict(..., assign=False).",
             )
-
-    def _params(self) -> Sequence[nn.Parameter]:
-        module: nn.Module = self._compute.__self__  # type: ignore[attr-defined]  # a bound method
-        return list(module.parameters(recurse=False))
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         given = dict(zip(self._names, args, strict=False)) | kwargs
@@ -233,11 +246,17 @@ def _exchange(rows: Tensor, group: Group, sent: Sequence[int], received: Sequenc
     return found
 
 
+class _Context(FunctionCtx):
+    group: Group
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
 class _Exchange(Function):
     """Sends `sent[i]` rows to rank i, and gets `received[i]` rows from it. The gradients take the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def forward(ctx: _Context, rows: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         ctx.group = group
         ctx.sent = sent
         ctx.received = received
@@ -245,5 +264,5 @@ class _Exchange(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.group.exchange_rows(grad.contiguous(), ctx.received, ctx.sent), None, None, None
