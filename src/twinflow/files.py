@@ -292,7 +292,8 @@ class LineFile:
         try:
             with memoryview(self._waiting) as waiting:
                 while done < len(waiting):
-                    done += os.write(self._fd, waiting[done:])
+                    with waiting[done:] as rest:  # an error may keep it alive, and then `_waiting` could not change
+                        done += os.write(self._fd, rest)
         except OSError:
             try:
                 os.ftruncate(self._fd, self._size)  # half of a line would damage the next one
