@@ -17,6 +17,7 @@ import argparse
 import datetime
 import os
 import statistics
+import sys
 import threading
 import time
 from pathlib import Path
@@ -137,8 +138,7 @@ def main() -> None:
         [
             f"# Training with the optimizer state on a disk, {args.shape}, {datetime.date.today()}",
             "",
-            f"`python benchmarks/disk_training.py --path PATH --shape {args.shape} --states {args.states} --sequences "
-            f"{args.sequences} --gpu-memory {args.gpu_memory:g} --steps {args.steps}` on {gpu}; "
+            f"`python benchmarks/disk_training.py {' '.join(sys.argv[1:])}` on {gpu}; "
             f"{describe(read_machine())}; torch {torch.__version__}",
             "",
             f"{numel / 1e9:.2f} B parameters, AdamW, {args.states} state: {state_gb:.1f} GB in a file, {tokens:,} "
@@ -154,7 +154,7 @@ def main() -> None:
             f"| s of that copy for the bytes of a step | {disk_s:.2f} |",
             f"| s/step beside the larger of both | {step_s / bound_s:.2f} |",
             f"| GB of the GPU in use at most | {gpu_gb:.2f} |",
-            f"| GB of the host in use at most | {host_gb:.2f} |",
+            f"| GB of the host in use at most, beyond those in use before the optimizer was built | {host_gb:.2f} |",
             f"| losses | {', '.join(f'{loss:.4f}' for loss in losses)} |",
             "",
         ]

@@ -132,7 +132,9 @@ def setting_of() -> Setting:
 
 
 def planned(shape: str, options: argparse.Namespace, ratio: float | None, setting: Setting) -> Case:
-    """The plan with this ratio, or with the least that fits, and with larger buffers for gradients."""
+    """The plan with this ratio, or with the least that fits. Its bytes include the larger buffers for gradients of this
+    script. Its seconds are those with the default buffers.
+    """
     tokens = 2048 if options.plan_only else TOKENS
     model, sequences = cost_of(shape), options.sequences
     run = costs.Run(

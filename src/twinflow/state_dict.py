@@ -135,7 +135,7 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The values of a tensor in several places in host memory, as flat parts that follow one another."""
+    """The values of a tensor as flat parts that follow one another, on the host or on the device."""
 
     parts: tuple[Tensor | Halves, ...]
 

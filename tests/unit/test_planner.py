@@ -12,6 +12,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from twinflow.cli.plan import config_of, plan_around
 from twinflow.cli.plan_input import count_module
 from twinflow.models.gpt import GPT, PRESETS, cost_of, count_params, flops_per_token
 from twinflow.offload.placement import place_by_ratio, whole_blocks
@@ -698,6 +699,17 @@ def test_blocks_on_the_host_are_spread_where_backward_would_wait_for_their_updat
     assert (spread.gpu_bytes, spread.host_bytes) == (neighbours.gpu_bytes, neighbours.host_bytes)
     clipped = choose_fit(replace(wish, clips=True), setting)
     assert place_blocks(clipped, setting) == clipped
+    # Cases with all weights on the GPU, and a config without the key, are placed as before.
+    cases = all_cases(spread.case.run, setting, ["4bit"])
+    assert {case.run.placement for case in cases if not case.run.offload_params} == {"auto"}
+    offload = {"device": "cpu", "states": "4bit", "ratio": spread.ratio}
+    config = {"zero_optimization": {"offload_optimizer": offload, "offload_param": {"device": "cpu"}}}
+    (given,) = (case for case in plan_around(spread, wish, setting, config).cases if case.kind == "config's")
+    assert given.run.placement == "auto"
+    offload["placement"] = "spread"
+    for fit in (neighbours, spread):
+        written = config_of(fit.case, config)["zero_optimization"]["offload_optimizer"]
+        assert written["placement"] == fit.case.run.placement
     # The executor places the same blocks as the planner.
     for num_blocks, share in ((80, 0.55), (7, 0.3), (3, 0.0), (3, 1.0)):
         specs = [ParamSpec(str(k), 1 << 20, k, torch.bfloat16) for k in range(num_blocks)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release is made of: one version and licence, wheels for two architectures, and completion for shells."""
+"""What a release is made of: one version and license, wheels for two architectures, and completion for shells."""
 
 from __future__ import annotations
 

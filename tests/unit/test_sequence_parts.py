@@ -166,6 +166,21 @@ def test_all_layers_share_one_read_of_the_packed_sequences(mode: str, monkeypatc
     handle.remove()
 
 
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_packed_sequences_are_evaluated_in_inference_mode(mode: str) -> None:
+    """Tensors that are made there have no version, by which layers otherwise see whether sequences are the same."""
+    torch.manual_seed(0)
+    model = hugging_face("Llama").double()
+    tokens, positions = torch.randint(0, 64, (1, 16)), torch.cat([torch.arange(5), torch.arange(11)])[None]
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    with torch.inference_mode():
+        expected = model(**batch, use_cache=False).loss
+        handle = split_sequence(model, 1, mode)
+        found = model(**handle.ranks.split(dict(batch)), use_cache=False).loss
+    torch.testing.assert_close(found, expected)
+    handle.remove()
+
+
 def gradients_of(model: Any, batches: list[dict[str, Any]]) -> list[Tensor]:
     model.zero_grad()
     sum(model(**batch, use_cache=False).loss for batch in batches).backward()

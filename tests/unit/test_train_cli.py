@@ -300,8 +300,10 @@ def test_a_run_that_needs_more_than_ram_allows_is_refused_before_anything_is_bui
 
 
 def test_a_run_that_is_tight_says_so(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a --ram above the free memory, which limits nothing."""
+    monkeypatch.setattr("twinflow.native.cgroup._withheld_bytes", 0)
     monkeypatch.setattr("twinflow.cli.run.free_host_bytes", lambda: 9 * 10**8)
-    result = train(*SMALL, "--data", text, "--out", tmp_path / "run")
+    result = train(*SMALL, "--data", text, "--out", tmp_path / "run", "--ram", "64GB")
     assert result.exit_code == 0, result.output
     assert "memory is tight" in result.output
     assert "memory is tight" in (tmp_path / "run" / "report.html").read_text()

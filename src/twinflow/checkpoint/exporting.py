@@ -116,7 +116,7 @@ def export_checkpoint(
 
     A parameter comes from its fp32 master, if it has one. A weight that was changed after the last update is exported
     instead of its master, unless a delayed update is in progress. The folder is written under a temporary name and
-    renamed. One tensor is in memory at a time.
+    renamed. Two tensors, or those of a few blocks, are in memory.
     """
     if dtype not in DTYPES:
         raise invalid_value("dtype", dtype, DTYPES)

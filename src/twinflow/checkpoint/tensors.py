@@ -221,9 +221,9 @@ class TensorWriter:
     The caller reads tensors and divides a file into blocks. A thread "block" copies the values of a block to a buffer
     that begins at a page, computes their checksums in the same pass over memory, and writes the buffer. A block that is
     contiguous in memory from a page on is written from there. The threads do this for different blocks at the same
-    time. The thread "sync" syncs a complete file to the disk while the next file
-    is written. Besides the tensor that the caller reads, the tensors of at most `NUM_AHEAD` + 1 blocks are in memory.
-    When the `with` block ends without an error, all files are on the disk.
+    time. The thread "sync" syncs a complete file to the disk while the next file is written. Besides the tensor that
+    the caller reads, the tensors of at most `NUM_AHEAD` + 1 blocks are in memory. When the `with` block ends without an
+    error, all files are on the disk.
     """
 
     def __init__(self, on_bytes: Callable[[int], None] | None = None) -> None:
@@ -329,6 +329,7 @@ class TensorWriter:
             try:
                 into = buffer[: sum(piece.num_bytes for piece in block)]
                 sums = native.gather(into, [piece.values for piece in block])
+                del values
                 self._note(block, sums)
                 file.file.write(into.data, start)
             finally:

@@ -234,7 +234,7 @@ def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
     most = _rooms(possible[-1], available)
     chosen = next(each for each in possible if _rooms(each, available) == most)
     if available.is_limit and not most[1]:
-        raise _over_limit(chosen, available)
+        raise _over_limit(possible[-1], available)  # the narrowest format
     why = "as requested"
     if states == "auto":
         skipped = [_would_need(each, available) for each in cases[: cases.index(chosen)]]

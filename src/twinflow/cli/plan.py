@@ -99,9 +99,12 @@ def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any
     given = None
     if ratio is not None:
         zero = config.get("zero_optimization") or {}
-        states = (zero.get("offload_optimizer") or {}).get("states", "fp32")
+        offload = zero.get("offload_optimizer") or {}
+        placement = "spread" if offload.get("placement") == "spread" else "auto"  # the only ones that the planner knows
         on_host = (zero.get("offload_param") or {}).get("device") == "cpu"
-        given = case_at("config's", replace(run, states=states, offload_params=on_host), setting, ratio)
+        states = offload.get("states", "fp32")
+        theirs = replace(run, states=states, offload_params=on_host, placement=placement)
+        given = case_at("config's", theirs, setting, ratio)
     made = make_plan(run, setting, formats, given, places(wish))
     # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
     cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]
@@ -150,7 +153,7 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}
     if run.master == "none":
         offload["master"] = "none"
-    if run.placement != "auto":
+    if "spread" in (run.placement, offload.get("placement")):
         offload["placement"] = run.placement
     return made
 

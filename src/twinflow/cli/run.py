@@ -151,6 +151,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         saved = _saved(settings) if ranks.is_first else {}  # only the first rank reads and writes the folder
         avoid_fragments()
         gpu_bytes = cap_gpu(settings.gpu_memory)
+        # A limit above the free memory limits nothing, and a larger one would not help.
+        is_limit = settings.ram is not None and settings.ram < free_host_bytes()
         if settings.ram is not None:
             limit_host_bytes(settings.ram)
         set_threads(settings.threads)
@@ -169,7 +171,7 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         config = engine_config(settings, "fp32")
         check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config)
-        available = available_to(ranks.here, gpu_bytes, free_bytes, is_limit=settings.ram is not None)
+        available = available_to(ranks.here, gpu_bytes, free_bytes, is_limit=is_limit)
         plan = plan_memory(case, states, available)
     if settings.recompute == "auto":
         settings = replace(settings, model=replace(settings.model, recompute=plan.recompute))

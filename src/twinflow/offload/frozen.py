@@ -5,20 +5,20 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 buffers of one bucket's optimizer state.
 
 While the checkpoint has not written the state of a bucket, an update on the host reads the old store and writes a
-speculative store (speculative_stores.py). The old store then belongs to the checkpoint until its values are written.
-No state is copied. There are three cases in which such an update waits: no speculative store is free, not all slices
-have a gradient, or the optimizer is the user's own. Updates on the device always wait, and so does the copy of new
-weights into parameters that the checkpoint has not read. Whatever waits asks for copies of the state or the parameters.
-Copies use at most `max_bytes` of host memory. If the limit is reached, it waits until the checkpoint has written the
-values. Training is then as slow as the disk, but does not run out of memory.
+speculative store (speculative_stores.py). The old store then belongs to the checkpoint until its values are written, or
+copied to a block of the writer. No state is copied. There are three cases in which such an update waits: no speculative
+store is free, not all slices have a gradient, or the optimizer is the user's own. Updates on the device always wait,
+and so does the copy of new weights into parameters that the checkpoint has not read. Whatever waits asks for copies of
+the state or the parameters. Copies use at most `max_bytes` of host memory. If the limit is reached, it waits until the
+checkpoint has written the values. Training is then as slow as the disk, but does not run out of memory.
 
-There are two threads: the reader, which writes the checkpoint, and the copier ("twinflow-copier"). Each tensor that the
-checkpoint reads (`_Reading`) is read or copied by one of the two threads, which marks it under the lock
-`Executor.changed`. The reader gets values on the host without a copy. They must not change until it calls `done`. When
-all readings of a bucket's state, or of its parameters, are written or copied, this part is released (`_make_safe`).
-Updates on the device, and writes to the state that the user has caused, call `wait_until_read`. Guarded weights
-(weight_guard.py) call `wait_until_weights_read`. The copier learns from the native executor what waits on the host
-(`wanted`).
+There are two threads: the reader, which reads the tensors of the checkpoint, and the copier ("twinflow-copier"). Each
+tensor that the checkpoint reads (`_Reading`) is read or copied by one of the two threads, which marks it under the lock
+`Executor.changed`. The reader gets values on the host without a copy. They must not change until a thread "block" of
+the writer (checkpoint/threads.py) calls `done`. When all readings of a bucket's state, or of its parameters, are
+written or copied, this part is released (`_make_safe`). Updates on the device, and writes to the state that the user
+has caused, call `wait_until_read`. Guarded weights (weight_guard.py) call `wait_until_weights_read`. The copier learns
+from the native executor what waits on the host (`wanted`).
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class TwinOptimizer(Outcomes):
       a model on a GPU that is trained by one of twinflow's rules, and 1 if "auto" cannot be used: with parameters only,
       `placement`, `offload_params`, 1-bit Adam or a pipeline. It is also 1 with `tuning.streamed`, and with a user's
       optimizer, whose results depend on the placement in the last bits.
-    - `placement`: which end of the model has its state on the device: "front", "tail" (as in DeepSpeed), or "auto", the
-      end whose updates would overlap least with forward and backward. "spread": evenly distributed blocks.
+    - `placement`: which part of the model has its state on the device: "front", "tail" (as in DeepSpeed), "spread"
+      (evenly distributed blocks), or "auto", the end whose updates would overlap least with forward and backward.
     - `offload_params`: the weights of blocks with state on the host are there too. The weights of a block are copied to
       the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
       `placement` then place whole blocks.

@@ -442,6 +442,8 @@ class _TransformersAttention:
         """The starts of packed sequences, and the end, as numbers. Read once for all layers, because the read of a
         tensor on the device waits for the device. Layers that backward runs again may have those of another forward.
         """
+        if documents.is_inference():  # such a tensor has no version, so a change of its values would not be noticed
+            return tuple(documents.tolist())
         read = self._read
         if read is None or read[0] is not documents or read[1] != documents._version:
             self._read = read = documents, documents._version, tuple(documents.tolist())

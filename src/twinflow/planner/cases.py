@@ -108,7 +108,8 @@ def all_cases(
 
 def _with_weights(run: Run, states: str, on_host: bool) -> Run:
     stage = 3 if on_host and run.world > 1 else run.stage
-    return replace(run, states=states, offload_params=on_host, stage=stage)
+    placement = run.placement if on_host else "auto"
+    return replace(run, states=states, offload_params=on_host, stage=stage, placement=placement)
 
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:

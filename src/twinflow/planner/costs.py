@@ -24,7 +24,9 @@ KEPT: Final = Kept()  # each checkpointed block keeps its input on the GPU
 BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
-PROCESS_BYTES: Final = 17 * 10**8  # interpreter, torch and CUDA on the host, measured as 1.4 to 2.2 GB
+PROCESS_BYTES: Final = (
+    17 * 10**8
+)  # interpreter, torch and CUDA on the host, measured as 2.0 to 2.7 GB with the next one
 CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 _MOST_TRIES: Final = 8
@@ -329,9 +331,9 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
 def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
     """GPU memory of gradients when activations and gradients together have their peak.
 
-    With weights on the host, this is mostly at the begin of backward. There are then the sums over micro-batches, the
-    gradients of the last block in few buffers, and those of the head, if its state is on the GPU. The others come when
-    blocks have freed their activations.
+    With weights on the host, this is mostly at the beginning of backward. There are then the sums over micro-batches,
+    the gradients of the last block in few buffers, and those of the head, if its state is on the GPU. The others come
+    when blocks have freed their activations.
     """
     if not run.offload_params:
         return grads.gpu_bytes
