@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from experts_support import DECAY, EPS, FUSED, LENGTH, LR, MAX_NORM, VOCAB, Modules, fused
 from torch import Tensor, nn
 
@@ -135,6 +136,7 @@ def use(rank: int, world: int, folder: str) -> dict[str, Any]:
     found["loaded"] = values_of(engine.module_state_dict())
     engine.destroy()
     # A model whose weights are read when they are needed.
+    dist.barrier()  # rank 0 has written the files
     unread = from_pretrained(type(model), f"{folder}/pretrained")
     found["read"] = values_of(split_experts(unread, 2).state_dict())
     # Another engine for the same model.
