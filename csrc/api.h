@@ -290,8 +290,9 @@ TF_PUBLIC void tf_executor_resize(tf_executor* executor, int32_t num_slots, int3
 TF_PUBLIC void tf_executor_add_weight_slots(tf_executor* executor, int32_t num_more);
 
 // `record`: the part of the file with the store, as if it were in memory at the address `base`; -1: it is in memory.
+// `keeps_weights`: only the weights are in memory, or the master if there are no separate weights.
 TF_PUBLIC int64_t tf_store_new(tf_executor* executor, const tf_pointers* pointers, int64_t num_slices, int64_t record,
-                               int64_t base);
+                               int64_t base, int32_t keeps_weights);
 TF_PUBLIC void tf_store_free(tf_executor* executor, int64_t store);
 TF_PUBLIC void tf_store_add_speculative(tf_executor* executor, int64_t layout, int64_t store);
 TF_PUBLIC int64_t tf_store_take_speculative(tf_executor* executor, int64_t layout);  // -1: there is none

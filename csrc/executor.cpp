@@ -118,9 +118,10 @@ void Executor::add_weight_slots(int32_t num_more) {
 
 // Stores.
 
-int64_t Executor::new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base) {
+int64_t Executor::new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base,
+                            bool keeps_weights) {
   Lock lock(mutex_);
-  stores_[next_id_] = {{pointers, pointers + num_slices}, record, base};
+  stores_[next_id_] = {{pointers, pointers + num_slices}, record, base, keeps_weights};
   return next_id_++;
 }
 

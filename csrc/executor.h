@@ -44,7 +44,7 @@
 //   until `freeze` ends. If no speculative store is free, the update waits until the state is read or copied.
 // - State in a file (state_file.h): an update starts when the file has read the state of its bucket, which belongs to
 //   the task until the update is done. The lock of the file is taken after `mutex_`. Such a bucket has no speculative
-//   store, and its weights are sent from slots.
+//   store. Its weights are sent from slots, or stay in memory if blocks fetch them (`keeps_weights`).
 #pragma once
 #include <assert.h>
 
@@ -82,8 +82,10 @@ struct Store {
   std::vector<tf_pointers> slices;  // the buffers of each slice
   int64_t record = -1;              // the part of the file with this store; -1: it is in memory
   int64_t base = 0;                 // the address of the record for which `slices` hold
+  bool keeps_weights = false;       // the weights are in memory although the rest of the store is in the file
 
-  // The buffers of a slice. `state`: the memory with the record, if the store is in a file.
+  // The buffers of a slice. `state`: the memory with the record, if the store is in a file. The weights are the master
+  // if there are no separate ones.
   tf_pointers at(size_t slice, char* state) const {
     tf_pointers found = slices[slice];
     if (record < 0) return found;
@@ -91,8 +93,8 @@ struct Store {
       auto* raw = buffer ? state + (reinterpret_cast<int64_t>(buffer) - base) : nullptr;
       buffer = reinterpret_cast<std::remove_reference_t<decltype(buffer)>>(raw);
     };
-    move(found.weight);
-    move(found.master);
+    if (!keeps_weights || found.weight) move(found.master);
+    if (!keeps_weights) move(found.weight);
     for (int k = 0; k < 2; ++k) {
       move(found.state[k]);
       move(found.scale[k]);
@@ -209,7 +211,7 @@ class Executor {
   void resize(int32_t num_slots, int32_t num_weight_slots, bool sums_on_host, bool keeps_weight_slots);
   void add_weight_slots(int32_t num_more);
 
-  int64_t new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base);
+  int64_t new_store(const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base, bool keeps_weights);
   void free_store(int64_t store);
   void add_speculative_store(int64_t layout, int64_t store);
   int64_t take_speculative_store(int64_t layout);

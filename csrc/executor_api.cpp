@@ -33,8 +33,9 @@ void tf_executor_resize(tf_executor* e, int32_t num_slots, int32_t num_weight_sl
 }
 void tf_executor_add_weight_slots(tf_executor* e, int32_t num_more) { e->executor.add_weight_slots(num_more); }
 
-int64_t tf_store_new(tf_executor* e, const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base) {
-  return e->executor.new_store(pointers, num_slices, record, base);
+int64_t tf_store_new(tf_executor* e, const tf_pointers* pointers, int64_t num_slices, int64_t record, int64_t base,
+                     int32_t keeps_weights) {
+  return e->executor.new_store(pointers, num_slices, record, base, keeps_weights != 0);
 }
 void tf_store_free(tf_executor* e, int64_t store) { e->executor.free_store(store); }
 void tf_store_add_speculative(tf_executor* e, int64_t layout, int64_t store) {

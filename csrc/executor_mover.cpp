@@ -187,8 +187,9 @@ bool Executor::start_fetches() {
     for (auto& item : fetch.items) {
       const void* from = item.from;
       if (item.bucket >= 0) {
-        assert(stores_.at(bucket(item.bucket).store).record < 0);
-        const tf_pointers& first = stores_.at(bucket(item.bucket).store).slices[0];
+        const Store& store = stores_.at(bucket(item.bucket).store);
+        assert(store.record < 0 || store.keeps_weights);
+        const tf_pointers& first = store.slices[0];
         from = first.weight ? first.weight : first.master;
       }
       fetch_->begin_span();

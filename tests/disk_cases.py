@@ -15,7 +15,7 @@ from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
 
-def _engine(folder: Path | None) -> Any:
+def _engine(folder: Path | None, offloads_params: bool) -> Any:
     offload: dict[str, Any] = {"device": "cpu", "bucket_numel": 4096}
     if folder is not None:
         offload |= {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 2}
@@ -26,6 +26,8 @@ def _engine(folder: Path | None) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_optimizer": offload},
     }
+    if offloads_params:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     return twinflow.initialize(model=gpt(), config=config)[0]
 
 
@@ -39,25 +41,26 @@ def _run(engine: Any, rank: int, steps: range) -> None:
 
 
 def _state(engine: Any) -> list[Any]:
-    """This rank's weights and state."""
+    """This rank's weights and state. Weights on the host are in the state."""
     engine.optimizer.wait()
-    found = [param.local.detach().clone() for param in engine.optimizer.runtime.params]
+    runtime = engine.optimizer.runtime
+    found = [param.local.detach().clone() for param in runtime.params if not runtime.lives_on_host(param.tensor)]
     for _, entry in engine.optimizer.stream_state()[1]:
         found += [value.tensor().clone() for key, value in entry.items() if key != "step"]
     return found
 
 
-def as_in_memory(rank: int, world: int, folder: str) -> list[int]:
+def as_in_memory(rank: int, world: int, folder: str, offloads_params: bool = False) -> list[int]:
     """Numbers of tensors, and of those that differ: after some steps, and after steps from a checkpoint of the disk."""
     root, counts = Path(folder), []
-    memory, disk = _engine(None), _engine(root)
+    memory, disk = _engine(None, offloads_params), _engine(root, offloads_params)
     for engine in (memory, disk):
         _run(engine, rank, range(3))
     disk.save_checkpoint(root / "saved")
     pairs = list(zip(_state(memory), _state(disk), strict=True))
     counts += [len(pairs), sum(not torch.equal(a, b) for a, b in pairs)]
     disk.destroy()
-    loaded = _engine(None)
+    loaded = _engine(None, offloads_params)
     loaded.load_checkpoint(root / "saved")
     for engine in (memory, loaded):
         _run(engine, rank, range(3, 5))

@@ -194,12 +194,6 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "Muon updates matrices on the GPU, which copies their state from host memory",
             'Use rule="adamw", or leave nvme_path out.',
         ),
-        "offload_params": Conflict(
-            _ON_HOST,
-            _ON_DISK,
-            "the weights of a block are fetched from its state, which must be in host memory",
-            "Use offload_params=False, or leave nvme_path out.",
-        ),
         "delayed_update": Conflict(
             "delayed_update=True",
             _ON_DISK,

@@ -347,7 +347,6 @@ def test_too_little_space_is_an_error_before_training(tmp_path: Path, monkeypatc
         ({"ratio": "auto"}, 'ratio="auto"'),
         ({"rule": torch.optim.AdamW}, "A user's optimizer"),
         ({"rule": "muon"}, 'rule="muon"'),
-        ({"offload_params": True}, "offload_params=True"),
         ({"delayed_update": True, "early": True}, "delayed_update=True"),
         ({"streamed": 0.5}, r"tuning\.streamed=0\.5"),
         ({"shadow_bytes": 1024}, "shadow_bytes=1024"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import twinflow
-from twinflow.bench.disk import measure_disk
+from twinflow.bench.disk import DiskRates, measure_disk
 from twinflow.cli.main import app
 from twinflow.cli.plan_input import count_module, parse_count
 from twinflow.cli.plan_text import bar
@@ -350,6 +351,50 @@ def test_state_on_a_disk_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = plan(*H200, "--disk", str(tmp_path)).stdout
     assert "all state on the disk" in text
     assert "GB in the file" in text
+
+
+SMALL = ("--gpu", "h200", "--params", "7b", "--gpu-memory", "24GB", "--ram", "20GB")
+
+
+def measured(rate: float, free_bytes: float) -> Callable[[Path], DiskRates]:
+    return lambda path: DiskRates(str(path), int(free_bytes), True, rate, rate, rate)
+
+
+def test_a_disk_is_recommended_if_nothing_fits_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinflow.cli.plan.measure_disk", measured(2e9, 1e12))
+    without = plan(*SMALL)
+    assert without.exit_code == 1
+    assert "Nothing fits" in without.stdout
+    config = tmp_path / "config.json"
+    options = ("--disk", str(tmp_path), "--write-config", str(config))
+    found = plan_json(*SMALL, *options)
+    case, run = found["cases"][found["recommended"]], found["run"]
+    assert (case["kind"], case["fits"], case["bound_by"]) == ("state on disk", True, "disk")
+    each = {"fp32": 12.0, "bf16": 8.0, "int8": 6.05}[case["states"]]
+    assert case["file_bytes"] == pytest.approx(each * case["ratio"] * found["model"]["params"], rel=0.01)
+    # With clipping, updates begin after backward, and the next forward waits for its weights.
+    assert case["step_s"] >= 2 * case["file_bytes"] / 2e9
+    assert case["step_s"] < 1.1 * 2 * case["file_bytes"] / 2e9
+    assert case["host_bytes"] < 20e9
+    assert not run["on_disk"]  # the other cases are those in memory
+    offload = found["config"]["zero_optimization"]["offload_optimizer"]
+    assert (offload["device"], offload["nvme_path"]) == ("nvme", str(tmp_path))
+    assert json.loads(config.read_text()) == found["config"]
+    load_config(found["config"])
+    text = " ".join(plan(*SMALL, *options).stdout.split())
+    assert "state on the disk. A step takes" in text
+    assert "bound by disk" in text
+    assert f"The optimizer state is on the disk of {tmp_path}:" in text
+
+
+@pytest.mark.parametrize(("options", "free_bytes"), [(SMALL, 1e9), (H200, 1e12)], ids=str)
+def test_a_disk_is_not_recommended_without_space_or_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], free_bytes: float
+) -> None:
+    monkeypatch.setattr("twinflow.cli.plan.measure_disk", measured(2e9, free_bytes))
+    found = plan_json(*options, "--disk", str(tmp_path))
+    assert "state on disk" not in [case["kind"] for case in found["cases"]]
+    assert found["recommended"] == plan_json(*options)["recommended"]
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("Muon", "Muon updates matrices"), ("Adamax", "A user's optimizer")])

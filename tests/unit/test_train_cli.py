@@ -573,8 +573,8 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"zero_optimization": {"offload_optimiser": {}}}, (), ["FILE", "offload_optimiser", "'offload_optimizer'"]),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}},
-            (),
-            ["FILE", "device", "nvme", "cpu", "twinflow.initialize()"],
+            ("--nvme-path", "other"),
+            ["--nvme-path other", "'device' in the config file", "only one"],
         ),
         ({"wandb": {"enabled": True}}, (), ["wandb.enabled", "pip install wandb"]),
         ("", (), ["FILE", "empty"]),

@@ -37,20 +37,24 @@ class DiskRates:
 
 
 def measure_disk(
-    folder: Path, num_bytes: int = NUM_BYTES, num_requests: int = NUM_REQUESTS, block_bytes: int = BLOCK_BYTES
+    folder: Path,
+    num_bytes: int = NUM_BYTES,
+    num_requests: int = NUM_REQUESTS,
+    block_bytes: int = BLOCK_BYTES,
+    option: str = "--disk",
 ) -> DiskRates:
     """Writes a file of `num_bytes` without a name in `folder`, reads it, and reads and writes it block by block.
 
-    Raises OSError if the folder cannot be used or has too little space.
+    Raises OSError if the folder cannot be used or has too little space. `option`: the option with the folder.
     """
-    fd, _, is_direct = new_file(folder, "--disk")
+    fd, _, is_direct = new_file(folder, option)
     try:
         found = os.fstatvfs(fd)
         free_bytes = found.f_bavail * found.f_frsize
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError as error:
-            raise unusable_path("--disk", folder, f"a folder with {num_bytes} free bytes", error) from error
+            raise unusable_path(option, folder, f"a folder with {num_bytes} free bytes", error) from error
         # First, because blocks that were never written are read without the disk.
         write = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_write,))
         read = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_read,))

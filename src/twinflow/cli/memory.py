@@ -25,7 +25,7 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
-from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, placed_at, without_gpu
+from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, file_bytes, placed_at, without_gpu
 from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES
 from twinflow.rules import ALL_RULES
 
@@ -47,6 +47,7 @@ class Available:
     gpu_bytes: int | None  # None: there is no GPU, and the model is on the host
     host_bytes: int  # 0: unknown
     is_limit: bool = False  # --ram limits the host memory
+    disk_bytes: int | None = None  # free space for state on a disk, for all ranks; None: no disk is used
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,25 @@ class MemoryPlan:
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
     recompute: str | int = "none"  # what backward computes again
+    file_bytes: int | None = None  # state of all ranks on a disk; None: it is in memory
+
+    def disk_line(self, folder: str, rate: float) -> str:
+        """The state on the disk. `rate`: bytes that the disk reads and writes in a second."""
+        assert self.file_bytes is not None
+        free = _gb(self.available.disk_bytes or 0)
+        return (
+            f"{self.file_bytes / 1e9:,.2f} GB of {self.states} state{_on_ranks(self.num_ranks)} in {folder}, {free} "
+            f"free: {2 * self.file_bytes / rate:,.2f} s a step to read and write it at {rate / 1e9:.2f} GB/s"
+        )
 
     @property
     def host_line(self) -> str:
         free = self.available.host_bytes
         of_free = f" of {free / 1e9:,.1f} GB" if free else ""
         first = " at first" if self.is_auto else ""
+        what = "of" if self.file_bytes is None else "of buffers for"
         return (
-            f"{self.used.host['state'] / 1e9:,.2f} GB of {self.states} state{first}{_on_ranks(self.num_ranks)}, "
+            f"{self.used.host['state'] / 1e9:,.2f} GB {what} {self.states} state{first}{_on_ranks(self.num_ranks)}, "
             f"about {_gb(self.used.host_total)} in all{of_free}: {self.why}"
         )
 
@@ -105,9 +117,17 @@ class MemoryPlan:
         return f"{', '.join(parts)}, of {_gb(self.available.gpu_bytes)}{later}"
 
 
-def available_to(ranks: RankEnvironment, gpu_bytes: int | None, free_bytes: int, is_limit: bool = False) -> Available:
-    """Memory available to a run, from the free host memory of this machine. Other machines are assumed to be equal."""
-    return Available(gpu_bytes, share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size, is_limit)
+def available_to(
+    ranks: RankEnvironment,
+    gpu_bytes: int | None,
+    free_bytes: int,
+    is_limit: bool = False,
+    disk_bytes: int | None = None,
+) -> Available:
+    """Memory available to a run, from the free memory and disk of this machine. Others are assumed to be equal."""
+    host_bytes = share_of_memory(free_bytes, ranks.local_world_size) * ranks.world_size
+    on_disk = None if disk_bytes is None else disk_bytes * ranks.world_size // ranks.local_world_size
+    return Available(gpu_bytes, host_bytes, is_limit, on_disk)
 
 
 def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
@@ -143,10 +163,11 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         stage=stage,
         tensor_parallel=num_parts,
         offload_params=weights is not None and weights.device == "cpu",
+        on_disk=offload.device == "nvme",
     )
     return Case(
         run=run,
-        ratio=offload.ratio if offload.device == "cpu" else 0.0,
+        ratio=0.0 if offload.device == "none" else offload.ratio,
         formats=formats,
         only_clips=bool(checked.gradient_clipping) and checked.bf16.enabled and not (is_in_file and overflow),
         is_told=(offload.hold, offload.sums) != ("auto", "auto"),
@@ -207,7 +228,13 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     choices = case.recompute[:-1]
     first = bisect_left(choices, True, key=lambda choice: _is_roomy(_recomputing(case, choice), available))
     used = bytes_at(_recomputing(case, case.recompute[first]), available)
-    return replace(plan, used=used, recompute=case.recompute[first])
+    on_disk = _file_bytes(case) if case.run.on_disk else None
+    return replace(plan, used=used, recompute=case.recompute[first], file_bytes=on_disk)
+
+
+def _file_bytes(case: Case) -> int:
+    assert not isinstance(case.ratio, str)
+    return file_bytes(case.run, placed_at(case.run, case.ratio)) * case.num_copies
 
 
 def _recomputing(case: Case, recompute: str | int) -> Case:
@@ -226,6 +253,11 @@ def _with_format(case: Case, states: str, available: Available) -> MemoryPlan:
     """The plan with the state format that `plan_memory` chooses."""
     formats = [name for name in AUTOMATIC if name in case.formats] if states == "auto" else [states]
     cases = [replace(case, run=replace(case.run, states=name)) for name in formats]
+    if case.run.on_disk and available.disk_bytes is not None:
+        narrowest = cases[-1]
+        cases = [each for each in cases if _file_bytes(each) <= available.disk_bytes]
+        if not cases:
+            raise _no_space(narrowest, available)
     possible = [each for each in cases if _missing(each, available).is_zero]
     if not possible:
         raise _too_large(cases[-1], available)
@@ -350,6 +382,18 @@ def _too_large(case: Case, available: Available) -> MemoryError:
         f"at least {_gb(sum(parts.values()))} ({text})",
         _gb((available.gpu_bytes or 0) if is_gpu else available.host_bytes),
         f"{_gb(lacks)} are missing.{both} {remedy}",
+    )
+
+
+def _no_space(case: Case, available: Available) -> MemoryError:
+    """The error for state that does not fit on the disk."""
+    return not_enough(
+        "space on the disk",
+        f"the {case.run.states} state of a model of {case.run.model.numel / 1e9:.2f} B parameters"
+        f"{_on_ranks(case.num_ranks)}",
+        _gb(_file_bytes(case)),
+        _gb(available.disk_bytes or 0),
+        "Use --nvme-path with a folder on a larger disk, a smaller --states, or a lower --ratio.",
     )
 
 

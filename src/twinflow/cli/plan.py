@@ -31,11 +31,9 @@ from twinflow.config import load_config, optimizer_choice
 from twinflow.conflicts import refuse
 from twinflow.errors import unusable_path
 from twinflow.files import write_whole
-from twinflow.offload.settings import Tuning
-from twinflow.planner.cases import Case, Plan, Setting, case_at, make_plan
-from twinflow.planner.costs import BUCKET_NUMEL, Run
+from twinflow.planner.cases import Case, Disk, Plan, Setting, case_at, make_plan
+from twinflow.planner.costs import Memory, Placed, Run, bytes_of, file_bytes
 from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, place_blocks, places
-from twinflow.planner.formats import state_bytes
 from twinflow.rules import ALL_RULES, RULES
 
 LEARNING_RATE: Final = {False: 1e-5, True: 1e-4}  # of a config without an optimizer: for all parameters, for adapters
@@ -62,11 +60,12 @@ def _show(options: PlanOptions) -> int:
     wish = make_wish(cost, default_batch, options, config, place)
     if options.scaling is not None:
         return show_scaling(options, scaling_run(wish))
-    fit = place_blocks(choose_fit(wish, place.setting), place.setting)
-    made = plan_around(fit, wish, place.setting, config)
-    best_config = config_of(fit.case, config) if fit.fits else {}
-    ignored = unused_keys(config)
     rates = disk_rates(options.disk, config) if options.disk is not None else None
+    setting = replace(place.setting, disk=_disk(rates)) if rates is not None else place.setting
+    fit = place_blocks(choose_fit(wish, setting), setting)
+    made = plan_around(fit, wish, setting, config)
+    best_config = config_of(fit.case, config, options.disk) if fit.fits else {}
+    ignored = unused_keys(config)
     rows = disk_rows(made.run, formats_of(wish), rates) if rates is not None else []
     files = []
     if options.html is not None:
@@ -95,7 +94,7 @@ def _show(options: PlanOptions) -> int:
 def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any]) -> Plan:
     """The chosen run beside the other ways to place its state, with the same batch."""
     formats = formats_of(wish)
-    run, ratio = fit.case.run, config_ratio(config)
+    run, ratio = replace(fit.case.run, on_disk=False), config_ratio(config)
     given = None
     if ratio is not None:
         zero = config.get("zero_optimization") or {}
@@ -108,11 +107,15 @@ def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any
     made = make_plan(run, setting, formats, given, places(wish))
     # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
     cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]
+    cases += [fit.case] if fit.case.run.on_disk else []
     return replace(made, cases=cases, best=fit.case if fit.fits else None)
 
 
-def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config for the engine: the config file with the values that the plan recommends."""
+def config_of(case: Case, config: Mapping[str, Any], disk: Path | None = None) -> dict[str, Any]:
+    """A config for the engine: the config file with the values that the plan recommends.
+
+    `disk`: the folder for state on a disk.
+    """
     run, made = case.run, deepcopy(dict(config))
     made.pop("train_batch_size", None)
     made["train_micro_batch_size_per_gpu"] = run.batch
@@ -151,6 +154,8 @@ def config_of(case: Case, config: Mapping[str, Any]) -> dict[str, Any]:
     zero.setdefault("stage", run.stage if run.world > 1 else 2)
     offload = zero["offload_optimizer"] = dict(zero.get("offload_optimizer") or {})
     offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}
+    if run.on_disk:
+        offload |= {"device": "nvme", "nvme_path": str(disk)}
     if run.master == "none":
         offload["master"] = "none"
     if "spread" in (run.placement, offload.get("placement")):
@@ -196,6 +201,7 @@ def case_dict(case: Case) -> dict[str, Any]:
         "gpu_bytes": case.used.gpu_total,
         "host": dict(case.used.host),
         "host_bytes": case.used.host_total,
+        "file_bytes": case.file_bytes,
         "tokens_s": case.tokens_s,
         **asdict(case.prediction),
     }
@@ -227,16 +233,20 @@ def disk_rates(path: Path, config: Mapping[str, Any]) -> DiskRates:
     return measure_disk(path)
 
 
+def _disk(rates: DiskRates) -> Disk:
+    return Disk(rates.folder, rates.update, rates.free_bytes)
+
+
 def disk_rows(run: Run, formats: Sequence[str], rates: DiskRates) -> list[DiskRow]:
     """A row for each format, with all state of all ranks on one disk."""
     rows = []
     for states in formats:
-        each = state_bytes(states, run.weights, num_moments=run.num_moments, master=run.master).host
-        file_bytes = int(each * run.own_numel) * run.world
-        bucket_bytes = int(each * min(BUCKET_NUMEL, run.own_numel))
-        step_s = 2 * file_bytes / rates.update
-        buffers = Tuning().buffer_count * bucket_bytes * run.world
-        rows.append(DiskRow(states, file_bytes, buffers, step_s, file_bytes <= rates.free_bytes))
+        there = replace(run, states=states, on_disk=True)
+        placed = Placed(run.own_numel)
+        num_bytes = file_bytes(there, placed)
+        # The limits of memory change only other buffers.
+        buffers = bytes_of(there, placed, Memory(0, 0)).host["state"]
+        rows.append(DiskRow(states, num_bytes, buffers, 2 * num_bytes / rates.update, num_bytes <= rates.free_bytes))
     return rows
 
 

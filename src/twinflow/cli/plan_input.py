@@ -125,7 +125,8 @@ class PlanOptions:
     grad_clip: float | None = option(None, "Largest gradient norm. 0 turns clipping off.  [default: 1 if it fits]")
     disk: Path | None = option(
         None,
-        "Also plan state on the disk of this folder. A file of 1 GiB, which is removed again, measures it.",
+        "Also plan state on the disk of this folder, and recommend it if nothing fits without it. A file of 1 GiB, "
+        "which is removed again, measures the disk.",
     )
     as_json: bool = option(False, "Print one JSON object instead of the tables.", "--json")
     html: Path | None = option(None, "Also write an HTML page to this file.")

@@ -15,7 +15,7 @@ from twinflow.planner.costs import Run
 from twinflow.planner.fit import Fit
 
 PIPE_WIDTH: Final = 100  # width of the output into a pipe
-BOUND: Final = {"gpu": "GPU", "host": "host update", "copies": "PCIe", "gate": "clipping norm"}
+BOUND: Final = {"gpu": "GPU", "host": "host update", "disk": "disk", "copies": "PCIe", "gate": "clipping norm"}
 CASE_COLUMNS: Final = ("offload", "states", "ratio", "GPU GB", "host GB", "s/step", "tokens/s", "bound by")
 _BAR: Final = 34
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
@@ -157,7 +157,8 @@ def chosen(fit: Fit) -> list[str]:
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
     ratio += f', "placement": "{fit.case.run.placement}"' if fit.case.run.placement != "auto" else ""
     long = long_sequence(fit.case.run) if fit.case.run.is_tiled else []
-    return [ratio, batch(fit.case.run), again, *long, where, *([] if fit.clips else ["no gradient clipping"])]
+    disk = ["state on the disk"] if fit.case.run.on_disk else []
+    return [ratio, batch(fit.case.run), again, *long, where, *disk, *([] if fit.clips else ["no gradient clipping"])]
 
 
 def long_sequence(run: Run) -> list[str]:

@@ -7,9 +7,10 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from twinflow.bench.disk import BLOCK_BYTES, measure_disk
 from twinflow.build import initialize
 from twinflow.checkpoint import open_checkpoint
 from twinflow.cli.memory import MemoryPlan, available_to, case_of, plan_memory
@@ -31,6 +33,7 @@ from twinflow.cli.settings import (
     as_json,
     axes_of,
     check_combination,
+    check_disk,
     check_same_run,
     check_saved,
     check_settings,
@@ -109,6 +112,7 @@ class Run:
     memory: MemoryPlan
     first_step: int  # number of steps that were done before this process started
     num_valid: int  # sequences in a validation
+    disk_rate: float = 0.0  # bytes/s of reads and writes of the disk with the state; 0: no disk is used
 
     @property
     def checkpoints(self) -> Path:
@@ -158,11 +162,14 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         set_threads(settings.threads)
         torch.set_num_threads(settings.threads)
     saved = ranks.first(saved)
+    with ranks.together():
+        settings = _with_disk(settings, saved)
     data = _load(settings, ranks, console)
     vocab_size = settings.vocab_size or max(settings.model.vocab_size, data.vocab_size)
     settings = replace(settings, model=replace(settings.model, vocab_size=vocab_size))
     free_bytes = ranks.least(free_host_bytes())
     gpu_bytes = None if gpu_bytes is None else ranks.least(gpu_bytes)
+    disk_bytes = ranks.least(shutil.disk_usage(settings.nvme_path).free) if settings.nvme_path is not None else None
     with ranks.together():
         data.check_context(settings.context)
         _check_saved(saved, settings, data)
@@ -171,11 +178,12 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
         config = engine_config(settings, "fp32")
         check_combination(config, settings.model, ranks.here)
         case = case_of(settings, config)
-        available = available_to(ranks.here, gpu_bytes, free_bytes, is_limit=is_limit)
+        available = available_to(ranks.here, gpu_bytes, free_bytes, is_limit, disk_bytes)
         plan = plan_memory(case, states, available)
     if settings.recompute == "auto":
         settings = replace(settings, model=replace(settings.model, recompute=plan.recompute))
     config = engine_config(settings, plan.states)
+    disk_rate = _disk_rate(settings, plan, ranks)
     engine = build_engine(settings, config, ranks)
     # A resumed run with another number of ranks validates with the same sequences.
     num_valid = int(saved.get("num_valid", VALID_BATCHES * settings.batch_size * settings.replicas))
@@ -198,7 +206,28 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
             f"Resuming from {found}" if found else "There is no checkpoint yet. Training starts from step 0.",
             soft_wrap=True,
         )
-    return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid)
+    return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid, disk_rate)
+
+
+def _with_disk(settings: TrainSettings, saved: Mapping[str, Any]) -> TrainSettings:
+    """A resumed run keeps its state on the disk, unless --nvme-path names another folder."""
+    path = saved.get("nvme_path")
+    if settings.nvme_path is not None or not isinstance(path, str):
+        return settings
+    ratio = 1.0 if settings.ratio == "auto" else settings.ratio
+    settings = replace(settings, nvme_path=Path(path), ratio=ratio)
+    check_disk(settings)
+    return settings
+
+
+def _disk_rate(settings: TrainSettings, plan: MemoryPlan, ranks: Ranks) -> float:
+    """Bytes that the disk of the first rank reads and writes in a second."""
+    rate = 0.0
+    with ranks.together():
+        if plan.file_bytes and settings.nvme_path is not None and ranks.is_first:
+            num_bytes = max(BLOCK_BYTES, min(_MEASURED_BYTES, plan.file_bytes // BLOCK_BYTES * BLOCK_BYTES))
+            rate = measure_disk(settings.nvme_path, num_bytes, option="--nvme-path").update
+    return float(ranks.first(rate))
 
 
 def _write_settings(settings: TrainSettings, chosen: dict[str, Any], console: Console) -> None:
@@ -280,6 +309,7 @@ def _tokenizing(console: Console) -> Callable[[int, int], None]:
     return show
 
 
+_MEASURED_BYTES: Final = 1 << 28  # of a disk that a run uses
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

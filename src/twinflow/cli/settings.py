@@ -24,14 +24,15 @@ from twinflow.build_parallel import axes_of as checked_axes
 from twinflow.cli import MAX_COUNT, check_whole, option
 from twinflow.config import Axes, compression_choice, load_config, optimizer_choice, resolve_axes, resolve_batch
 from twinflow.config.fields import Shown
-from twinflow.errors import incompatible, invalid_value
+from twinflow.conflicts import refuse
+from twinflow.errors import incompatible, invalid_value, unusable_path
 from twinflow.launch.environment import RankEnvironment, is_elastic
 from twinflow.models.gpt import GPT, PRESET_BATCH, PRESETS, RECOMPUTE, GPTConfig
 from twinflow.native import get_threads
 from twinflow.native.threads import check_threads
 from twinflow.offload.placement import PLACEMENTS
 from twinflow.planner.formats import STATES
-from twinflow.rules import ALL_RULES
+from twinflow.rules import ALL_RULES, RULES
 from twinflow.rules.segment import check_master
 
 SECTIONS: Final = ("pipeline", "tensor_parallel")
@@ -135,6 +136,11 @@ class TrainOptions:
         "Share of the optimizer state on the host, 0 to 1, or auto: the fastest, chosen in the first steps. Default: "
         "auto if possible, else 1.",
     )
+    nvme_path: Path | None = option(
+        None,
+        "Keep the optimizer state that would be on the host in a file in this folder, which is on a local disk.",
+        "--nvme-path",
+    )
     placement: str | None = option(None, "Layers whose optimizer state stays on the GPU: auto, front, tail or spread.")
     delayed_update: bool = option(
         False, "Apply each update one step later, so that no step waits for it.", "--delayed-update"
@@ -206,6 +212,7 @@ class TrainSettings:
     states: str
     master: str
     ratio: float | str  # share of the optimizer state on the host, or "auto"
+    nvme_path: Path | None  # folder for this share on a disk; None: it is in host memory
     placement: str
     delayed_update: bool
     precision: str
@@ -345,18 +352,20 @@ def _offload(options: TrainOptions, file_config: Mapping[str, Any]) -> dict[str,
     offload = (file_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     ratio = only_one("--ratio", parse_ratio(options.ratio), offload, "ratio")
     placement = only_one("--placement", options.placement, offload, "placement")
+    only_one("--nvme-path", options.nvme_path, offload, "device")
+    path = only_one("--nvme-path", options.nvme_path, offload, "nvme_path")
     if offload.get("device") == "nvme":
-        remedy = "This command plans without a disk. Use twinflow.initialize() for state on a disk."
-        name = f"{options.config}: zero_optimization.offload_optimizer.device"
-        raise invalid_value(name, "nvme", ["cpu", "none"], remedy)
+        path = Path(offload["nvme_path"])
     if offload.get("device") == "none":  # then all state is on the GPU
         ratio = only_one("--ratio", ratio, offload, "device") or 0.0
         offload = {**offload, "placement": "auto"}
+    usual = 1.0 if path is not None else _default_ratio(file_config, placement)
     delayed = only_one("--delayed-update", options.delayed_update or None, offload, "delayed_update")
     return {
         "states": only_one("--states", options.states, offload, "states") or offload.get("states", "auto"),
         "master": only_one("--master", options.master, offload, "master") or offload.get("master", "fp32"),
-        "ratio": offload.get("ratio", _default_ratio(file_config, placement)) if ratio is None else ratio,
+        "ratio": offload.get("ratio", usual) if ratio is None else ratio,
+        "nvme_path": path,
         "placement": placement or offload.get("placement", "auto"),
         "delayed_update": bool(delayed or offload.get("delayed_update")),
     }
@@ -589,6 +598,8 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.states not in formats:
         raise invalid_value("--states", settings.states, formats, f"These are the formats of --rule {settings.rule}.")
     check_masters(settings.master, settings.precision)
+    if settings.nvme_path is not None:
+        check_disk(settings)
     if settings.placement not in PLACEMENTS:
         raise invalid_value("--placement", settings.placement, PLACEMENTS)
     axes = axes_of(settings.file_config)
@@ -599,6 +610,25 @@ def check_settings(settings: TrainSettings) -> None:
             "the part of a rank is recomputed as a whole or not at all",
             "Use --recompute none or --recompute full.",
         )
+
+
+def check_disk(settings: TrainSettings) -> None:
+    """Raise a ValueError that names what cannot be combined with state on a disk, and create the folder."""
+    assert settings.nvme_path is not None
+    section = settings.file_config.get("optimizer")
+    rule = settings.rule if section is None else optimizer_choice(load_config({"optimizer": section}))[0]
+    found = {
+        "ratio": settings.ratio == "auto",
+        "rule": rule not in ALL_RULES,
+        "muon": rule in ALL_RULES and ALL_RULES[rule].elementwise is not None,
+        "delayed_update": settings.delayed_update,
+        "compression": compression_choice(load_config(settings.file_config)) is not None,
+    }
+    refuse("State on the disk", found, rules=", ".join(RULES))
+    try:
+        settings.nvme_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_path("--nvme-path", settings.nvme_path, "a folder that can be created", error) from None
 
 
 def choose_shape(options: TrainOptions) -> tuple[str, GPTConfig]:
@@ -712,11 +742,13 @@ def engine_config(settings: TrainSettings, states: str) -> dict[str, Any]:
         zero.setdefault("stage", RANKS_STAGE)
     offload = zero.get("offload_optimizer")
     offload = zero["offload_optimizer"] = dict(offload) if isinstance(offload, dict) else {}
+    if settings.nvme_path is not None and "device" not in offload:
+        offload |= {"device": "nvme", "nvme_path": str(settings.nvme_path)}
     offload.setdefault("device", "cpu")
     offload.setdefault("states", states)
     if settings.master == "none":
         offload.setdefault("master", "none")
-    if offload["device"] == "cpu":  # with another device all state is on the GPU, and these keys have no effect
+    if offload["device"] != "none":  # otherwise all state is on the GPU, and these keys have no effect
         offload.setdefault("ratio", settings.ratio)
         offload.setdefault("placement", settings.placement)
     offload.setdefault("delayed_update", settings.delayed_update)

@@ -161,6 +161,7 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
             f"weight decay {optimizer['params'].get('weight_decay', 0):g}, {clipping}{delayed}",
         ),
         ("host memory", memory.host_line),
+        *([("disk", memory.disk_line(str(settings.nvme_path), run.disk_rate))] if run.disk_rate else []),
         ("GPU memory", memory.gpu_line),
         *([("warning", memory.tight)] if memory.tight else []),
         ("threads", f"{settings.threads}, kernels {isa()}"),

@@ -253,7 +253,7 @@ class OffloadParam(Section):
     device: Literal["cpu", "none"] = honoured(
         "none",
         "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3; the optimizer state is "
-        "then on the host too",
+        "then on the host or a disk",
         hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
     )
     nvme_path: str | None = unused(None, _NVME)

@@ -120,7 +120,7 @@ _QUICK: Signatures = {
     "tf_executor_delay": ([_EXECUTOR, c_int32, c_double], None),
     "tf_executor_counters": ([_EXECUTOR, POINTER(CCounters)], None),
     "tf_executor_record_spans": ([_EXECUTOR, c_int32], None),
-    "tf_store_new": ([_EXECUTOR, POINTER(CPointers), c_int64, c_int64, c_int64], c_int64),
+    "tf_store_new": ([_EXECUTOR, POINTER(CPointers), c_int64, c_int64, c_int64, c_int32], c_int64),
     "tf_store_free": ([_EXECUTOR, c_int64], None),
     "tf_store_add_speculative": ([_EXECUTOR, c_int64, c_int64], None),
     "tf_store_take_speculative": ([_EXECUTOR, c_int64], c_int64),

@@ -3,13 +3,14 @@
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A store has the
 buffers of one bucket's optimizer state. A record is the part of the file with one store. It has the same bits as the
-store of `RuleUpdater`. The store in memory has no memory of its own: it only tells shapes and dtypes.
+store of `RuleUpdater`. The store in memory has no memory of its own: it only tells shapes and dtypes. There is one
+exception: weights that blocks fetch from the host (param_offload.py) are in page-locked memory, and not in the record.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -17,15 +18,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from twinflow import native
+from twinflow.device import Device
 from twinflow.offload import slices
 from twinflow.offload.bucket import Bucket
-from twinflow.offload.plan import BucketPlan
+from twinflow.offload.plan import ROOT, BucketPlan
 from twinflow.offload.state_file import StateFile, in_pages
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Pair, Store, is_own_master, new_states, room_of, views_in
 
 BASE: Final = 4096  # a record is described to the native executor as if it were at this address
+NewTensor = Callable[[int, torch.dtype], Tensor]
 
 
 class DiskUpdater:
@@ -34,16 +38,28 @@ class DiskUpdater:
     is_on_device = False
     is_all_in_store = False
 
-    def __init__(self, rule: Rule, format: str, keeps_states: bool, master: str, file: StateFile) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        format: str,
+        device: Device,
+        keeps_states: bool,
+        offloads_params: bool,
+        master: str,
+        file: StateFile,
+    ) -> None:
         self.rule = rule
         self.format = format
         self.file = file
+        self._device = device
         self._keeps_states = keeps_states
+        self._offloads_params = offloads_params
         self._master = master
 
     def new_store(self, plan: BucketPlan) -> Store:
-        """Adds a record with zeros, and returns a store without memory."""
-        shape = shape_of(self.rule, self.format, self._keeps_states, self._master, plan)
+        """Adds a record with zeros, and returns a store without memory, except for weights that blocks fetch."""
+        new_weights = self._device.pinned if self._offloads_params and plan.block != ROOT else None
+        shape = shape_of(self.rule, self.format, self._keeps_states, self._master, plan, new_weights)
         self.file.add(plan.index, record_bytes(shape))
         return shape
 
@@ -54,8 +70,9 @@ class DiskUpdater:
                 self.clear(bucket, i, options)
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """True: the state leaves the memory before its weights have been copied to the device."""
-        return True
+        """True, because the state leaves the memory before its weights have been copied to the device. Weights that
+        blocks fetch stay there."""
+        return not self._offloads_params or plan.block == ROOT
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         with self._slice(bucket, index, is_changed=False) as store:
@@ -70,6 +87,7 @@ class DiskUpdater:
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         with self._slice(bucket, index, is_changed=True) as store:
             slices.write(self.rule, store, values)
+            _round(store)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
         with self._slice(bucket, index, is_changed=True) as store:
@@ -82,6 +100,7 @@ class DiskUpdater:
                     return
         with self._slice(bucket, index, is_changed=True) as store:
             slices.write_master(store, values, keep)
+            _round(store)
 
     def forget(self, bucket: Bucket) -> None:
         """Does nothing: the record stays for the case that the state moves back."""
@@ -93,23 +112,41 @@ class DiskUpdater:
             yield view(bucket.store, raw).narrow(piece.offset, piece.numel)
 
 
-def shape_of(rule: Rule, format: str, keeps_states: bool, master: str, plan: BucketPlan) -> Store:
-    """The store of a bucket as meta tensors, with the tensors and dtypes of `RuleUpdater.new_store`."""
+def shape_of(
+    rule: Rule, format: str, keeps_states: bool, master: str, plan: BucketPlan, new_weights: NewTensor | None = None
+) -> Store:
+    """The store of a bucket as meta tensors, with the tensors and dtypes of `RuleUpdater.new_store`.
+
+    `new_weights` allocates the weights if blocks fetch them.
+    """
     zeros = partial(torch.empty, device="meta")
     states: tuple[Pair, Pair] = ((None, None), (None, None))
     if keeps_states:
         states = new_states(rule, format, plan.numel, zeros)
     if is_own_master(plan.dtype, master):
-        return Store(format, zeros(plan.numel, dtype=plan.dtype), None, *states)
+        own = new_weights(plan.numel, plan.dtype) if new_weights else zeros(plan.numel, dtype=plan.dtype)
+        return Store(format, own, None, *states)
+    weight = new_weights(plan.numel, plan.dtype) if new_weights else None
     if plan.dtype == torch.bfloat16:
-        weight = zeros(plan.numel, dtype=torch.bfloat16)
+        weight = zeros(plan.numel, dtype=torch.bfloat16) if weight is None else weight
         return Store(format, zeros(plan.numel, dtype=torch.int16), weight, *states)
-    return Store(format, zeros(plan.numel, dtype=torch.float32), None, *states)
+    return Store(format, zeros(plan.numel, dtype=torch.float32), weight, *states)
+
+
+def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
+    """For `shape_of`, if only the bytes of the record are needed."""
+    return torch.empty((), dtype=dtype).expand(numel)
+
+
+def weights_of(store: Store) -> Tensor:
+    """The weights of a store: the master if there are no separate ones."""
+    return store.weight if store.weight is not None else store.master
 
 
 def view(shape: Store, raw: Tensor) -> Store:
-    """A store whose tensors are consecutive in the bytes `raw`."""
-    master, weight, first, second, *scales = views_in(raw, _parts(shape))
+    """The store, with its meta tensors replaced by consecutive parts of the bytes `raw`."""
+    pairs = zip(_tensors(shape), views_in(raw, _parts(shape)), strict=True)
+    master, weight, first, second, *scales = (there if there is not None else own for own, there in pairs)
     assert master is not None
     return Store(shape.format, master, weight, (first, second), (scales[0], scales[1]))
 
@@ -125,5 +162,16 @@ def record_bytes(shape: Store) -> int:
     return in_pages(max(1, room_of(_parts(shape))))
 
 
+def _tensors(store: Store) -> list[Tensor | None]:
+    return [store.master, store.weight, *store.states, *store.scales]
+
+
 def _parts(shape: Store) -> list[Tensor | None]:
-    return [shape.master, shape.weight, *shape.states, *shape.scales]
+    """The tensors that are in the record."""
+    return [tensor if tensor is not None and tensor.is_meta else None for tensor in _tensors(shape)]
+
+
+def _round(store: Store) -> None:
+    """Rounds an fp32 master into separate weights, if there are any: those of an fp16 parameter that blocks fetch."""
+    if store.weight is not None and not store.is_split:
+        native.cast(store.weight, store.master)

@@ -63,7 +63,7 @@ from twinflow.native.kernels import DTYPE_CODES, FORMAT_CODES, MASTER_KINDS, poi
 from twinflow.offload import sync
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.clipping import Decision
-from twinflow.offload.disk_updater import BASE, addresses
+from twinflow.offload.disk_updater import BASE, addresses, weights_of
 from twinflow.offload.flats import FlatPool
 from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan
@@ -295,8 +295,7 @@ class Executor:
         """Register the buffers of a store and return its handle. The store is kept until `drop_store`."""
         table = (CPointers * len(plan.slices))()
         record, there = -1, store
-        if store.master.is_meta:
-            assert self.file is not None
+        if self.file is not None:
             record, there = self.file.record_of(plan.index), addresses(store)
         for entry, piece in zip(table, plan.slices, strict=True):
             found = pointers(there.narrow(piece.offset, piece.numel))
@@ -304,7 +303,8 @@ class Executor:
             entry.master = found.master
             entry.state = found.states
             entry.scale = found.scales
-        handle: int = self._library.tf_store_new(self._handle, table, len(table), record, BASE)
+        keeps_weights = record >= 0 and not weights_of(store).is_meta
+        handle: int = self._library.tf_store_new(self._handle, table, len(table), record, BASE, keeps_weights)
         self._stores[handle] = store
         return handle
 

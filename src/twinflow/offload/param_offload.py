@@ -4,12 +4,12 @@
 A block is a member of the model's outermost ModuleLists and Sequentials, usually a transformer layer. A bucket holds
 slices of parameters (ranges of their elements) that are copied and updated together.
 
-The trainable weights of a block are part of the optimizer state on the host. Frozen weights have page-locked buffers of
-their own. On the device a block has one buffer for each bucket. The storage of the buffer has memory only from
-the fetch until the block has run: it is resized to 0 after the block has run, and to its full size before the next
-fetch. Views that autograd has saved are therefore valid again in the block's backward. While the block does not run,
-its parameters have no values (they are an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a
-write changes the state.
+The trainable weights of a block are part of the optimizer state on the host. If that state is on a disk, they are the
+part of it that stays in memory (disk_updater.py). Frozen weights have page-locked buffers of their own. On the device a
+block has one buffer for each bucket. The storage of the buffer has memory only from the fetch until the block has run:
+it is resized to 0 after the block has run, and to its full size before the next fetch. Views that autograd has saved
+are therefore valid again in the block's backward. While the block does not run, its parameters have no values (they are
+an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a write changes the state.
 
 A block whose optimizer state is on the device (ratio below 1) is not offloaded: its weights stay on the device, and
 nothing here concerns it. With ratio "auto", blocks move between steps (`bring`, `send_away`).
@@ -37,6 +37,7 @@ from twinflow.device import Device, to_host
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
+from twinflow.offload.disk_updater import weights_of
 from twinflow.offload.executor import Executor
 from twinflow.offload.fetch_hooks import check_transform, put_hooks
 from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, SharedFetcher, WeightBuffer
@@ -789,8 +790,7 @@ def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
     """A function that returns the weights in the bucket's store at the time of the call, because stores are swapped."""
 
     def host() -> Tensor:
-        store = bucket.store
-        return store.weight if store.weight is not None else store.master
+        return weights_of(bucket.store)
 
     return host
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from twinflow.config.fields import Buckets, Positive, Share, Side, Threads, Whole
 from twinflow.offload.clipping import Limits
-from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_SLOTS
+from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_BUFFERS, NUM_SLOTS
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tuning:
     update_programs: Positive | None = None  # Triton programs of an update; fewer leave more of the GPU to the model
     streamed: Share = 0.0  # share of the buckets on the host that are updated on the device (`STREAMED`)
     nvme_path: str | None = None  # folder on a disk for the state that is on the host otherwise; None: host memory
-    buffer_count: Positive = 4  # with nvme_path: number of host buffers, each for the state of one bucket
+    buffer_count: Positive = NUM_BUFFERS  # with nvme_path: number of host buffers, each for the state of one bucket
     disk_requests: Threads = 8  # with nvme_path: number of reads and writes at the same time
     disk_block_bytes: Positive = 1 << 20  # with nvme_path: bytes of one read or write
 

@@ -301,7 +301,7 @@ class TwinOptimizer(Outcomes):
         plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         file = kind.state_file(plans)
-        sizes = [0 if file is not None and plan.place == HOST else kind.nbytes(plan) for plan in plans]
+        sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
         others = bytes_of_gradients(self._settings, plans) + (file.sizes.memory_bytes if file is not None else 0)
         build.check_room(plans, sizes, room, self.ratio, others, aside is not None)
@@ -439,13 +439,15 @@ class TwinOptimizer(Outcomes):
         file = runtime.executor.file
         on_host = sum(kind.nbytes(plan) for plan in plans if plan.place != RESIDENT)
         on_device = sum(kind.nbytes(plan) for plan in plans if plan.place == RESIDENT)
-        place = "the host" if file is None else f"the disk ({file.sizes.folder})"
+        places = f"{build.in_bytes(on_host)} on the host, {build.in_bytes(on_device)} on the device"
+        if file is not None:
+            places = f"{build.in_bytes(file.sizes.total_bytes)} on the disk ({file.sizes.folder}), {places}"
         lines = [
             f"rule: {self.rule_name}",
             f"states: {self.states}{', without master weights' if self.master == 'none' else ''}",
             f"ratio: {self.ratio} ({self.host_share:.2f} of the state is on the host)",
             f"placement: {self.placement} (buckets: {shares([plan.place for plan in plans])})",
-            f"memory of the state: {build.in_bytes(on_host)} on {place}, {build.in_bytes(on_device)} on the device",
+            f"memory of the state: {places}",
             f"memory of gradient slots on the host: {build.in_bytes(bytes_of_gradients(self._settings, plans))}",
             f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]

@@ -21,7 +21,7 @@ from twinflow.errors import not_enough
 from twinflow.offload.blocks import experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.device_updater import DeviceUpdater
-from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of
+from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of, without_memory
 from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
 from twinflow.offload.param_offload import take_aside
@@ -75,10 +75,13 @@ class StateKind:
         """Bytes of a bucket's master, states and scales in its place, by the planner's formulas.
 
         Includes `weight_bytes`, because the weights of a block take device memory only with its state. A user's
-        optimizer counts as fp32 with two states.
+        optimizer counts as fp32 with two states. Of state on the disk, only the weights that blocks fetch are in host
+        memory.
         """
         if self.rule is None:
             return int(formats.state_bytes("fp32").host * plan.numel)
+        if self.tuning.nvme_path is not None and plan.place == HOST:
+            return plan.numel * plan.dtype.itemsize if self._fetches(plan) else 0
         rule = self.rule if plan.is_matrix else self.rule.elementwise or self.rule
         num_states = 0 if self.is_stateless else sum(name is not None for name in rule.states)
         keeps_weights = self.keeps_weights or not plan.can_alias
@@ -87,6 +90,10 @@ class StateKind:
         if plan.place == RESIDENT:
             extra = int(self.weight_bytes.get(plan.block, 0.0) * plan.numel)
         return int(getattr(each, plan.place) * plan.numel) + extra
+
+    def _fetches(self, plan: BucketPlan) -> bool:
+        """Whether blocks fetch the weights of this bucket from the host."""
+        return self.offloads_params and plan.block != ROOT and plan.place == HOST
 
     def new_updaters(
         self,
@@ -108,12 +115,13 @@ class StateKind:
         assert self.rule is not None
         keeps_states, rule = not self.is_stateless, self.rule.elementwise or self.rule
         programs, master = self.tuning.update_programs, self.master
-        in_memory = RuleUpdater(rule, self.format, device, keeps_states, self.offloads_params, master)
         updaters: dict[str, Updater] = {
-            HOST: DiskUpdater(rule, self.format, keeps_states, master, file) if file is not None else in_memory,
+            HOST: RuleUpdater(rule, self.format, device, keeps_states, self.offloads_params, master),
             RESIDENT: DeviceUpdater(rule, self.format, where, keeps_states, self.keeps_weights, programs, master),
             STREAMED: StreamedUpdater(rule, self.format, device, where, keeps_states, master=master),
         }
+        if file is not None:
+            updaters[HOST] = DiskUpdater(rule, self.format, device, keeps_states, self.offloads_params, master, file)
         if rule is not self.rule:
             there = MuonUpdater(self.rule, self.format, where, programs, exchange)
             streamed = StreamedUpdater(self.rule, self.format, device, where, there=there)
@@ -126,7 +134,9 @@ class StateKind:
         if tuning.nvme_path is None:
             return None
         assert self.rule is not None
-        sizes = [record_bytes(shape_of(self.rule, self.format, not self.is_stateless, self.master, p)) for p in plans]
+        kept = [without_memory if self._fetches(plan) else None for plan in plans]
+        given = self.rule, self.format, not self.is_stateless, self.master
+        sizes = [record_bytes(shape_of(*given, plan, new)) for plan, new in zip(plans, kept, strict=True)]
         total = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == HOST and plan.numel)
         num_buffers = max(1, min(tuning.buffer_count, len(plans)))
         block_bytes = in_pages(tuning.disk_block_bytes)
@@ -233,7 +243,7 @@ class Aside:
         """Writes the weights of a bucket into its new state and drops them, so that the host never has all weights
         twice. Weights of which other ranks have parts are left to `Runtime.adopt`.
         """
-        if not (bucket.offloads_params and isinstance(bucket.updater, RuleUpdater)):
+        if not (bucket.offloads_params and isinstance(bucket.updater, (RuleUpdater, DiskUpdater))):
             return
         for i, (param, piece) in enumerate(zip(bucket.params, bucket.slices, strict=True)):
             values = self.values.whole.get(param.tensor)

@@ -375,7 +375,6 @@ def check_disk(settings: Settings, ratio: float | str, zero: Zero | None, rule: 
         "ratio": ratio == "auto",
         "rule": rule is None,
         "muon": rule is not None and rule.elementwise is not None,
-        "offload_params": settings.offload_params,
         "delayed_update": settings.delayed_update,
         "streamed": tuning.streamed,
         "shadow_bytes": tuning.shadow_bytes,

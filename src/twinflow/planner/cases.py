@@ -17,7 +17,17 @@ from twinflow.planner.simulate import Prediction, predict
 
 WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this many times as long
 ON_HOST: Final = "weights on host"  # the kind of a case whose weights are on the host too
+ON_DISK: Final = "state on disk"  # the kind of a case whose state is on the GPU and a disk
 _MAX_LAYERS: Final = 1 << 18
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk that the optimizer state of all GPUs may be on."""
+
+    folder: str
+    rate: float  # bytes that updates read and write in a second
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Setting:
     rates: Rates  # rates of one GPU with its share of the host
     memory: Memory
     link_rate: float = 0.0  # bytes/s in each direction between GPUs; 0: the time of communication is ignored
+    disk: Disk | None = None  # considered for runs that do not fit otherwise
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,11 @@ class Case:
     @property
     def fits(self) -> bool:
         return self.missing.is_zero
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the state on the disk, of all GPUs. 0 if it is in memory."""
+        return costs.file_bytes(self.run, costs.placed_at(self.run, self.ratio)) if self.run.on_disk else 0
 
     @property
     def tokens_s(self) -> float:
@@ -120,10 +136,28 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     used = costs.bytes_of(run, placed, setting.memory)
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(costs.items_of(run, timing), ratio, run.placement)
+    rates = _of_disk(run, placed, setting) if run.on_disk else setting.rates
     prediction = predict(
-        items, timing, setting.rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)
+        items, timing, rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)
     )
+    if rates.host_params is not setting.rates.host_params and prediction.bound_by == "host":
+        prediction = replace(prediction, bound_by="disk")
     return Case(kind, run, ratio, used, used.missing(costs.usable(setting.memory)), prediction)
+
+
+def _of_disk(run: Run, placed: costs.Placed, setting: Setting) -> Rates:
+    """The rates with updates on the host that are as slow as the disk, which reads and writes their state."""
+    rates, disk = setting.rates, setting.disk
+    assert disk is not None
+    num_bytes = 2 * costs.file_bytes(run, placed)
+    if not num_bytes:
+        return rates
+    most = disk.rate * placed.host / num_bytes
+    if most >= rates.host_params[run.states]:
+        return rates
+    both = (rates.host_params, rates.host_params_copying)
+    idle, copying = ({name: min(rate, most) for name, rate in each.items()} for each in both)
+    return replace(rates, host_params=idle, host_params_copying=copying)
 
 
 def best_case(run: Run, setting: Setting) -> Case:

@@ -24,9 +24,8 @@ KEPT: Final = Kept()  # each checkpointed block keeps its input on the GPU
 BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update on the host take some ms each
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
-PROCESS_BYTES: Final = (
-    17 * 10**8
-)  # interpreter, torch and CUDA on the host, measured as 2.0 to 2.7 GB with the next one
+NUM_BUFFERS: Final = 4  # with state on a disk: host buffers for the state of one bucket each
+PROCESS_BYTES: Final = 17 * 10**8  # interpreter, torch and CUDA on the host: 2.0 to 2.7 GB with the next one
 CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
 _MOST_TRIES: Final = 8
@@ -84,6 +83,7 @@ class Run:
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
     placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
+    on_disk: bool = False  # the state that would be in host memory is in files on a disk
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
@@ -275,16 +275,18 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "staging": staging + _muon_bytes(run) + _unpacked_bytes(run),
     }
     slot = bucket_numel(run) * width
-    # Only fp16 weights need extra slots for their copies to the GPU: bf16 and fp32 weights are copied directly from the
-    # state.
-    slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16"))
+    # fp16 weights, and those whose state is on a disk, need extra slots for their copies to the GPU. Others are copied
+    # directly from the state.
+    slots = NUM_SLOTS * slot * (1 + (run.weights == "fp16" or run.on_disk))
+    # Trained weights on the host are the upper halves of their masters. Only fp16 weights have separate masters.
+    is_separate = run.weights == "fp16" or run.on_disk
+    fetched = sum(run.frozen_bytes[num_here:]) + width * sum(run.trained_blocks[num_here:]) * is_separate
+    state = int(placed.host * size.host + placed.streamed * size.streamed)
+    if run.on_disk:  # buffers for the state of some buckets
+        state = min(int(NUM_BUFFERS * bucket_numel(run) * size.host), file_bytes(run, placed) // run.world)
     host = {
-        # Trained weights on the host are the upper halves of their masters. Only fp16 weights have separate masters.
-        "weights": (sum(run.frozen_bytes[num_here:]) + 2 * sum(run.trained_blocks[num_here:]) * (run.weights == "fp16"))
-        // run.world
-        if run.offload_params
-        else 0,
-        "state": int(placed.host * size.host + placed.streamed * size.streamed),
+        "weights": fetched // run.world if run.offload_params else 0,
+        "state": state,
         "gradients": grads.host_bytes,
         "shadows": 0,
         "rings": min(slots, 2 * placed.host * width) if not (grads.holds_on_host or run.delayed) else 0,
@@ -292,10 +294,19 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "activations": run.inputs.host_bytes(run.model, width, run.num_tokens) if run.is_tiled else 0,
     }
     host = {kind: count * run.world for kind, count in host.items()}
-    if run.clips and not run.delayed and not grads.sums_on_host:
+    if run.clips and not run.delayed and not grads.sums_on_host and not run.on_disk:
         left = max(0, memory.host_bytes - sum(host.values()))
         host["shadows"] = min(left - reserved_bytes(left), int(placed.host * size.host) * run.world)
     return Bytes(gpu, host)
+
+
+def file_bytes(run: Run, placed: Placed) -> int:
+    """Bytes of the files of all GPUs, with `Run.on_disk`. Weights that blocks fetch are in host memory instead."""
+    found = placed.host * run.size.host
+    if run.offload_params and run.weights != "fp16":  # an fp16 weight is not a part of its master
+        num_here = run.num_blocks_here(placed.resident)
+        found -= WEIGHT_BYTES[run.weights] * sum(run.trained_blocks[num_here:]) / run.world
+    return int(found) * run.world
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ combinations that fit, the fastest is chosen, except that
 If nothing fits, clipping is turned off (where the wish leaves it open), because gradients that wait for the norm need
 memory. If that is not enough, a step gets fewer sequences, because sums over micro-batches need memory too. Then
 clipping stays on, unless a step without it can have more than twice as many sequences. Both change the training, so
-`Fit.changes` names them.
+`Fit.changes` names them. State on a disk is slow, but does not change the training. It is tried before each of these
+changes, if `Setting` has a disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final
 
 from twinflow.errors import invalid_value
 from twinflow.planner import costs, long
-from twinflow.planner.cases import ON_HOST, Case, Setting, best_case, case_at, recommended
+from twinflow.planner.cases import ON_DISK, ON_HOST, Case, Setting, best_case, case_at, recommended
 from twinflow.planner.costs import Bytes, Memory, Run
 from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES
 from twinflow.planner.machines import GB
@@ -67,6 +68,7 @@ class Wish:
     offload_params: bool | None = None
     num_sequence: int = 1  # GPUs that share each sequence
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
+    on_disk: bool = False  # the state that would be on the host is on the disk of the setting
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -99,7 +101,7 @@ class Fit:
     host_bytes: int  # for all GPUs
     step_s: float  # 0 without a GPU: the speed is not predicted
     tokens_s: float
-    bound_by: str  # "gpu", "host" (updates), "copies" (PCIe) or "gate" (the wait for the gradient norm)
+    bound_by: str  # "gpu", "host" (updates), "disk", "copies" (PCIe) or "gate" (the wait for the gradient norm)
     short_gpu_bytes: int  # missing bytes, with the reserves; 0 if the run fits
     short_host_bytes: int
     changes: tuple[str, ...]  # sentences: what differs from the wish, so that the run fits
@@ -126,9 +128,12 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
     a machine without a GPU.
     """
     milder = _milder(wish)
+    can_use_disk = setting.disk is not None and not wish.delayed
     for changed, changes in milder:
-        if _can(changed, setting) and (best := recommended(candidates(changed, setting))) is not None:
-            return _fit_of(best, changes, ())
+        for on_disk in (False, True) if can_use_disk and not wish.on_disk else (wish.on_disk,):
+            one = replace(changed, on_disk=on_disk)
+            if _can(one, setting) and (best := recommended(candidates(one, setting))) is not None:
+                return _fit_of(best, (*changes, *_disk_note(best, setting)), ())
     last, changes = milder[-1]
     run = min(_runs(last), key=lambda run: _lack(_missing(run, last, setting)))
     return _fit_of(_case(run, last, setting), changes, tuple(_helps(wish, setting)))
@@ -171,7 +176,7 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
     at least as long as the GPU alone, so a run whose GPU alone is slower is not simulated.
     """
     kept: list[Run] = []
-    fitting = [run for run in _runs(wish) if _missing(run, wish, setting).is_zero]
+    fitting = [run for run in _runs(wish) if _has_room(run, wish, setting)]
     for run in sorted(fitting, key=_simplest):
         same = [r for r in kept if _kind(r) == _kind(run)]
         if len(same) < _NUM_MICRO_BATCHES:
@@ -188,6 +193,8 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
         best = recommended([case for case in cases if case.run.offload_params == offload_params])
         if best is not None:
             found.append(best)
+            if wish.on_disk:  # as little state as possible: the disk is slower than all else
+                continue
             if wish.ratio is None and offload_params and best.ratio < 1.0:
                 ratios = ((1.0 + best.ratio) / 2.0, 1.0)
                 found += [case_at(ON_HOST, best.run, setting, ratio) for ratio in ratios]
@@ -211,6 +218,7 @@ def _case(run: Run, wish: Wish, setting: Setting) -> Case:
     ratio = _ratio(run, wish, setting)
     if setting.memory.gpu_bytes:
         kind = ON_HOST if run.offload_params else "best ratio" if ratio > 0.0 else "no offload"
+        kind = ON_DISK if run.on_disk else kind
         return case_at(kind, run, setting, ratio)
     unknown = Prediction(0.0, "host", 0.0, 0.0, 0.0, 0.0)
     return Case("no GPU", run, ratio, _used(run, wish, setting), _missing(run, wish, setting), unknown)
@@ -230,6 +238,25 @@ def _used(run: Run, wish: Wish, setting: Setting) -> Bytes:
 
 def _missing(run: Run, wish: Wish, setting: Setting) -> Memory:
     return _used(run, wish, setting).missing(costs.usable(setting.memory))
+
+
+def _has_room(run: Run, wish: Wish, setting: Setting) -> bool:
+    if not _missing(run, wish, setting).is_zero:
+        return False
+    if not run.on_disk:
+        return True
+    assert setting.disk is not None
+    return costs.file_bytes(run, costs.placed_at(run, _ratio(run, wish, setting))) <= setting.disk.free_bytes
+
+
+def _disk_note(case: Case, setting: Setting) -> tuple[str, ...]:
+    disk, num_bytes = setting.disk, case.file_bytes
+    if not num_bytes or disk is None:
+        return ()
+    return (
+        f"The optimizer state is on the disk of {disk.folder}: {num_bytes / GB:,.1f} GB, which a step reads and writes "
+        f"in {2 * num_bytes / disk.rate:,.1f} s.",
+    )
 
 
 def _lack(missing: Memory) -> int:
@@ -262,6 +289,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         adapter_rank=0 if wish.method == "full" else wish.rank,
                         four_bits=wish.method == "qlora",
                         num_sequence=wish.num_sequence,
+                        on_disk=wish.on_disk,
                     )
                     yield run
                     if checkpointing and _is_long(wish):
@@ -369,4 +397,4 @@ def _least(wish: Wish, setting: Setting, memory_of: Callable[[int], Memory], pre
 
 
 def _can(wish: Wish, setting: Setting) -> bool:
-    return any(_missing(run, wish, setting).is_zero for run in _runs(wish))
+    return any(_has_room(run, wish, setting) for run in _runs(wish))
