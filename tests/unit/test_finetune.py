@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from twin_support import quick_torch
 from typer.testing import CliRunner, Result
 
+from twinflow.bench.disk import DiskRates
 from twinflow.cli import finetune as command
-from twinflow.cli import plan_input
+from twinflow.cli import finetune_fit, plan_input
 from twinflow.cli.finetune_settings import FinetuneOptions, make_settings
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
@@ -313,6 +314,30 @@ def test_without_a_master_a_run_is_planned_and_resumed_to_the_same_bits(folder: 
     assert said in refused(*given, "--resume", "--master", "fp32", "--out", out)
     finished(*given, *options, "--out", tmp_path / "with")
     assert (tmp_path / "with" / "model" / "model.safetensors").read_bytes() != weights
+
+
+def test_state_on_a_disk_gives_the_same_bits_and_a_resumed_run_keeps_it(folder: Path, tmp_path: Path) -> None:
+    out, disk, given = tmp_path / "run", tmp_path / "disk", (folder / "qwen", folder / "train.jsonl")
+    options = ("--precision", "bf16", "--lr", 1e-2, "--batch-size", 2, "--accumulation", 2, "--samples", 0)
+    options = (*options, "--steps", 3, "--save-every", 2, "--valid-every", 0, "--offload-params")
+    text = finished(*given, *options, "--nvme-path", disk, "--out", out)
+    assert f"of state in {disk}" in text
+    assert "s a step to read and write it at" in text
+    assert not list(disk.iterdir())
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    finished(*given, *options, "--out", tmp_path / "memory")
+    assert (tmp_path / "memory" / "model" / "model.safetensors").read_bytes() == weights
+    (out / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()  # as if the process had died before
+    assert f"of state in {disk}" in finished(*given, "--resume", "--out", out)
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_disk_without_room_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        finetune_fit, "measure_disk", lambda path, *_, **__: DiskRates(str(path), 1000, True, 1e9, 1e9, 1e9)
+    )
+    given = (folder / "qwen", folder / "train.jsonl", "--dry-run", "--out", tmp_path / "run")
+    assert "Not enough space on the disk" in refused(*given, "--nvme-path", tmp_path / "disk")
 
 
 def test_a_run_from_before_the_option_has_masters(tmp_path: Path) -> None:

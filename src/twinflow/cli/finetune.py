@@ -56,6 +56,7 @@ from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.monitor.report import Report, write_report
 from twinflow.native import set_threads
 from twinflow.native.cgroup import limit_host_bytes
+from twinflow.offload.settings import Tuning
 from twinflow.version import __version__
 
 CHECKPOINTS, TUNED, SAMPLES = "checkpoints", "model", "samples.json"
@@ -509,6 +510,7 @@ def _tune_settings(settings: FinetuneSettings) -> Any:
 def _twin(settings: FinetuneSettings) -> dict[str, Any]:
     """Arguments of TwinOptimizer that the settings determine."""
     return {
+        "tuning": Tuning(nvme_path=settings.nvme_path),
         "states": settings.states,
         "master": settings.master,
         "host_threads": settings.threads,

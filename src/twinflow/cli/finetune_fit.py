@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from twinflow.bench.disk import BLOCK_BYTES, DiskRates, measure_disk
 from twinflow.cli.finetune_settings import ADAPTERS, SEQUENCES, FinetuneSettings
 from twinflow.cli.plan_input import this_setting
+from twinflow.errors import not_enough, unusable_path
 from twinflow.integrations.ranks import STAGE
+from twinflow.planner.cases import Disk
 from twinflow.planner.fit import Fit, Wish, choose_fit
 from twinflow.planner.models import from_hf, with_fused_head
+
+_MEASURED_BYTES: Final = 1 << 28  # of a disk that a run uses
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ def choose(
     place = this_setting(gpu_bytes if settings.gpu_memory is None else settings.gpu_memory)
     memory = replace(place.setting.memory, host_bytes=place.setting.memory.host_bytes * num_machines)
     setting, world = replace(place.setting, memory=memory), settings.world
+    rates = None if settings.nvme_path is None else measured(Path(settings.nvme_path), model.numel)
+    if rates is not None:
+        setting = replace(setting, disk=Disk(rates.folder, rates.update, rates.free_bytes))
     wish = Wish(
         model,
         # Both answers of a pair are in one micro-batch.
@@ -68,6 +76,7 @@ def choose(
         offload_params=settings.offload_params,
         world=world,
         stage=STAGE if world > 1 else 0,
+        on_disk=rates is not None,
     )
     fit = choose_fit(wish, setting)
     if fit.offload_params and settings.offload_params is None and settings.method == "qlora":
@@ -78,6 +87,7 @@ def choose(
         fit = on_gpu_fit if on_gpu_fit.fits and has_bitsandbytes() else fit
     if not fit.fits:
         raise MemoryError(_short(fit, place.text))
+    disk_rows = [] if rates is None else [("disk", _disk_text(fit, rates))]
     on_gpu = memory.gpu_bytes > 0
     # The speed of the connection between processes is not known.
     speed = f", {fit.step_s:.3g} s a step, {fit.tokens_s:,.0f} tokens/s" if fit.step_s and world == 1 else ""
@@ -100,9 +110,37 @@ def choose(
             *_rank_rows(world, fit.offload_params),
             ("batch", _batch_text(fit.micro_batch, fit.accumulation, seq_length, world) + recomputed),
             ("state", f"AdamW in {fit.states}{share}{weights}"),
+            *disk_rows,
             ("planned", f"{gpu}host {_gb(fit.host_bytes)}{together}{speed}"),
         ],
         notes=list(fit.changes),
+    )
+
+
+def measured(folder: Path, numel: int) -> DiskRates:
+    """The rates of a disk for the state of a model of `numel` parameters. Creates the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_path("--nvme-path", folder, "a folder that can be created", error) from None
+    num_bytes = max(BLOCK_BYTES, min(_MEASURED_BYTES, 4 * numel // BLOCK_BYTES * BLOCK_BYTES))
+    return measure_disk(folder, num_bytes, option="--nvme-path")
+
+
+def _disk_text(fit: Fit, rates: DiskRates) -> str:
+    """The state on the disk. Raises a MemoryError if there is no room for it."""
+    num_bytes = fit.case.file_bytes
+    if num_bytes > rates.free_bytes:
+        raise not_enough(
+            "space on the disk",
+            f"the {fit.states} state",
+            _gb(num_bytes),
+            _gb(rates.free_bytes),
+            "Use --nvme-path with a folder on a larger disk, a smaller --states, or a lower --ratio.",
+        )
+    return (
+        f"{_gb(num_bytes)} of state in {rates.folder}, {_gb(rates.free_bytes)} free: "
+        f"{2 * num_bytes / rates.update:,.2f} s a step to read and write it at {rates.update / 1e9:.2f} GB/s"
     )
 
 
@@ -127,6 +165,7 @@ def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_len
         rows=[
             *_rank_rows(settings.world, offload_params),
             ("batch", _batch_text(batch, parts, seq_length, settings.world)),
+            *([] if settings.nvme_path is None else [("disk", settings.nvme_path)]),
         ],
         notes=[note],
     )

@@ -42,6 +42,7 @@ FREE: Final = (
     "gpu_memory",
     "ram",
     "threads",
+    "nvme_path",
     "merge",
     "num_samples",
     "keep_last",
@@ -99,6 +100,11 @@ class FinetuneOptions:
     )
     ratio: str | None = option(
         None, "Share of the optimizer state on the host, 0 to 1. Default: chosen for the machine."
+    )
+    nvme_path: Path | None = option(
+        None,
+        "Keep the optimizer state that would be on the host in a file in this folder, which is on a local disk.",
+        "--nvme-path",
     )
     offload_params: bool | None = option(
         None, "Keep the weights on the host. Default: chosen for the machine.", "--offload-params/--no-offload-params"
@@ -166,6 +172,7 @@ class FinetuneSettings:
     states: str | None
     master: str
     ratio: float | None
+    nvme_path: str | None
     offload_params: bool | None
     checkpoint_activations: bool | None
     compile: bool
@@ -214,6 +221,7 @@ def make_settings(
     """
     given = {name: value for name, value in asdict(options).items() if value is not None}
     given |= {"chat_template": None if options.chat_template is None else str(options.chat_template)}
+    given |= {"nvme_path": None if options.nvme_path is None else str(options.nvme_path)}
     given["ratio"] = _ratio(options.ratio)
     given["gpu_memory"] = parse_bytes("--gpu-memory", options.gpu_memory)
     given["ram"] = parse_bytes("--ram", options.ram)

@@ -133,7 +133,7 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
         for on_disk in (False, True) if can_use_disk and not wish.on_disk else (wish.on_disk,):
             one = replace(changed, on_disk=on_disk)
             if _can(one, setting) and (best := recommended(candidates(one, setting))) is not None:
-                return _fit_of(best, (*changes, *_disk_note(best, setting)), ())
+                return _fit_of(best, changes if wish.on_disk else (*changes, *_disk_note(best, setting)), ())
     last, changes = milder[-1]
     run = min(_runs(last), key=lambda run: _lack(_missing(run, last, setting)))
     return _fit_of(_case(run, last, setting), changes, tuple(_helps(wish, setting)))
