@@ -215,7 +215,7 @@ def test_more_gpu_memory_takes_more_blocks_and_makes_steps_shorter() -> None:
         assert fit.gpu_bytes <= usable(setting.memory).gpu_bytes
         found.append(fit)
     assert [fit.ratio for fit in found] == sorted((fit.ratio for fit in found), reverse=True)
-    assert found[0].ratio > 0.8 > 0.7 > found[2].ratio
+    assert found[0].ratio > 0.8 > 0.75 > found[2].ratio
     assert found[2].step_s < found[0].step_s
     fixed = choose_fit(replace(wish, ratio=1.0), setting)
     assert fixed.step_s > found[2].step_s
@@ -243,8 +243,8 @@ def test_clipping_is_given_up_for_a_step_with_twice_as_many_sequences() -> None:
     assert not fit.clips
     assert fit.micro_batch >= 2 * clipped.micro_batch
     assert len(fit.changes) == 2
-    roomy = choose_fit(wish, setting_of("h200", 64, gpu_gb=24))
+    roomy = choose_fit(wish, setting_of("h200", 64, gpu_gb=20))
     assert roomy.clips
     assert (
-        2 * roomy.micro_batch >= choose_fit(replace(wish, clips=False), setting_of("h200", 64, gpu_gb=24)).micro_batch
+        2 * roomy.micro_batch >= choose_fit(replace(wish, clips=False), setting_of("h200", 64, gpu_gb=20)).micro_batch
     )
