@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twinflow.offload.executor import WorkerError
+from twinflow.offload.runtime import Runtime
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
 STEPS = 8
@@ -435,6 +437,24 @@ def test_a_process_that_is_forked_after_a_step_can_use_the_model(early: bool, ra
     first, second = map(float, found.strip("()").split(","))
     assert first == pytest.approx(loss_of(again, 9).item(), abs=1e-6)
     assert second < first
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_optimizer_that_has_failed_does_not_keep_others_from_waiting_before_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizers = [TwinOptimizer(new_model(), lr=1e-2) for _ in range(3)]
+    waited = []
+
+    def wait(runtime: Runtime) -> None:
+        waited.append(runtime)
+        raise WorkerError("An update in the background failed.")
+
+    monkeypatch.setattr(Runtime, "before_fork", wait)
+    answer_of(lambda: "nothing")
+    assert {id(optimizer.runtime) for optimizer in optimizers} <= set(map(id, waited))
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

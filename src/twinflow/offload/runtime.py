@@ -37,7 +37,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -51,7 +51,7 @@ from twinflow.offload.bucket import Bucket, Param, Updater, new_bucket, note_ste
 from twinflow.offload.collector import Collector
 from twinflow.offload.device_work import DeviceWork
 from twinflow.offload.disk_updater import DiskUpdater
-from twinflow.offload.executor import Executor, Held
+from twinflow.offload.executor import Executor, Held, WorkerError
 from twinflow.offload.fetcher import Gather
 from twinflow.offload.frozen import FrozenState
 from twinflow.offload.gradient_taker import GradientTaker
@@ -723,7 +723,9 @@ _FORKED: list[Runtime] = []  # keeps the runtimes of the parent process: freeing
 
 def _before_fork() -> None:
     for runtime in list(_RUNTIMES):
-        runtime.before_fork()
+        # A failure in the background is raised where its optimizer is used. The other ones have to wait all the same.
+        with suppress(WorkerError):
+            runtime.before_fork()
 
 
 def _after_fork() -> None:
