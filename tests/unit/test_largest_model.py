@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "largest_model.py"
 
 
@@ -18,6 +20,7 @@ def planned(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
 
 
+@pytest.mark.matrix
 def test_the_plan_of_seventy_billion_parameters() -> None:
     done = planned()
     assert done.returncode == 0, done.stderr
@@ -27,6 +30,7 @@ def test_the_plan_of_seventy_billion_parameters() -> None:
     assert 800 < float(re.findall(r"(\d+) tokens/s", done.stdout)[0]) < 1200
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_is_not_built() -> None:
     done = planned("--layers", "100")
     assert done.returncode == 1
