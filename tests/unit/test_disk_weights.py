@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -153,8 +154,10 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path) -> None:
         step_until_error(model, optimizer)
     with pytest.raises(WorkerError, match="Input/output error"):
         loss_of(model, 0)
+    before = set(threading.enumerate())
     with suppress(WorkerError):  # whether close() raises depends on the moment of the error
         optimizer.close()
+    assert "twinflow-compute" in {thread.name for thread in before - set(threading.enumerate())}
 
 
 def test_a_model_that_is_built_by_the_optimizer(tmp_path: Path) -> None:

@@ -697,10 +697,12 @@ class Runtime:
                     "weights. Call step() before close(), or load the last checkpoint."
                 )
         finally:
-            if self.param_offload is not None and self.executor.error is None:
-                self.param_offload.close(keep_weights)
-            self._detach()
-            self._end()
+            try:
+                if self.param_offload is not None and self.executor.error is None:
+                    self.param_offload.close(keep_weights)
+            finally:  # also if the weights cannot be copied back, because an update has failed
+                self._detach()
+                self._end()
 
     def _detach(self) -> None:
         """Remove the hooks from the model, the guards from its weights, and the stand-ins from `.grad`."""
