@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -101,13 +102,31 @@ class Activations:
         backward of a block, beside all that the blocks before it keep.
         """
         each = (self.selective_bytes or self.block_bytes) if is_selective else self.block_bytes
-        kept = most = self.end_bytes
-        for block in range(num_blocks):
-            is_checkpointed = is_recomputed(block, num_recomputed, num_blocks)
-            most = max(most, kept + self.backward_bytes(is_checkpointed))
-            kept += self.stream_bytes if is_checkpointed else each
+
+        def kept(count: int) -> float:
+            """Bytes for each token that the first `count` blocks keep."""
+            again = _num_recomputed(count, num_recomputed, num_blocks)
+            return self.end_bytes + again * self.stream_bytes + (count - again) * each
+
+        # Of the blocks that are recomputed, the last one has the most beside it, and likewise of the others.
+        most = [self.end_bytes]
+        if num_recomputed:
+            last = bisect_left(
+                range(num_blocks), num_recomputed, key=lambda i: _num_recomputed(i + 1, num_recomputed, num_blocks)
+            )
+            most.append(kept(last) + self.backward_bytes(is_checkpointed=True))
+        if num_others := num_blocks - num_recomputed:
+            last = bisect_left(
+                range(num_blocks), num_others, key=lambda i: i + 1 - _num_recomputed(i + 1, num_recomputed, num_blocks)
+            )
+            most.append(kept(last) + self.backward_bytes(is_checkpointed=False))
         loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
-        return int(max(num_tokens * kept + loss, num_tokens * most))
+        return int(max(num_tokens * kept(num_blocks) + loss, num_tokens * max(most)))
+
+
+def _num_recomputed(count: int, num_recomputed: int, num_blocks: int) -> int:
+    """How many of the first `count` blocks `is_recomputed` chooses."""
+    return (count - 1) * num_recomputed // num_blocks + 1 if count and num_recomputed else 0
 
 
 def is_recomputed(block: int, num_recomputed: int, num_blocks: int) -> bool:
