@@ -43,6 +43,7 @@ def check(ranks: list[dict[str, Any]], name: str, mode: str) -> None:
     assert set().union(*(one["names"] for one in found)) == set(found[0]["all"])
 
 
+@pytest.mark.matrix
 def test_a_sample() -> None:
     with process_with("transformers.modeling_utils", "peft") as call:
         ranks = call(run_ranks, 2, cases.compare, SAMPLE)

@@ -14,6 +14,7 @@ from dist_support import run_ranks
 ALEXNET = [2.2946712970733643, 2.3250513076782227, 2.30965518951416, 2.284709930419922, 2.3243069648742676]
 
 
+@pytest.mark.matrix
 def test_the_pipeline_has_deepspeeds_losses() -> None:
     first, second = run_ranks(2, cases.alexnet, len(ALEXNET))
     assert first["losses"] == pytest.approx(ALEXNET, rel=1e-4)

@@ -55,7 +55,8 @@ def copies(found: dict[str, str], others: dict[str, str]) -> int:
     return len(found.keys() & others.keys())
 
 
-@pytest.mark.parametrize("name", ["pipe data 1f1b", pytest.param("tensor data", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["pipe data 1f1b", "tensor data"])
 def test_copies_stay_copies_and_few_bytes_travel(name: str) -> None:
     ranks = run_ranks(4, train_all, {"data": onebit_config(1, 1, 4, num_micro=2), name: few(num_micro=2)[name]})
     check(ranks, ranks[0]["data"])

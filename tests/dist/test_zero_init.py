@@ -48,7 +48,7 @@ def peak_of_one_process() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("world", "place"), [(2, "device"), (3, "host")])
+@pytest.mark.parametrize(("world", "place"), [pytest.param(2, "device", marks=pytest.mark.matrix), (3, "host")])
 def test_no_rank_has_more_than_its_part_and_one_layer(world: int, place: str) -> None:
     alone = peak_of_one_process()
     assert alone["built"] >= alone["total"]

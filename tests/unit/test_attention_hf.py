@@ -243,7 +243,8 @@ def test_a_bias_of_zeros_keeps_its_gradient() -> None:
     assert "bias" not in mask_extras(bias.detach(), False, 5, 5)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_compiled_model_is_one_graph(name: str) -> None:
     """With padding, and without a mask."""
     kind = att.FixedSparsityConfig(HEADS, attention=UNI if name in DECODERS else "bidirectional")

@@ -457,6 +457,7 @@ def test_the_page_of_a_long_run_stays_light() -> None:
     assert len(render(replace(a_report(), steps=steps, valids=valids))) < 500_000
 
 
+@pytest.mark.matrix
 def test_chromium_shows_the_page(tmp_path: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:

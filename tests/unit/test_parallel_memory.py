@@ -121,6 +121,7 @@ def test_workspace_is_counted_once() -> None:
     assert found.gpu_bytes == parts + WORKSPACE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [3, 4], ids=["1f1b", "zbv"])
 def test_a_stage_run_alone_takes_what_is_planned(case: int) -> None:
     """The real engine on the CPU, live tensors counted, with stand-ins for other ranks: within 5%.
