@@ -18,7 +18,7 @@ ROWS: Final = 1 << 16  # rows that are converted at a time, because the conversi
 
 
 class Encoded(NamedTuple):
-    """A tensor in float8."""
+    """A tensor in float8, with a scale in fp32 for each row."""
 
     memory: Tensor  # flat, uint8: the scales of all rows, then their values
     size: torch.Size

@@ -174,10 +174,9 @@ class EngineBase:
         """The module's state dict, with `prefix` before each name. Reading it waits for running updates.
 
         With tensor ranks: whole weights on the host, which all tensor ranks of a replica gather together. With expert
-        ranks: the same, on all ranks. With ZeRO
-        stage 3 on several ranks: whole weights on the host of rank 0, and an empty dict on other ranks. All ranks must
-        call it. In a pipeline: the layers of this rank's stage; with ZeRO stage 3, on the first data rank of the stage.
-        `destination` and `keep_vars` must have their defaults.
+        ranks: the same, on all ranks. With ZeRO stage 3 on several ranks: whole weights on the host of rank 0, and an
+        empty dict on other ranks. All ranks must call it. In a pipeline: the layers of this rank's stage; with ZeRO
+        stage 3, on the first data rank of the stage. `destination` and `keep_vars` must have their defaults.
         """
         for name, given in {"destination": destination is not None, "keep_vars": keep_vars}.items():
             if given:

@@ -38,7 +38,7 @@ class Kept:
         return -(-num_blocks // self.every)
 
     def input_bytes(self, hidden: int, width: int, num_tokens: int) -> int:
-        """Bytes of one input."""
+        """Bytes of the kept input of one block."""
         return num_tokens * (hidden + 4 if self.is_float8 else width * hidden)
 
     def gpu_bytes(self, model: ModelCost, width: int, num_tokens: int) -> int:
