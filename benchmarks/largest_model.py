@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-2-70B with all parameters trained on one GPU: 4-bit states and bf16 weights without master.
+"""Large models with all parameters trained on one GPU. Default: Llama-2-70B, 4-bit states, bf16 weights without master.
 
 Weights and state of the first blocks are on the GPU, those of the others on the host, in the share that the planner
 chooses. The model is built block by block into these places from the meta device. No disk, no clipping, one fixed batch
@@ -9,10 +9,12 @@ not fit. After `--budget` seconds no further step begins. Needs transformers.
 
 python benchmarks/largest_model.py --rehearse
 python benchmarks/largest_model.py --budget 300 --save
+python benchmarks/largest_model.py --shape qwen3-30b-a3b --states int8 --master fp32 --sequences 16 --alone --save
 
 `--rehearse` trains 8 blocks with the ratio of the whole model, first with all of the GPU and then with its memory
 limited to the plan, so that the same mixture of placed and fetched blocks runs within a minute. `--layers` lowers the
-depth. `--shape tiny --layers 8` runs on any machine.
+depth. `--alone` first measures forward and backward with all weights on the GPU, if it has room for them.
+`--shape tiny --layers 8` and `--shape tiny-moe` run on any machine.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ START = time.perf_counter()
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch  # noqa: E402
-from real_models import CUDA, DEVICE, TOKENS, bare, sizes_of, synchronize  # noqa: E402
+from real_models import CUDA, DEVICE, TOKENS, bare, config_of, measure, sizes_of, synchronize  # noqa: E402
 from weights_on_host import checkpoint_blocks, data_of, limit_memory, memory_available, prepared  # noqa: E402
 
 from twinflow.bench.machine import describe, read_machine  # noqa: E402
 from twinflow.device import Device, device_for  # noqa: E402
 from twinflow.loss import LOSS_CHUNK  # noqa: E402
+from twinflow.offload.materialize import build  # noqa: E402
 from twinflow.offload.plan import RESIDENT  # noqa: E402
 from twinflow.optim import twin_build  # noqa: E402
 from twinflow.optim.twin import Tuning, TwinOptimizer  # noqa: E402
@@ -50,7 +53,6 @@ from twinflow.planner.cases import ON_HOST, Case, Setting, case_at  # noqa: E402
 from twinflow.planner.machines import GPUS, Host, Machine, rates_of, recognise  # noqa: E402
 from twinflow.planner.models import ModelCost, from_hf  # noqa: E402
 
-STATES, MASTER = "4bit", "none"
 DRAM_RATE = 150e9  # bytes/s, for the plan
 LEAST_FREE = 2 * 10**9  # bytes of host memory; with less the run ends before the system ends it
 REHEARSED_LAYERS = 8
@@ -102,20 +104,13 @@ class Clock:
 
 
 def cost_of(shape: str) -> ModelCost:
-    hidden, layers, inner, heads, kv_heads, vocabulary, tied = sizes_of(shape)
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-    }
-    model = from_hf(config, shape)
+    model = from_hf(config_of(shape), shape)
     # `chunk_loss` keeps its input and its gradient, and the logits of a chunk in bf16 and fp32.
-    chunked = {"loss_bytes": 4.0 * hidden, "chunk_tokens": LOSS_CHUNK, "chunk_bytes": 6.0 * vocabulary}
+    chunked = {
+        "loss_bytes": 4.0 * model.hidden,
+        "chunk_tokens": LOSS_CHUNK,
+        "chunk_bytes": 6.0 * sizes_of(shape)[5],
+    }
     return replace(model, activations=replace(model.activations, **chunked))
 
 
@@ -141,8 +136,8 @@ def planned(shape: str, options: argparse.Namespace, ratio: float | None, settin
         model,
         sequences,
         tokens,
-        states=STATES,
-        master=MASTER,
+        states=options.states,
+        master=options.master,
         clips=False,
         offload_params=True,
         placement=options.placement,
@@ -168,6 +163,20 @@ def show_plan(case: Case, setting: Setting) -> None:
     say(f"plan: {case.prediction.step_s:.2f} s/step, {case.tokens_s:.0f} tokens/s, bound by {case.prediction.bound_by}")
 
 
+def seconds_alone(shape: str, sequences: int) -> float:
+    """Seconds of a forward and backward with all weights on the GPU. Gradients are dropped."""
+    model: Any = prepared(build(lambda: bare(shape), DEVICE))
+    checkpoint_blocks(model, keeps_inputs_on_host=False)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    data = data_of(shape, sequences)
+
+    def both() -> None:
+        model(input_ids=data, labels=data).loss.backward()
+
+    return min(measure(both, 1, 3, 1))
+
+
 def built(shape: str, ratio: float, options: argparse.Namespace, watch: Watch) -> tuple[Any, TwinOptimizer, Clock]:
     watch.phase = "construction"
     clock = Clock()
@@ -181,8 +190,8 @@ def built(shape: str, ratio: float, options: argparse.Namespace, watch: Watch) -
         model,
         "adamw",
         lr=options.lr,
-        states=STATES,
-        master=MASTER,
+        states=options.states,
+        master=options.master,
         ratio=ratio,
         placement=options.placement,
         early=True,
@@ -257,7 +266,7 @@ def report(case: Case, steps: list[dict[str, float]], facts: dict[str, Any]) -> 
     ]
     date = datetime.date.today().isoformat()
     gpu = torch.cuda.get_device_name() if CUDA else "no GPU"
-    lines = [f"# The largest model on one GPU, {date}", ""]
+    lines = [f"# All parameters of a large model on one GPU, {date}", ""]
     lines += [f"`python benchmarks/largest_model.py {' '.join(sys.argv[1:])}`", ""]
     lines += [f"{gpu}; {describe(read_machine())}; torch {torch.__version__}", ""]
     lines += [f"{name}: {value}" + "  " for name, value in facts.items()]
@@ -282,6 +291,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama2-70b", help="of real_models.py")
     parser.add_argument("--layers", type=int, help="the depth, if it is not that of the shape")
+    parser.add_argument("--states", default="4bit", help="the format of the state")
+    parser.add_argument("--master", default="none", choices=("none", "fp32"), help="of the weights")
+    parser.add_argument("--alone", action="store_true", help="measure forward and backward alone first")
     parser.add_argument("--ratio", type=float, help="share on the host; default: the least that fits by the plan")
     parser.add_argument("--placement", default="spread", help="of the blocks on the GPU")
     parser.add_argument("--slots", type=int, default=16, help="page-locked buffers for the gradients of a bucket each")
@@ -313,6 +325,15 @@ def main() -> None:
         raise SystemExit(f"The plan does not fit: {short} are missing. Use another --ratio or fewer --layers.")
     if options.plan_only:
         return
+    alone_s = 0.0
+    if options.alone:
+        watch.phase = "forward and backward alone"
+        alone_s = seconds_alone(shape, options.sequences)
+        say(f"forward and backward alone: {alone_s:.3f} s")
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     model, optimizer, clock = built(shape, ratio, options, watch)
     built_s = time.perf_counter() - START
     say(f"built {built_s:.1f} s after the start")
@@ -322,6 +343,7 @@ def main() -> None:
     plans = [bucket.plan for bucket in optimizer.runtime.buckets]
     facts: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
+        **({"forward and backward alone, s": round(alone_s, 3)} if alone_s else {}),
         "share on the host": round(optimizer.host_share, 4),
         "state with its weights on the GPU, GB": round(
             sum(optimizer.kind.nbytes(plan) for plan in plans if plan.place == RESIDENT) / 1e9, 1
@@ -341,7 +363,7 @@ def main() -> None:
     print(text, flush=True)
     if options.save:
         options.save_to.mkdir(parents=True, exist_ok=True)
-        path = options.save_to / f"{datetime.date.today().isoformat()}-largest-model.md"
+        path = options.save_to / f"{datetime.date.today().isoformat()}-{name}.md"
         path.write_text(text, encoding="utf-8")
     os._exit(0)  # unlocking a hundred gigabytes takes longer than all of this
 

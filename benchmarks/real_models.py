@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of published shapes (Qwen2.5, Llama) beside forward and backward alone: eager, with compiled blocks,
-and with compiled blocks in float8 (torchao).
+"""Training steps of published shapes (Qwen2.5, Llama, OLMoE) beside forward and backward alone: eager, with compiled
+blocks, and with compiled blocks in float8 (torchao).
 
 Random weights, bf16, 4 x 2048 tokens, activation checkpointing for each block, AdamW with fp32 state, clipping on but
 not triggered. Every figure is the median of repeated windows, and the spread is printed beside it. Also printed: the
@@ -10,6 +10,7 @@ includes what torch needs to call a hook. Needs CUDA and transformers; `--cases 
 works, nothing more. `--save` writes a dated file in benchmarks/results.
 
 python benchmarks/real_models.py --cases qwen2.5-1.5b:eager qwen2.5-1.5b:compiled qwen2.5-0.5b:eager 3b:eager
+python benchmarks/real_models.py --cases olmoe:eager --ratios auto --torch    # experts, beside torch without offload
 """
 
 from __future__ import annotations
@@ -44,8 +45,13 @@ SHAPES = {
     "llama3-8b": (4096, 32, 14336, 32, 8, 128256, False),
     "13b": (5120, 40, 13824, 40, 40, 32000, False),
     "llama2-70b": (8192, 80, 28672, 64, 8, 32000, False),
+    "olmoe": (2048, 16, 1024, 16, 16, 50304, False),
+    "qwen3-30b-a3b": (2048, 48, 768, 32, 4, 151936, False),
     "tiny": (64, 3, 128, 4, 2, 512, True),
+    "tiny-moe": (64, 3, 32, 4, 2, 512, False),
 }
+EXPERTS = {"olmoe": (64, 8), "qwen3-30b-a3b": (128, 8), "tiny-moe": (8, 2)}  # in a layer, and for a token
+HEAD_SIZES = {"qwen3-30b-a3b": 128}  # other than the hidden size over the heads
 
 
 @dataclass
@@ -76,29 +82,37 @@ def sizes_of(shape: str) -> tuple[int, int, int, int, int, int, bool]:
     return hidden, int(layers or depth), *rest
 
 
+def config_of(shape: str) -> dict[str, Any]:
+    """The Hugging Face config of a shape."""
+    hidden, layers, inner, heads, kv_heads, vocabulary, tied = sizes_of(shape)
+    name = shape.partition("@")[0]
+    config = {
+        "model_type": "qwen2" if name.startswith(("qwen2", "tiny")) else "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    if name in EXPERTS:
+        num_experts, num_active = EXPERTS[name]
+        config |= {"num_experts": num_experts, "num_experts_per_tok": num_active, "moe_intermediate_size": inner}
+        config["model_type"] = "olmoe" if name == "olmoe" else "qwen3_moe"
+    if name in HEAD_SIZES:
+        config["head_dim"] = HEAD_SIZES[name]
+    return config
+
+
 def bare(shape: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """The model in bf16 (fp32 without a GPU), or in `dtype`, on torch's present default device."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    hidden, layers, inner, heads, kv_heads, vocabulary, tied = sizes_of(shape)
-    is_qwen = shape.startswith(("qwen", "tiny"))
-    kinds = (Qwen2Config, Qwen2ForCausalLM) if is_qwen else (LlamaConfig, LlamaForCausalLM)
-    config = kinds[0](
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    config = AutoConfig.for_model(**config_of(shape), use_cache=False)
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or (torch.bfloat16 if CUDA else torch.float32))
-    model: torch.nn.Module = kinds[1](config)
-    torch.set_default_dtype(before)
+    dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model
 
 
@@ -140,11 +154,12 @@ def measure(step: Callable[[], None], warm_up: int, windows: int, steps: int) ->
 class HookClock:
     """Adds up the time that the runtime's hooks take."""
 
-    NAMES = ("take_queue", "before_model", "before_forward", "before_recompute", "after_model")
+    NAMES = ("before_model", "before_forward", "before_recompute", "after_model")
 
     def __init__(self, runtime: Any) -> None:
         self.seconds = 0.0
         self._depth = 0
+        runtime._taker.take_queue = self._timed(runtime._taker.take_queue)
         for name in self.NAMES:
             setattr(runtime, name, self._timed(getattr(runtime, name)))
 
@@ -246,7 +261,7 @@ def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> 
     label = f"{shape}, {way}"
     rows = [Row(f"{label}: forward + backward alone", alone, base, None, f"{numel / 1e9:.2f} B parameters")]
     limits = {"qwen2.5-1.5b": 1.10 if way == "compiled" else 1.08, "qwen2.5-0.5b": 1.15, "3b": 1.03}
-    limits |= {"llama3-8b": 1.05, "13b": 1.06}
+    limits |= {"llama3-8b": 1.05, "13b": 1.06, "olmoe": 1.20}
     settings: list[Setting] = []
     for text in options.ratios:
         ratio, _, clipped = text.partition(":")
@@ -267,6 +282,9 @@ def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> 
         )
         four = {"ratio": "auto", "max_grad_norm": NEVER, "accumulation_steps": 4}
         settings.append(Setting("four micro-batches, ratio auto", four, 4 * base, 1.05, 4))
+    if options.torch:
+        rows.append(Row(f"{label}: torch without offload", measure_torch(model, data, windows, steps), base, None))
+        print(rows[-1].text, flush=True)
     wanted = [one for one in settings if options.only in one.name]
     for setting, bucket_numel in product(wanted, options.bucket_numel or [None]):
         gc.collect()
@@ -311,6 +329,27 @@ def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> 
     return rows
 
 
+def measure_torch(model: Any, data: torch.Tensor, windows: int, steps: int) -> list[float]:
+    """torch's fused AdamW with fp32 masters and all state on the GPU. A gradient is converted to fp32 when its
+    parameter is updated, because a second copy of all gradients would not fit beside the state of 7 B parameters.
+    """
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizers = [torch.optim.AdamW([master], lr=1e-5, fused=True) for master in masters]
+
+    def step() -> None:
+        model(input_ids=data, labels=data).loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, NEVER)
+        for param, master, optimizer in zip(params, masters, optimizers, strict=True):
+            if param.grad is not None:
+                master.grad, param.grad = param.grad.float(), None
+                optimizer.step()
+                master.grad = None
+                param.detach().copy_(master.detach())
+
+    return measure(step, 2, windows, steps)
+
+
 def busy_row(label: str, optimizer: Any, step: Callable[[], None], seconds: float) -> Row:
     """From the call of a step until its weights are there, while the main thread computes in Python or sleeps."""
 
@@ -349,6 +388,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only settings whose name holds this text")
     parser.add_argument("--bucket-numel", type=int, nargs="+", help="sizes of buckets to compare, in elements")
     parser.add_argument("--host-threads", type=int, help="threads of the host update, instead of the default")
+    parser.add_argument("--torch", action="store_true", help="torch without offload too, with fp32 masters")
     parser.add_argument("--no-hooks", action="store_true", help="do not measure the time of the hooks")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
