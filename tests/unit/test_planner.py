@@ -19,7 +19,7 @@ from twinflow.offload.placement import place_by_ratio, whole_blocks
 from twinflow.offload.plan import HOST, ParamSpec
 from twinflow.parallel.shapes import shape_of
 from twinflow.planner import costs
-from twinflow.planner.cases import Setting, all_cases, best_case, case_at, largest_layers, recommended
+from twinflow.planner.cases import ON_HOST, Setting, all_cases, best_case, case_at, largest_layers, recommended
 from twinflow.planner.costs import (
     PROCESS_BYTES,
     Memory,
@@ -566,6 +566,7 @@ def test_experts_count_as_those_of_transformers(kind: str) -> None:
         assert found.numel == total
         assert len(found.blocks) == len(found.idle) == 3
         assert found.with_layers(2).idle == found.idle[:2]
+        assert found.expert_stack == max(p.numel() for p in model.parameters() if p.dim() == 3)
     if cost is not None:
         assert cost.active_numel == total - sum(experts.values()) * 6 // 8
         products = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 2 and "bias" not in key)
@@ -575,25 +576,46 @@ def test_experts_count_as_those_of_transformers(kind: str) -> None:
     assert built.forward_flops(128) < 2.5 * built.active_numel
 
 
+OLMOE = {
+    **{"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16},
+    **{"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304},
+}
+QWEN3_30B = {
+    **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
+    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
+}
+
+
+def test_experts_take_the_measured_time_and_memory() -> None:
+    """2026-11-19-real-models.md and -qwen3-30b-a3b.md, on which EXPERT_TRAFFIC is fitted, so the times of forward and
+    backward show that one constant serves both shapes. The step and its bytes are foretold. This run had 16 slots."""
+    olmoe = Run(from_hf(OLMOE), 4, 2048)
+    run = Run(from_hf(QWEN3_30B), 16, 2048, states="int8", clips=False, offload_params=True, placement="spread")
+    for each, seconds in ((olmoe, 0.3635), (run, 4.08)):
+        timing = costs.timing_of(each, RATES)
+        assert timing.forward_s + timing.backward_s == pytest.approx(seconds, rel=0.03)
+    case = case_at(ON_HOST, run, Setting(RATES, MEMORY), 0.3674)
+    assert case.prediction.step_s == pytest.approx(4.34, rel=0.06)
+    more = (16 - costs.NUM_SLOTS) * 2 * costs.bucket_numel(run)
+    assert (case.used.host_total + more) / GB == pytest.approx(83.45, rel=0.03)
+    assert case.used.host["state"] / GB == pytest.approx(68.0, rel=0.01)
+
+
 def test_sizes_of_published_shapes() -> None:
     """OLMoE-1B-7B, Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b, in billions. The embedding counts as active."""
-    olmoe = {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
-    olmoe |= {"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304}
-    qwen = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
-    qwen |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-    qwen |= {"num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
     mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     mixtral |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
     gpt_oss = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
     gpt_oss |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32}
     gpt_oss |= {"num_experts_per_tok": 4, "vocab_size": 201088, "attention_bias": True}
-    found = [from_hf(config) for config in (olmoe, qwen, {**mixtral, "vocab_size": 32000}, gpt_oss)]
+    found = [from_hf(config) for config in (OLMOE, QWEN3_30B, {**mixtral, "vocab_size": 32000}, gpt_oss)]
     assert [round(one.numel / 1e9, 1) for one in found] == [6.9, 30.5, 46.7, 20.9]
     assert [round(one.active_numel / 1e9, 1) for one in found] == [1.3, 3.4, 12.9, 4.2]
     for one in found:  # the plan of layouts over several GPUs
         assert shape_of(one, 2048).model_flops(2048) == pytest.approx(one.model_flops(2048) * 2048, rel=0.25)
     with pytest.raises(ValueError, match=r"num_experts_per_tok in config.json is 65, but must be at most .* 64"):
-        from_hf({**olmoe, "num_experts_per_tok": 65})
+        from_hf({**OLMOE, "num_experts_per_tok": 65})
 
 
 def test_an_unknown_model_type_is_refused_by_name() -> None:

@@ -300,7 +300,9 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
     idle = tuple(_idle(block.module, config) for block, n in zip(blocks, numel, strict=True) if n)
     if not any(idle):
         return found
-    return replace(found, idle=idle, block_products=tuple(n - i for n, i in zip(counted, idle, strict=True)))
+    products = tuple(n - i for n, i in zip(counted, idle, strict=True))
+    stack = max(p.numel() for block in blocks for p in block.module.parameters() if p.dim() == 3)
+    return replace(found, idle=idle, expert_stack=stack, block_products=products)
 
 
 def _idle(block: nn.Module, config: object) -> int:

@@ -392,13 +392,13 @@ def _unpacked_bytes(run: Run) -> int:
 
 
 def bucket_numel(run: Run) -> int:
-    """Number of elements in the largest bucket. If weights are on the host, the matrices of blocks are not split."""
+    """Number of elements in the largest bucket. If weights are on the host, the tensors of blocks are not split."""
     sizes = [*run.trained_blocks[:1], sum(run.trained_root)]
     most = max((_even(-(-size // run.world)) for size in sizes if size), default=0)
     if not run.offload_params or run.adapter_rank:
         return most
-    matrix = run.model.hidden * max(run.model.hidden, run.model.inner)
-    return max(most, -(-min(matrix, *run.trained_blocks[:1]) // run.world))
+    tensor = min(run.model.largest_tensor, *run.trained_blocks[:1])
+    return max(most, -(-tensor // run.world))
 
 
 def _even(numel: int) -> int:

@@ -17,6 +17,9 @@ from twinflow.planner.formats import Activations, gpt_activations, hf_activation
 HF_TRAFFIC: Final = 300.0
 CLASSIC_TRAFFIC: Final = 225.0  # as in steps of GPT-2 350M; forward and backward alone of OPT-13B would give 94
 GPT_TRAFFIC: Final = 52.0
+# The grouped products of experts in transformers take longer than their memory traffic: tokens are sorted, gathered,
+# weighed and summed. Forward and backward alone on an H200 would give 2.82 for OLMoE and 2.72 for Qwen3-30B-A3B.
+EXPERT_TRAFFIC: Final = 2.77
 # Time to launch the kernels of a block's forward, which is the shortest time of a block. It depends on the CPU: Qwen2.5
 # 0.5B gives 1.4 to 2.2 ms in five runs, and OPT-13B 1.0 to 1.6 ms.
 HF_LAUNCH_S: Final = 1.6e-3
@@ -63,6 +66,12 @@ class ModelCost:
     # Elements of LoRA adapters of rank 1 on all linear layers of a block: the sum of their input and output widths.
     adapter_unit: int = 0
     idle: tuple[int, ...] = ()  # elements of each block in experts that a token does not use; empty without experts
+    expert_stack: int = 0  # elements of the largest tensor that holds the experts of a block; 0 without experts
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest tensor of a block."""
+        return max(self.hidden * max(self.hidden, self.inner), self.expert_stack)
 
     @property
     def numel(self) -> int:
@@ -110,11 +119,11 @@ def gpt_cost(
     token uses, and their width.
     """
     h, products = hidden, 12 * hidden * hidden
-    block, idle = products + 13 * h, 0
+    block, idle, stack = products + 13 * h, 0, 0
     activations = gpt_activations(h, num_heads, vocab_size, width, has_dropout)
     if experts is not None:
         num, chosen, inner = experts
-        idle = (num - chosen) * 2 * h * inner
+        idle, stack = (num - chosen) * 2 * h * inner, num * h * inner
         products = 4 * h * h + num * h + chosen * 2 * h * inner
         block = products + 8 * h + idle
         # The tokens of each expert are gathered, and its outputs are weighed and summed. This is an estimate.
@@ -139,6 +148,7 @@ def gpt_cost(
         inner=4 * h,
         adapter_unit=16 * h,
         idle=(idle,) * num_layers if idle else (),
+        expert_stack=stack,
     )
 
 
@@ -309,8 +319,9 @@ def _sparse(config: Mapping[str, Any], name: str) -> ModelCost:
         blocks=tuple(block if sparse else llama.blocks[0] for sparse in is_sparse),
         block_products=tuple(products if sparse else llama.block_products[0] for sparse in is_sparse),
         idle=tuple((num - chosen) * expert * sparse for sparse in is_sparse),
+        expert_stack=num * 2 * h * inner,  # the first two matrices of all experts
         activations=copies,
-        traffic_bytes=llama.traffic_bytes + 2 * chosen * (9 * h + 10 * inner),
+        traffic_bytes=llama.traffic_bytes + EXPERT_TRAFFIC * 2 * chosen * (9 * h + 10 * inner),
         inner=inner,
         adapter_unit=llama.adapter_unit - 3 * (h + config["intermediate_size"]),  # experts are no linear layers
     )
