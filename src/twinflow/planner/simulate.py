@@ -328,7 +328,10 @@ class Play:
             return "gpu"
         if self.undecided_s > 0.5 * self.waited_s:
             return "gate"
-        return "host" if self.busy_s[_HOST] >= max(self.busy_s[_OUT], self.busy_s[_IN]) else "copies"
+        host_s, copies_s = self.busy_s[_HOST], max(self.busy_s[_OUT], self.busy_s[_IN])
+        if not max(host_s, copies_s):  # the wait is for updates on the GPU
+            return "gpu"
+        return "host" if host_s >= copies_s else "copies"
 
     def _run(self, seconds: float) -> None:
         """The GPU computes for some seconds, after its pending updates."""
