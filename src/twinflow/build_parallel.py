@@ -69,7 +69,7 @@ def axes_of(config: Config, model: Model, ranks: RankEnvironment, optimizer: Any
         raise invalid_value(name, axes.pipe * axes.model, expected, remedy)
     check(_combination(config, axes, model, optimizer))
     _check_sequence(config, num_data, optimizer)
-    _check_experts(config, num_data, model, optimizer)
+    check_experts(config, num_data, model, optimizer)
     return Spread(axes, num_data)
 
 
@@ -92,8 +92,10 @@ def _check_sequence(config: Config, num_data: int, optimizer: Any) -> None:
     refuse("Sequence parallelism", found, optimizer=kind)
 
 
-def _check_experts(config: Config, num_data: int, model: Model, optimizer: Any) -> None:
-    """Raises ValueError for options that conflict with expert ranks, and if they do not divide the ranks."""
+def check_experts(config: Config, num_data: int, model: Model | None = None, optimizer: Any = None) -> None:
+    """Raises ValueError for options that conflict with expert ranks, and if they do not divide the ranks. `model`: None
+    if there is none yet.
+    """
     before = expert_ranks(model) if isinstance(model, nn.Module) else None
     size = config.expert_parallel_size
     if num_data % size:

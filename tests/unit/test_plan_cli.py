@@ -320,6 +320,75 @@ def test_a_model_trains_with_the_config_written(tmp_path: Path, options: tuple[s
     assert losses[2] != losses[0]
 
 
+OLMOE = {
+    **{"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16},
+    **{"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304},
+}
+
+
+def test_expert_ranks_are_planned(tmp_path: Path) -> None:
+    model, config, written = tmp_path / "olmoe.json", tmp_path / "ds.json", tmp_path / "made.json"
+    model.write_text(json.dumps(OLMOE))
+    config.write_text(json.dumps({"expert_parallel_size": 4}))
+    command = ("--model", str(model), "--gpu", "h200", "--gpus", "8")
+    one, two = (plan_json(*command, "--expert-parallel", size) for size in ("1", "2"))
+    four = plan_json(*command, "--config", str(config), "--write-config", str(written))
+    assert [found["run"]["expert_parallel"] for found in (one, two, four)] == [1, 2, 4]
+    assert four["unused_keys"] == []
+    weights = [found["cases"][0]["gpu"]["weights"] for found in (one, two, four)]
+    assert weights[0] - weights[1] == 2 * (weights[1] - weights[2]) > 0
+    assert load_config(written).expert_parallel_size == 4
+    assert load_config(written).zero_optimization.stage == 2
+    text = " ".join(plan(*command, "--expert-parallel", "2").stdout.split())
+    assert "experts divided over 2 GPUs" in text
+    assert '"expert_parallel_size": 2' in text
+    assert "expert_parallel_size" not in one["config"]
+    assert plan_json(*command)["run"]["expert_parallel"] == 1  # everything fits
+
+
+@pytest.mark.parametrize(
+    ("options", "section", "message"),
+    [
+        (("--expert-parallel", "3"), {}, "expert_parallel_size is 3, but must be a divisor of 8, the number of proc"),
+        (("--expert-parallel", "0"), {}, "--expert-parallel is 0, but must be a whole number >= 1"),
+        (("--expert-parallel", "2", "--offload-params"), {}, "zero_optimization.stage 3 cannot be used with expert"),
+        (("--expert-parallel", "2", "--method", "lora"), {}, "adapters of PEFT cannot be used with expert ranks"),
+        (("--expert-parallel", "2", "--scaling", "8"), {}, "--scaling 8 cannot be used with --expert-parallel, because"),
+        (("--expert-parallel", "2", "--layouts", "3"), {}, "--expert-parallel 2 cannot be used with a plan of paralle"),
+        ((), {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 cannot be used with expert ranks"),
+        ((), {"sequence_parallel_size": 2}, "cannot be used with expert ranks"),
+        ((), {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "Muon cannot be used with expert ranks"),
+        (("--scaling", "8"), {}, "expert_parallel_size: 2 cannot be used with --scaling"),
+    ],
+)
+def test_what_expert_ranks_refuse_is_refused_by_the_plan(
+    tmp_path: Path, options: tuple[str, ...], section: dict[str, Any], message: str
+) -> None:
+    model, config = tmp_path / "olmoe.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(OLMOE))
+    config.write_text(json.dumps({**section, "expert_parallel_size": 2}))
+    from_file = () if "--expert-parallel" in options else ("--config", str(config))
+    result = plan("--model", str(model), "--gpu", "h200", "--gpus", "8", *options, *from_file)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (("--params", "1.3b"), "a model without experts"),
+        (("--preset", "tiny-moe"), "The class of experts is 'tiny-moe', but must be those of transformers"),
+        (("--model",), "expert_parallel_size is 8, but must be a divisor of 12, the number of experts in odd"),
+    ],
+)
+def test_models_whose_experts_cannot_be_divided(tmp_path: Path, model: tuple[str, ...], message: str) -> None:
+    (tmp_path / "odd.json").write_text(json.dumps({**OLMOE, "num_experts": 12}))
+    named = (*model, str(tmp_path / "odd.json")) if model == ("--model",) else model
+    result = plan(*named, "--gpu", "h200", "--gpus", "8", "--expert-parallel", "8")
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
 def test_help_names_the_cards() -> None:
     result = plan("--help")
     assert result.exit_code == 0

@@ -34,7 +34,7 @@ from twinflow.planner.costs import (
     timing_of,
     ways_of,
 )
-from twinflow.planner.fit import Wish, choose_fit, place_blocks
+from twinflow.planner.fit import Fit, Wish, choose_fit, place_blocks
 from twinflow.planner.formats import AUTOMATIC, STATES, UPDATE_BYTES, state_bytes
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
@@ -567,6 +567,10 @@ def test_experts_count_as_those_of_transformers(kind: str) -> None:
         assert len(found.blocks) == len(found.idle) == 3
         assert found.with_layers(2).idle == found.idle[:2]
         assert found.expert_stack == max(p.numel() for p in model.parameters() if p.dim() == 3)
+        assert found.divides_experts
+        assert sum(found.experts) == sum(experts.values())
+        here = sum(p.numel() // 4 if key in experts else p.numel() for key, p in model.named_parameters())
+        assert sum(found.experts_here(4)) + found.embedding_numel + found.head_numel == here
     if cost is not None:
         assert cost.active_numel == total - sum(experts.values()) * 6 // 8
         products = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 2 and "bias" not in key)
@@ -579,6 +583,11 @@ def test_experts_count_as_those_of_transformers(kind: str) -> None:
 OLMOE = {
     **{"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16},
     **{"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 50304},
+}
+MIXTRAL = {
+    **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "vocab_size": 32000,
 }
 QWEN3_30B = {
     **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
@@ -602,14 +611,62 @@ def test_experts_take_the_measured_time_and_memory() -> None:
     assert case.used.host["state"] / GB == pytest.approx(68.0, rel=0.01)
 
 
+def test_expert_ranks_by_hand() -> None:
+    """OLMoE on 8 GPUs, of which 4 have all experts together."""
+    run = Run(from_hf(OLMOE), 4, 2048, world=8, stage=2, checkpointing=True)
+    divided = replace(run, expert_parallel=4)
+    experts = 16 * 64 * 3 * 2048 * 1024
+    others = run.model.numel - experts
+    placed = Placed(run.own_numel)
+    before, after = (bytes_of(each, placed, MEMORY) for each in (run, divided))
+    assert before.gpu["weights"] - after.gpu["weights"] == 2 * experts * 3 // 4
+    # Two GPUs have the same experts and divide their state, so each has the state of an eighth of all experts.
+    assert divided.own_numel == run.own_numel
+    assert after.host["state"] == before.host["state"]
+    # Of 16 blocks, for each token and each of 8 chosen experts: the row that arrived and the result, in 16 bits.
+    kept = [replace(each, checkpointing=False).activation_bytes for each in (run, divided)]
+    assert kept[1] - kept[0] == 16 * 4 * 2048 * 8 * 2 * 2 * 2048
+    assert costs.shared_bytes(divided) == pytest.approx(2 * (others * 7 / 8 + experts / 4 / 2))
+    assert costs.shared_bytes(run) == pytest.approx(2 * run.model.numel * 7 / 8)
+    tokens = 2 * 2 * 2048 * (4 * 2048 * 8) * 16 * 3 / 4  # there and back, width, hidden, rows, layers, other GPUs
+    assert costs.token_bytes(divided) == pytest.approx(tokens)
+    assert costs.token_bytes(run) == 0.0
+    rate = 1e12  # gradients are not the bottleneck
+    one, two = timing_of(run, RATES, rate), timing_of(divided, RATES, rate)
+    assert two.forward_s - one.forward_s == pytest.approx(tokens / rate)
+    assert two.backward_s - one.backward_s == pytest.approx(2 * tokens / rate)  # recomputation exchanges them again
+
+
+def test_a_plan_divides_experts_only_where_all_of_them_do_not_fit() -> None:
+    machine = Machine(gpu_named("h100"), Host(2000 * GB, 96, 600e9), 8)
+    setting = Setting(rates_of(machine), Memory(machine.gpu.memory_bytes, machine.host.ram_bytes), 300e9)
+    mixtral = from_hf(MIXTRAL)
+
+    def fit(model: ModelCost = mixtral, on_host: bool | None = False, size: int | None = None, world: int = 8) -> Fit:
+        found = Wish(model, 2048, world=world, stage=2, offload_params=on_host, expert_parallel=size)
+        return choose_fit(found, setting)
+
+    assert not fit(size=1).fits
+    chosen = fit()
+    assert chosen.fits
+    assert chosen.case.run.expert_parallel == 2
+    assert any("Every 2 GPUs have all experts together" in change for change in chosen.changes)
+    assert fit(on_host=None).case.run.expert_parallel in (1, 2)  # weights on the host are the other way
+    assert fit(on_host=True).case.run.expert_parallel == 1
+    assert fit(size=4).case.run.expert_parallel == 4
+    assert fit(size=4).changes == ()
+    assert fit(from_hf(OLMOE)).case.run.expert_parallel == 1  # all experts fit
+    assert not fit(replace(mixtral, divides_experts=False)).fits
+    assert not fit(replace(mixtral, num_experts=9)).fits  # 8 GPUs cannot divide them equally
+    assert not fit(world=1).fits
+
+
 def test_sizes_of_published_shapes() -> None:
     """OLMoE-1B-7B, Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b, in billions. The embedding counts as active."""
-    mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    mixtral |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
     gpt_oss = {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
     gpt_oss |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32}
     gpt_oss |= {"num_experts_per_tok": 4, "vocab_size": 201088, "attention_bias": True}
-    found = [from_hf(config) for config in (OLMOE, QWEN3_30B, {**mixtral, "vocab_size": 32000}, gpt_oss)]
+    found = [from_hf(config) for config in (OLMOE, QWEN3_30B, MIXTRAL, gpt_oss)]
     assert [round(one.numel / 1e9, 1) for one in found] == [6.9, 30.5, 46.7, 20.9]
     assert [round(one.active_numel / 1e9, 1) for one in found] == [1.3, 3.4, 12.9, 4.2]
     for one in found:  # the plan of layouts over several GPUs

@@ -104,7 +104,7 @@ def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any
         states = offload.get("states", "fp32")
         theirs = replace(run, states=states, offload_params=on_host, placement=placement)
         given = case_at("config's", theirs, setting, ratio)
-    made = make_plan(run, setting, formats, given, places(wish))
+    made = make_plan(run, setting, formats, given, places(replace(wish, expert_parallel=run.expert_parallel)))
     # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
     cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]
     cases += [fit.case] if fit.case.run.on_disk else []
@@ -158,6 +158,8 @@ def config_of(case: Case, config: Mapping[str, Any], disk: Path | None = None) -
         offload |= {"device": "nvme", "nvme_path": str(disk)}
     if run.master == "none":
         offload["master"] = "none"
+    if run.expert_parallel > 1 or "expert_parallel_size" in made:
+        made["expert_parallel_size"] = run.expert_parallel
     if "spread" in (run.placement, offload.get("placement")):
         offload["placement"] = run.placement
     return made
@@ -171,7 +173,7 @@ def to_dict(made: Plan, fit: Fit, machine: str, config: Mapping[str, Any], ignor
         "model": {
             "name": model.name,
             "params": model.numel,
-            **({"active_params": model.active_numel} if model.idle else {}),
+            **({"active_params": model.active_numel} if model.experts else {}),
             "layers": len(model.blocks),
             "hidden": model.hidden,
         },

@@ -20,11 +20,13 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
+from twinflow.build_parallel import check_experts
 from twinflow.cli import check_whole, option
 from twinflow.cli.memory import rule_of
 from twinflow.cli.settings import BATCH_KEYS, MAX_BATCH, MAX_SIZES, option_name, parse_bytes
 from twinflow.config import Config, load_config, resolve_batch
 from twinflow.config.resolve import optimizer_choice
+from twinflow.conflicts import refuse
 from twinflow.errors import incompatible, invalid_value
 from twinflow.files import read_json
 from twinflow.models.gpt import PRESET_BATCH, PRESETS, cost_of
@@ -51,10 +53,12 @@ from twinflow.planner.models import MAX_NUMEL, ModelCost, from_counts, from_hf, 
 from twinflow.planner.scaling import Cluster, default_network
 from twinflow.rules import ALL_RULES
 from twinflow.rules.segment import check_master, no_master
+from twinflow.zero.experts import check_divides, fused_experts, no_experts, other_experts
 
 RAM, CORES, DRAM_RATE = 128 * 10**9, 16, 150e9  # defaults of a machine that --gpu names
 MAX_GPUS, MAX_CORES, MAX_MICRO_BATCHES = 2**17, 2**16, 2**12  # so that a plan is made in seconds
 MAX_TOKENS: Final = 1e18
+_NUM_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")  # in configs of transformers
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 _NO_LIMIT: Final = 1 << 60
 _NO_RATES: Final = Rates(0.0, 0.0, 0.0, {}, {}, 0.0, 0.0)  # of a machine without a GPU
@@ -117,6 +121,11 @@ class PlanOptions:
     )
     offload_params: bool | None = option(
         None, "Keep the weights on the host too. Default: the plan chooses.", "--offload-params/--no-offload-params"
+    )
+    expert_parallel: int | None = option(
+        None,
+        "GPUs that have all experts of a layer together (expert_parallel_size). Default: 1, or as many as a run needs "
+        "to fit.",
     )
     states: str | None = option(None, "Plan only this state format: fp32, bf16, int8 or 4bit.")
     master: str | None = option(
@@ -297,23 +306,22 @@ def count_module(model: nn.Module, name: str) -> ModelCost:
         context=min(2048, getattr(config, "max_position_embeddings", None) or 1024),
         adapter_unit=max((sum(m.in_features + m.out_features for m in each) for each in linears), default=0),
     )
-    idle = tuple(_idle(block.module, config) for block, n in zip(blocks, numel, strict=True) if n)
-    if not any(idle):
-        return found
-    products = tuple(n - i for n, i in zip(counted, idle, strict=True))
-    stack = max(p.numel() for block in blocks for p in block.module.parameters() if p.dim() == 3)
-    return replace(found, idle=idle, expert_stack=stack, block_products=products)
-
-
-def _idle(block: nn.Module, config: object) -> int:
-    """Elements of a block in experts that a token does not use, for the fused experts of transformers."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num = next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int)), 0)
+    num = next((n for n in (getattr(config, name, None) for name in _NUM_EXPERTS) if isinstance(n, int)), 0)
     chosen = getattr(config, "num_experts_per_tok", None)
     if not isinstance(chosen, int) or not 0 < chosen < num:
-        return 0
-    fused = sum(p.numel() for p in block.parameters() if p.dim() == 3 and len(p) == num)
-    return fused // num * (num - chosen)
+        return found
+    divided = {p for part in fused_experts(model).values() for p in part.parameters(recurse=False)}
+    inside = [
+        sum(p.numel() for p in block.module.parameters() if p in divided or (p.dim() == 3 and len(p) == num))
+        for block in blocks
+    ]
+    fused = tuple(experts for experts, n in zip(inside, numel, strict=True) if n)
+    if not any(fused):
+        return found
+    found = replace(found, experts=fused, num_experts=num, num_chosen=chosen, divides_experts=bool(divided))
+    products = tuple(n - idle for n, idle in zip(counted, found.idle, strict=True))
+    stack = max(p.numel() for block in blocks for p in block.module.parameters() if p.dim() == 3)
+    return replace(found, expert_stack=stack, block_products=products)
 
 
 def _width(model: nn.Module) -> int:
@@ -471,6 +479,7 @@ _USED_KEYS: Final = (
     "zero_optimization.offload_optimizer.delayed_update",
     "zero_optimization.offload_param.device",
     "activation_checkpointing",
+    "expert_parallel_size",
 )
 
 
@@ -519,6 +528,7 @@ def make_wish(
         parks = zero.offload_param is not None and zero.offload_param.device == "cpu"
     if _is_foreign(checked) or matrix_steps:
         parks = False  # weights on the host need one of twinflow's rules, and not Muon
+    experts = _expert_ranks(model, options, config, checked, place.num_gpus, bool(parks))
     checkpointing = options.checkpoint_activations
     if checkpointing is None and "activation_checkpointing" in config:
         checkpointing = activations.is_asked_for and not activations.selective
@@ -544,7 +554,36 @@ def make_wish(
         formats=formats,
         offload_params=parks,
         num_sequence=checked.sequence_parallel_size or 1,
+        expert_parallel=experts,
     )
+
+
+def _expert_ranks(
+    model: ModelCost, options: PlanOptions, config: Mapping[str, Any], checked: Config, num_gpus: int, parks: bool
+) -> int | None:
+    """GPUs that have all experts together. None: the plan may choose. Raises the errors of the engine for a size that
+    it would refuse. `parks`: the weights are on the host, which needs ZeRO stage 3 on several GPUs.
+    """
+    size = options.expert_parallel
+    check_whole("--expert-parallel", size)
+    if size is None and "expert_parallel_size" in config:
+        size = checked.expert_parallel_size
+    asked = checked.model_copy(update={"expert_parallel_size": size or num_gpus})
+    try:
+        check_experts(asked, num_gpus)
+        if asked.expert_parallel_size > 1:
+            refuse("Expert parallelism", {"stage": parks, "adapters": options.method != "full"})
+            if not model.experts:
+                raise no_experts(model.name)
+            if not model.divides_experts:
+                raise other_experts(model.name)
+    except ValueError:
+        if size is not None:
+            raise
+        return 1
+    if size is not None:
+        check_divides(size, model.num_experts, model.name)
+    return size
 
 
 def _is_foreign(config: Config) -> bool:

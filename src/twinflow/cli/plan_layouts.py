@@ -45,6 +45,7 @@ _UNUSED: Final = (
     "accumulation",
     "sequences",
     "offload_params",
+    "expert_parallel",
     "grad_clip",
     "gpu_memory",
     "gpu_tflops",

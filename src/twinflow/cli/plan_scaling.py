@@ -52,6 +52,7 @@ def scaling_run(wish: Wish) -> Run:
         stage=wish.stage,
         num_moments=wish.num_moments,
         matrix_steps=wish.matrix_steps,
+        expert_parallel=wish.expert_parallel or 1,
     )
 
 
@@ -60,7 +61,7 @@ def show_scaling(options: PlanOptions, run: Run) -> int:
     assert options.scaling is not None
     why = "--scaling is computed from data sheets, so name the GPU."
     cluster = choose_cluster(options, choose_host(options), options.gpus, why)
-    names = ("html", "write_config", "tokens", "layouts", "per_node", "sequences", "offload_params")
+    names = ("html", "write_config", "tokens", "layouts", "per_node", "sequences", "offload_params", "expert_parallel")
     unused = options.given(*names, "gpu_memory", "gpu_tflops", "pcie")
     if unused:
         reason = "--scaling prints one table for all numbers of GPUs"

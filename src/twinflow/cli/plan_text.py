@@ -61,7 +61,7 @@ def ignored_text(ignored: Sequence[str]) -> str:
 
 def title(run: Run) -> str:
     model = run.model
-    active = f", of which a token uses {count(model.active_numel)}" if model.idle else ""
+    active = f", of which a token uses {count(model.active_numel)}" if model.experts else ""
     text = f"{model.name}: {count(model.numel)} parameters{active}, {len(model.blocks)} blocks of width {model.hidden}"
     if not run.adapter_rank:
         return text
@@ -76,6 +76,7 @@ def how(run: Run) -> str:
     parts.append("activations recomputed" if run.checkpointing else kept)
     parts += ["tiled"] if run.is_tiled else []
     parts += ["updates delayed by one step"] if run.delayed else []
+    parts += [f"experts divided over {run.expert_parallel} GPUs"] if run.expert_parallel > 1 else []
     return ", ".join(parts)
 
 
@@ -157,8 +158,11 @@ def chosen(fit: Fit) -> list[str]:
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'
     ratio += f', "placement": "{fit.case.run.placement}"' if fit.case.run.placement != "auto" else ""
     long = long_sequence(fit.case.run) if fit.case.run.is_tiled else []
-    disk = ["state on the disk"] if fit.case.run.on_disk else []
-    return [ratio, batch(fit.case.run), again, *long, where, *disk, *([] if fit.clips else ["no gradient clipping"])]
+    others = ["state on the disk"] if fit.case.run.on_disk else []
+    size = fit.case.run.expert_parallel
+    others += [f'"expert_parallel_size": {size}'] if size > 1 else []
+    others += [] if fit.clips else ["no gradient clipping"]
+    return [ratio, batch(fit.case.run), again, *long, where, *others]
 
 
 def long_sequence(run: Run) -> list[str]:

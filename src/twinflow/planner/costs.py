@@ -89,6 +89,7 @@ class Run:
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
     kept: Kept = KEPT  # with tiles: how the inputs of blocks are kept
     num_sequence: int = 1  # GPUs that share each sequence
+    expert_parallel: int = 1  # GPUs that have all experts together; the experts of each are on world / size GPUs
 
     @property
     def step_tokens(self) -> int:
@@ -157,7 +158,11 @@ class Run:
 
     @property
     def _activations(self) -> Activations:
-        return self.model.activations.with_frozen_weights() if self.adapter_rank else self.model.activations
+        found = self.model.activations
+        if self.expert_parallel > 1:  # rows that arrived for the experts, and results that came back. An estimate
+            rows = 2 * WEIGHT_BYTES[self.weights] * self.model.num_chosen * self.model.hidden
+            found = replace(found, block_bytes=found.block_bytes + rows)
+        return found.with_frozen_weights() if self.adapter_rank else found
 
     @cached_property
     def trained_blocks(self) -> tuple[int, ...]:
@@ -190,8 +195,10 @@ class Run:
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of all weights of each block on one GPU that has them whole."""
+        """Bytes of the weights of each block on one GPU: all of them, except for the experts of other GPUs."""
         width = WEIGHT_BYTES[self.weights]
+        if self.expert_parallel > 1:  # without adapters and tensor ranks
+            return tuple(width * numel for numel in self.model.experts_here(self.expert_parallel))
         pairs = zip(self.trained_blocks, self.frozen_bytes, strict=True)
         return tuple((width * trained + frozen) // self.tensor_parallel for trained, frozen in pairs)
 
@@ -518,10 +525,33 @@ def timing_of(run: Run, rates: Rates, link_rate: float = 0.0) -> Timing:
     if run.world > 1 and link_rate:
         # During compute, weights are gathered in forward (with ZeRO-3 also in backward). Gradients are scattered in
         # backward.
-        share = WEIGHT_BYTES[run.weights] * run.numel * (run.world - 1) / run.world / link_rate
+        share = shared_bytes(run) / link_rate
         forward = max(forward, share)
         backward = max(backward, share * (2 if run.stage == 3 else 1))
+        tokens_s = token_bytes(run) / link_rate  # compute waits for the tokens
+        forward += tokens_s
+        backward += tokens_s * (1.0 + again)
     return Timing(forward, backward, run.micro_batches)
+
+
+def shared_bytes(run: Run) -> float:
+    """Bytes that a GPU sends to scatter all gradients, or to gather all weights. Those of experts go to the GPUs with
+    the same experts.
+    """
+    width, size, world = WEIGHT_BYTES[run.weights], run.expert_parallel, run.world
+    experts = sum(run.model.experts) if size > 1 else 0
+    others = (run.numel - experts) * (world - 1) / world
+    return width * (others + experts / size * (world // size - 1) / (world // size))
+
+
+def token_bytes(run: Run) -> float:
+    """Bytes that a GPU sends in a forward for experts on other GPUs: each token to each of its experts, and the results
+    back. A backward sends as many gradients. All experts get equally many tokens.
+    """
+    size, model = run.expert_parallel, run.model
+    num_layers = sum(numel > 0 for numel in model.experts)
+    rows = run.num_tokens * model.num_chosen * (size - 1) / size
+    return 2.0 * WEIGHT_BYTES[run.weights] * model.hidden * rows * num_layers
 
 
 def items_of(run: Run, timing: Timing) -> list[Item]:

@@ -13,8 +13,8 @@ combinations that fit, the fastest is chosen, except that
 If nothing fits, clipping is turned off (where the wish leaves it open), because gradients that wait for the norm need
 memory. If that is not enough, a step gets fewer sequences, because sums over micro-batches need memory too. Then
 clipping stays on, unless a step without it can have more than twice as many sequences. Both change the training, so
-`Fit.changes` names them. State on a disk is slow, but does not change the training. It is tried before each of these
-changes, if `Setting` has a disk.
+`Fit.changes` names them. Two things do not change the training, but take time, and are tried before each of these
+changes: experts that GPUs divide (if the wish leaves it open), and then state on a disk (if `Setting` has one).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Wish:
     num_sequence: int = 1  # GPUs that share each sequence
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
     on_disk: bool = False  # the state that would be on the host is on the disk of the setting
+    expert_parallel: int | None = 1  # GPUs that have all experts together. None: as many as a run needs to fit
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -117,6 +118,8 @@ def places(wish: Wish) -> tuple[bool, ...]:
     """Whether weights may be on the host: False, True or both. They are refused there with delayed updates. On several
     GPUs, a base in 4 bits stays on each of them.
     """
+    if (wish.expert_parallel or 1) > 1:  # weights on the hosts of several GPUs need ZeRO stage 3
+        return (False,)
     stays = wish.method == "qlora" and wish.world > 1
     if wish.offload_params is None and (stays or wish.delayed):
         return (False,)
@@ -131,10 +134,12 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
     can_use_disk = setting.disk is not None and not wish.delayed
     for changed, changes in milder:
         for on_disk in (False, True) if can_use_disk and not wish.on_disk else (wish.on_disk,):
-            one = replace(changed, on_disk=on_disk)
-            if _can(one, setting) and (best := recommended(candidates(one, setting))) is not None:
-                return _fit_of(best, changes if wish.on_disk else (*changes, *_disk_note(best, setting)), ())
+            if (best := _best_with_experts(replace(changed, on_disk=on_disk), setting)) is not None:
+                notes = () if wish.expert_parallel else _expert_note(best.run.expert_parallel)
+                notes += () if wish.on_disk else _disk_note(best, setting)
+                return _fit_of(best, (*changes, *notes), ())
     last, changes = milder[-1]
+    last = replace(last, expert_parallel=expert_sizes(last)[-1])
     run = min(_runs(last), key=lambda run: _lack(_missing(run, last, setting)))
     return _fit_of(_case(run, last, setting), changes, tuple(_helps(wish, setting)))
 
@@ -249,6 +254,36 @@ def _has_room(run: Run, wish: Wish, setting: Setting) -> bool:
     return costs.file_bytes(run, costs.placed_at(run, _ratio(run, wish, setting))) <= setting.disk.free_bytes
 
 
+def _best_with_experts(wish: Wish, setting: Setting) -> Case | None:
+    """The best case. Experts are divided over GPUs only if nothing fits with all weights on each, and over as few GPUs
+    as possible: the alternative is weights on the host.
+    """
+    found: list[Case] = []
+    for size in expert_sizes(wish):
+        one = replace(wish, expert_parallel=size)
+        best = recommended(candidates(one, setting)) if _can(one, setting) else None
+        found += [best] if best is not None else []
+        if best is not None and not best.run.offload_params:
+            break
+    return recommended(found)
+
+
+def expert_sizes(wish: Wish) -> list[int]:
+    """The numbers of GPUs that may have all experts together, the smallest first: the given one, or all that divide the
+    GPUs and the experts.
+    """
+    if wish.expert_parallel is not None:
+        return [wish.expert_parallel]
+    most = wish.world if wish.model.divides_experts and not wish.offload_params else 1
+    return [n for n in range(1, most + 1) if wish.world % n == 0 and (n == 1 or wish.model.num_experts % n == 0)]
+
+
+def _expert_note(size: int) -> tuple[str, ...]:
+    if size == 1:
+        return ()
+    return (f"Every {size} GPUs have all experts together, and exchange tokens: all experts on each would not fit.",)
+
+
 def _disk_note(case: Case, setting: Setting) -> tuple[str, ...]:
     disk, num_bytes = setting.disk, case.file_bytes
     if not num_bytes or disk is None:
@@ -290,9 +325,10 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         four_bits=wish.method == "qlora",
                         num_sequence=wish.num_sequence,
                         on_disk=wish.on_disk,
+                        expert_parallel=wish.expert_parallel or 1,
                     )
                     yield run
-                    if checkpointing and _is_long(wish):
+                    if checkpointing and _is_long(wish) and run.expert_parallel == 1:
                         # A group of blocks runs again, for which the weights of all of them must be on the GPU.
                         can_group = not (offload_params or (run.stage == 3 and wish.world > 1))
                         for kept in long.choices(len(wish.model.blocks), wish.is_float8, can_group):
@@ -365,6 +401,7 @@ def _helps(wish: Wish, setting: Setting) -> Iterator[str]:
         wish, micro_batch=None, accumulation=None, checkpointing=None, states=None, ratio=None, offload_params=None
     )
     least = _milder(free)[-1][0]
+    least = replace(least, expert_parallel=expert_sizes(least)[-1])
     if free != wish and _can(least, setting):
         yield "settings that are chosen instead of given"
     for method in METHODS[METHODS.index(wish.method) + 1 :]:

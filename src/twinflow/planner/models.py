@@ -65,7 +65,10 @@ class ModelCost:
     joins_last: bool = False  # a pipeline has the last block on the stage of the head (parallel/own_forward.py)
     # Elements of LoRA adapters of rank 1 on all linear layers of a block: the sum of their input and output widths.
     adapter_unit: int = 0
-    idle: tuple[int, ...] = ()  # elements of each block in experts that a token does not use; empty without experts
+    experts: tuple[int, ...] = ()  # elements of each block in experts; empty without experts
+    num_experts: int = 0  # experts of a block that has some; 0 without experts
+    num_chosen: int = 0  # experts of a block that a token uses
+    divides_experts: bool = False  # ranks can divide the experts (zero/experts.py)
     expert_stack: int = 0  # elements of the largest tensor that holds the experts of a block; 0 without experts
 
     @property
@@ -82,12 +85,24 @@ class ModelCost:
         """Elements that a token uses: of the experts of a layer, only those to which it is sent."""
         return self.numel - sum(self.idle)
 
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Elements of each block in experts that a token does not use; empty without experts."""
+        return tuple(numel // self.num_experts * (self.num_experts - self.num_chosen) for numel in self.experts)
+
+    def experts_here(self, size: int) -> tuple[int, ...]:
+        """Elements of each block on one of `size` expert ranks, which has only some of the experts."""
+        if size == 1 or not self.experts:
+            return self.blocks
+        pairs = zip(self.blocks, self.experts, strict=True)
+        return tuple(block - experts + experts // size for block, experts in pairs)
+
     def with_layers(self, num_layers: int) -> ModelCost:
         """The same shape with another number of blocks."""
         blocks = tuple(self.blocks[i % len(self.blocks)] for i in range(num_layers))
         products = tuple(self.block_products[i % len(self.block_products)] for i in range(num_layers))
-        idle = tuple(self.idle[i % len(self.idle)] for i in range(num_layers) if self.idle)
-        return replace(self, blocks=blocks, block_products=products, idle=idle)
+        experts = tuple(self.experts[i % len(self.experts)] for i in range(num_layers) if self.experts)
+        return replace(self, blocks=blocks, block_products=products, experts=experts)
 
     def block_flops(self, tokens: int) -> list[float]:
         """Forward FLOPs for each token in each block: matrix products, and attention over sequences of `tokens`."""
@@ -119,13 +134,13 @@ def gpt_cost(
     token uses, and their width.
     """
     h, products = hidden, 12 * hidden * hidden
-    block, idle, stack = products + 13 * h, 0, 0
+    block, in_experts, num, chosen, stack = products + 13 * h, 0, 0, 0, 0
     activations = gpt_activations(h, num_heads, vocab_size, width, has_dropout)
     if experts is not None:
         num, chosen, inner = experts
-        idle, stack = (num - chosen) * 2 * h * inner, num * h * inner
+        in_experts, stack = num * 2 * h * inner, num * h * inner
         products = 4 * h * h + num * h + chosen * 2 * h * inner
-        block = products + 8 * h + idle
+        block = 4 * h * h + num * h + 8 * h + in_experts
         # The tokens of each expert are gathered, and its outputs are weighed and summed. This is an estimate.
         more = 3 * width * chosen * h
         activations = replace(activations, block_bytes=activations.block_bytes + more, selective_bytes=0.0)
@@ -147,7 +162,9 @@ def gpt_cost(
         num_kv_heads=num_heads,
         inner=4 * h,
         adapter_unit=16 * h,
-        idle=(idle,) * num_layers if idle else (),
+        experts=(in_experts,) * num_layers if in_experts else (),
+        num_experts=num,
+        num_chosen=chosen,
         expert_stack=stack,
     )
 
@@ -318,7 +335,10 @@ def _sparse(config: Mapping[str, Any], name: str) -> ModelCost:
         llama,
         blocks=tuple(block if sparse else llama.blocks[0] for sparse in is_sparse),
         block_products=tuple(products if sparse else llama.block_products[0] for sparse in is_sparse),
-        idle=tuple((num - chosen) * expert * sparse for sparse in is_sparse),
+        experts=tuple(num * expert * sparse for sparse in is_sparse),
+        num_experts=num,
+        num_chosen=chosen,
+        divides_experts=True,
         expert_stack=num * 2 * h * inner,  # the first two matrices of all experts
         activations=copies,
         traffic_bytes=llama.traffic_bytes + EXPERT_TRAFFIC * 2 * chosen * (9 * h + 10 * inner),

@@ -172,6 +172,9 @@ def point(kind: str, run: Run, cluster: Cluster, world: int, ask: Ask) -> Point 
     if run.delayed:
         reason = "delayed updates are simulated only on one machine"
         raise incompatible("delayed_update: true", "--scaling", reason, "Set delayed_update to false in the config.")
+    if run.expert_parallel > 1:
+        size, reason = run.expert_parallel, "expert ranks are planned only for one number of GPUs"
+        raise incompatible(f"expert_parallel_size: {size}", "--scaling", reason, "Leave expert_parallel_size out.")
     assert run.tensor_parallel == 1, "tensor parallelism is not simulated over machines"
     run = replace(run, world=world, stage=2 if world > 1 else 0)
     fitting = largest_batch(run, cluster, RATIOS[kind], ask.total_batch)

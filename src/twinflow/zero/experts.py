@@ -148,18 +148,39 @@ def find_experts(model: nn.Module, size: int) -> dict[str, Experts]:
             "split_experts() cannot split the model", "it is already split by experts", "Build the model again."
         )
     modules = dict(model.named_modules())
-    # transformers sets this attribute in modules whose experts it can compute in several ways.
-    found = {name: cast(Experts, part) for name, part in modules.items() if hasattr(part, "_is_expert_parallel")}
+    found = fused_experts(model)
     if not found:
         others = {type(module).__name__ for module in modules.values() if "Expert" in type(module).__name__}
         others |= {type(module).__name__ for module in modules.values() if _has_expert_modules(module)}
         if others:
-            raise invalid_value("The class of experts", sorted(others)[0], _CLASSES, f"Leave {_NAME} out.")
-        what = f"a model without experts ({type(model).__name__})"
-        raise invalid_value("The model to split by experts", what, "a model with experts", f"Leave {_NAME} out.")
+            raise other_experts(sorted(others)[0])
+        raise no_experts(type(model).__name__)
     for name, module in found.items():
         _check(name, module, size)
     return found
+
+
+def fused_experts(model: nn.Module) -> dict[str, Experts]:
+    """The modules of transformers with experts that ranks can divide, by name."""
+    # transformers sets this attribute in modules whose experts it can compute in several ways.
+    return {name: cast(Experts, part) for name, part in model.named_modules() if hasattr(part, "_is_expert_parallel")}
+
+
+def no_experts(name: str) -> ValueError:
+    """The error for a model without experts, with the name of its class."""
+    what = f"a model without experts ({name})"
+    return invalid_value("The model to split by experts", what, "a model with experts", f"Leave {_NAME} out.")
+
+
+def other_experts(name: str) -> ValueError:
+    """The error for experts that ranks cannot divide, with the name of their class."""
+    return invalid_value("The class of experts", name, _CLASSES, f"Leave {_NAME} out.")
+
+
+def check_divides(size: int, num_experts: int, name: str) -> None:
+    """Raises ValueError if `size` ranks cannot have equally many of the experts of the module or model `name`."""
+    if num_experts % size:
+        raise invalid_value(_NAME, size, f"a divisor of {num_experts}, the number of experts in {name}")
 
 
 def _has_expert_modules(module: nn.Module) -> bool:
@@ -175,8 +196,7 @@ def _check(name: str, module: Experts, size: int) -> None:
     for attribute, param in own.items():
         if is_quantised(param):
             raise conflict("Expert parallelism", "quantised", name=f"{name}.{attribute}")
-    if num_experts % size:
-        raise invalid_value(_NAME, size, f"a divisor of {num_experts}, the number of experts in {name}")
+    check_divides(size, num_experts, name)
 
 
 # Forward and backward.
