@@ -3,18 +3,19 @@
 
 `python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal][-portable] ...` prints a line of JSON
 for each kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps,
-and how many products on tensor cores and asynchronous copies it has. It is a process of its own, since it gives Triton
-a driver that only knows the target.
+how many products on tensor cores and asynchronous copies it has, and whether it can be launched through the CUDA
+driver. It is a process of its own, since it gives Triton a driver that only knows the target.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from twinflow.attention import launch
+from twinflow.attention import direct_launch, launch
 from twinflow.attention import triton_attention as ours
+from twinflow.attention.direct_launch import Given, filled
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import Call
 from twinflow.attention.layout import from_dense
@@ -36,6 +38,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 class Target:
     """As much of a driver as compiling asks for."""
+
+    def __init__(self) -> None:
+        self.utils = NoUtils()
 
     def get_current_device(self) -> int:
         return 0
@@ -59,12 +64,64 @@ def usage(ptx: str) -> tuple[int, int]:
     return int(numbers[0][1]), int(numbers[1][1])
 
 
+class NoDriver:
+    """In place of the CUDA driver: the sizes of parameters that the compiled code declares, and the last launch."""
+
+    def __init__(self, ptx: str) -> None:
+        head = ptx[ptx.index(".entry") :]
+        lines = [line for line in head[: head.index(")\n")].splitlines() if ".param" in line]
+        self.sizes = [int(found[1]) if (found := re.search(r"\[(\d+)\]", line)) else _bytes(line) for line in lines]
+        self.addresses: list[int] = []
+
+    def has_params(self, function: int, sizes: Sequence[int]) -> bool:
+        return list(sizes) == self.sizes
+
+    def has_address(self, tensor_map: bytes, address: int) -> bool:
+        return True  # the descriptor has no content
+
+    def replace(self, address: ctypes.c_void_p, value: int) -> int:
+        ctypes.memmove(address, value.to_bytes(8, "little"), 8)
+        return 0
+
+    def launch(self, *args: Any) -> int:
+        params = zip(args[9], self.sizes, strict=True)
+        self.addresses = [int.from_bytes(ctypes.string_at(at, 8), "little") for at, size in params if size >= 8]
+        return 0
+
+
+def _bytes(line: str) -> int:
+    """Size of a scalar parameter."""
+    found = re.search(r"\.[usfb](\d+)", line)
+    assert found is not None, line
+    return int(found[1]) // 8
+
+
+class NoUtils:
+    """In place of the functions of Triton's driver: descriptors that have no content."""
+
+    def fill_tma_descriptor(self, *args: Any) -> bytes:
+        return bytes(400)
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+
+def is_direct(compiled: Any, args: tuple[Any, ...], given: Given) -> bool:
+    """Whether a DirectLaunch has all parameters of the compiled code, and writes the addresses of all tensors."""
+    driver = NoDriver(compiled.asm["ptx"])
+    direct_launch._driver = lambda: driver  # type: ignore[assignment,return-value]
+    found = direct_launch.direct_launch(compiled, 1, args, given)
+    if found is None:
+        return False
+    found(given, 0)
+    return {given[name].data_ptr() for name in found.names} <= set(driver.addresses)  # type: ignore[union-attr]
+
+
 def recorder(name: str) -> Callable[..., None]:
     """Instead of a launch."""
 
-    def record(self: launch.Launch, *args: Any) -> None:
+    def record(self: launch.Launch, given: Given, device: torch.device) -> None:
         kernel = self.kernel
-        compiled = kernel.warmup(*args, grid=(self.num_programs,), **self.options)
+        compiled = kernel.warmup(*filled(self.args, given), grid=(self.num_programs,), **self.options)
         registers, spilled = usage(compiled.asm["ptx"])
         text = compiled.asm["ttgir"]
         found = {
@@ -76,6 +133,7 @@ def recorder(name: str) -> Callable[..., None]:
             "tensor_products": text.count("warp_group_dot "),
             "warps": compiled.metadata.num_warps,
             "copies": text.count("async_copy_global_to_local"),
+            "is_direct": is_direct(compiled, self.args, given),
             "descriptor_copies": text.count("async_tma_copy_global_to_local"),
         }
         print(json.dumps(found), flush=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from twinflow.attention import (
     LocalSlidingWindowSparsityConfig,
     hopper,
 )
+from twinflow.attention.direct_launch import Given
 from twinflow.attention.launch import Launch
 from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.operators import attend
@@ -108,10 +109,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     launch = Launch.__call__
 
-    def count(self: Launch, *args: Any) -> None:
+    def count(self: Launch, given: Given, device: torch.device) -> None:
         if self.kernel.fn.__module__.endswith("kernels_hopper"):
             names.append(self.kernel.fn.__name__)
-        launch(self, *args)
+        launch(self, given, device)
 
     monkeypatch.setattr(Launch, "__call__", count)
     return names
@@ -203,3 +204,75 @@ def test_heads_side_by_side(case: tuple[Any, ...], launched: list[str]) -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert found[0].stride() == grad.stride()
+
+
+@pytest.mark.parametrize("width", [64, 128, 72])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_launches_through_the_driver(width: int, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first call. They give the bits of Triton's own launches, also with another seed."""
+    layout = make_layout("bigbird", 2, 128, False)
+    tensors = [tensor.requires_grad_() for tensor in draw(torch.bfloat16, *[(2, 2, LENGTH, width)] * 4)]
+    *inputs, grad = tensors
+    launches: set[Launch] = set()
+    call = Launch.__call__
+
+    def remember(self: Launch, given: Given, device: torch.device) -> None:
+        launches.add(self)
+        call(self, given, device)
+
+    monkeypatch.setattr(Launch, "__call__", remember)
+
+    def run(seed: int) -> list[torch.Tensor]:
+        out = attend(*inputs, layout, Extras(dropout=dropout, seed=seed), "triton")
+        return gradients(out, grad.detach(), *inputs)
+
+    _CALLS.clear()
+    run(1)
+    found = [run(1), run(2**40 + 1)]
+    assert launches
+    assert all(launch._direct is not None for launch in launches)
+    for launch in launches:
+        launch._direct = None  # Triton's own
+    for one, seed in zip(found, (1, 2**40 + 1), strict=True):
+        for a, b in zip(one, run(seed), strict=True):
+            assert torch.equal(a, b)
+    assert torch.equal(found[0][0], found[1][0]) == (dropout == 0.0)
+
+
+def test_saved_tensors_with_other_strides() -> None:
+    """Hooks for saved tensors, such as those of offloaded activations, may return them in another form."""
+    layout = make_layout("bigbird", 2, 128, False)
+    *inputs, grad = draw(torch.bfloat16, *[(2, 2, LENGTH, 128)] * 4)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+
+    def transposed(tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor, with its dimensions of batch and heads in another order in memory."""
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1) if tensor.dim() > 2 else tensor
+
+    def run(unpack: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            out = attend(*inputs, layout, Extras(), "triton")
+        return gradients(out, grad, *inputs)
+
+    for a, b in zip(run(transposed), run(lambda tensor: tensor), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_cuda_graph_of_direct_launches() -> None:
+    """A replay reads the values that its inputs have then."""
+    layout = make_layout("bigbird", 2, 64, True)
+    q, k, v = draw(torch.bfloat16, *[(1, 2, LENGTH, 96)] * 3)
+    padding = torch.ones(1, LENGTH, dtype=torch.bool, device="cuda")
+    padding[:, 900:] = False
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            attend(q, k, v, layout, Extras(key_padding=padding), "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, k, v, layout, Extras(key_padding=padding), "triton")
+    q.normal_()
+    padding[:, 500:] = False
+    graph.replay()
+    assert torch.equal(out, attend(q, k, v, layout, Extras(key_padding=padding), "triton"))

@@ -129,6 +129,7 @@ def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, call: str) -> None:
     found = compiled(tmp_path, call)
     assert len(found) == 3
     for (_, kernel), figures in found.items():
+        assert figures["is_direct"], figures
         assert figures["tensor_products"] == products[kernel], figures
         is_deep = (call[:3], kernel) != ("128", "forward")  # else three programs on a multiprocessor hide its loads
         assert figures["descriptor_copies"] >= (2 * 2 if is_deep else 2), figures  # two tiles, and the next ones
@@ -148,6 +149,7 @@ def test_compiled_those_for_hopper_fit(tmp_path: Path, call: str) -> None:
     found = compiled(tmp_path, call)
     assert len(found) == 3
     for (_, kernel), figures in found.items():
+        assert figures["is_direct"], figures
         assert figures["tensor_products"] == 2 * products[kernel], figures
         assert figures["descriptor_copies"] == {"forward": 4, "query_gradients": 6, "key_gradients": 8}[kernel], figures
         assert figures["warps"] == 12, figures

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twinflow.attention.extras import Extras, as_4d
-from twinflow.attention.launch import Call, Launch, drop_args, strides_of
+from twinflow.attention.launch import Call, Launch, strides_of
 from twinflow.attention.tiles import TileSize, cells
 
 CELL = {torch.float32: 32}  # maximum number of tokens along a side of a cell; 64 for other dtypes
@@ -154,9 +154,11 @@ def _launch(
     num_lists = len(lists.entry)
     strides = strides_of(q=q, k=k, v=v, grad=grad)
     shape = call.shape(TileSize(cell, cell), None)
-    numbers = (call.extra_args(extras), drop_args(extras), call.size_args(num_lists), members.shape[1])
-    launch = Launch(kernels.score_sums, num_lists * len(sets), {"num_warps": 4, "num_stages": 1})
-    launch(q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape)
+    numbers = (call.extra_args, call.drop_args, call.size_args(num_lists), members.shape[1])
+    given = (q, k, v, lse, grad, delta, sums, strides, args, *numbers, is_dense, shape)
+    options = {"num_warps": 4, "num_stages": 1}
+    launch = Launch(kernels.score_sums, num_lists * len(sets), options, given, is_repeated=False)
+    launch(call.given(extras), call.device)
 
 
 def _cell(call: Call) -> int:

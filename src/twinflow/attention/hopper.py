@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twinflow.attention.direct_launch import Box, Slot
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import (
-    Call,
-    Drop,
-    ExtraArgs,
-    Launch,
-    Rows,
-    Scratch,
-    bind_context,
-    is_interpreting,
-    rows_of,
-)
+from twinflow.attention.launch import SCRATCH_SLOTS, Call, Launch, Rows, is_interpreting, rows_of
 from twinflow.attention.tiles import CELL, OWN, TilePlan, device_cells
 
 HEAD_DIM = 128
@@ -66,55 +57,37 @@ def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan |
     return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
 
 
-class HopperKernel:
-    """A kernel for Hopper with the arguments that do not change. It computes results, or pieces of rows that are cut
-    (see tiles.py), from own tiles and other tiles.
-    """
+def launch_of(name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan) -> Launch:
+    """The launch of a kernel for Hopper, which computes results, or pieces of rows that are cut (see tiles.py)."""
+    from twinflow.attention import kernels_hopper
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan) -> None:
-        from twinflow.attention import kernels_hopper
-
-        sizes, size, by_keys = call.sizes, plan.size, name == "key_gradients"
-        own, others, results = TENSORS[name]
-        names = (*own, *others, *results)
-        rows = {name: _rows(tensors[name]) for name in names}
-        counts = [HALF] * len(own) + [size.other] * len(others) + [HALF] * len(results)
-        places = [number for one in rows.values() for number in (one.fold, one.step)]
-        if name == "query_gradients":
-            out = _rows(tensors["out"])
-            places += [out.fold, out.step, out.matrix.stride(0)]
-        num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
-        total = plan.max_items * sizes.batch * num_heads
-        lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
-        numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
-        tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
-        stages = STAGES[size.other] if name == "forward" else BACKWARD_STAGES
-        shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
-        scale = float(scale_of(call.extras, sizes.head_dim))
-        self._name = name
-        self._device = call.device
-        self._described = {name: _described(rows[name], count) for name, count in zip(names, counts, strict=True)}
-        self._count = size.other
-        self._static = (tables, tuple(places), *numbers, scale, shape)
-        num_programs = min(total, _num_processors(call.device))
-        self._launch = Launch(getattr(kernels_hopper, name), num_programs, OPTIONS)
-
-    def __call__(self, tensors: Mapping[str, Tensor], pieces: Scratch, extras: ExtraArgs, drop: Drop) -> None:
-        """Launch the kernel. Calls with `extras` or `drop` have no plan for this kernel."""
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        bind_context(self._device)
-        descriptors = [TensorDescriptor(tensors[name], *how) for name, how in self._described.items()]
-        lse = tensors["lse"]
-        more: tuple[Any, ...]
-        if self._name == "forward":
-            more = (lse, pieces.sums, pieces.tops, pieces.weights)
-        elif self._name == "query_gradients":
-            more = (tensors["out"], lse, tensors["delta"], pieces.sums)
-        else:
-            vectors = (_vector(lse, self._count), _vector(tensors["delta"], self._count))
-            more = (*vectors, pieces.sums, pieces.second_sums)
-        self._launch(*descriptors, *more, *self._static)
+    sizes, other, by_keys = call.sizes, plan.size.other, name == "key_gradients"
+    own, others, results = TENSORS[name]
+    rows = {key: _rows(tensors[key]) for key in (*own, *others, *results)}
+    counts = [HALF] * len(own) + [other] * len(others) + [HALF] * len(results)
+    boxes = [_box(key, rows[key], count) for key, count in zip(rows, counts, strict=True)]
+    places = [number for one in rows.values() for number in (one.fold, one.step)]
+    more: tuple[Slot | Box, ...]
+    if name == "forward":
+        more = (Slot("lse"), SCRATCH_SLOTS.sums, SCRATCH_SLOTS.tops, SCRATCH_SLOTS.weights)
+    elif name == "query_gradients":
+        out = _rows(tensors["out"])
+        places += [out.fold, out.step, out.matrix.stride(0)]
+        more = (Slot("out"), Slot("lse"), Slot("delta"), SCRATCH_SLOTS.sums)
+    else:
+        num_rows = tensors["lse"].numel()
+        vectors = (_vector("lse", num_rows, other), _vector("delta", num_rows, other))
+        more = (*vectors, SCRATCH_SLOTS.sums, SCRATCH_SLOTS.second_sums)
+    num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
+    total = plan.max_items * sizes.batch * num_heads
+    lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
+    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
+    tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
+    stages = STAGES[other] if name == "forward" else BACKWARD_STAGES
+    shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
+    scale = float(scale_of(call.extras, sizes.head_dim))
+    args = (*boxes, *more, tables, tuple(places), *numbers, scale, shape)
+    return Launch(getattr(kernels_hopper, name), min(total, _num_processors(call.device)), OPTIONS, args)
 
 
 def _allows(call: Call) -> bool:
@@ -151,11 +124,10 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _described(rows: Rows, count: int) -> tuple[list[int], list[int], list[int], Any]:
-    """Arguments of a TMA descriptor that copies `count` rows of a head at once: shape and strides of the matrix of all
-    rows, shape of a copy, and layout in shared memory."""
+def _box(name: str, rows: Rows, count: int) -> Box:
+    """The TMA descriptor of a tensor that copies `count` rows of a head at once."""
     matrix = rows.matrix
-    return list(matrix.shape), list(matrix.stride()), [count, HEAD_DIM], _swizzled(count, matrix.dtype)
+    return Box(name, tuple(matrix.shape), matrix.stride(), (count, HEAD_DIM), _swizzled(count, matrix.dtype))
 
 
 @lru_cache
@@ -173,10 +145,9 @@ def _rows(tensor: Tensor) -> Rows:
     return rows
 
 
-def _vector(tensor: Tensor, count: int) -> Any:
-    """A TMA descriptor that copies `count` numbers at once."""
+def _vector(name: str, num_rows: int, count: int) -> Box:
+    """The TMA descriptor of a tensor with a number for each row that copies `count` numbers at once."""
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor.from_tensor(tensor.reshape(-1), [count], layout)
+    return Box(name, (num_rows,), (1,), (count,), layout)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twinflow.attention.direct_launch import Box, DirectLaunch, Given, Slot, direct_launch, filled
 from twinflow.attention.extras import Extras, Sizes, as_4d, scale_of, seed_of, seed_word, threshold
 from twinflow.attention.layout import Layout
 from twinflow.attention.tiles import Span, TilePlan, TileSize, Work, device_plan
@@ -27,6 +28,7 @@ REDUCE_ROWS = 16  # rows that one program combines from pieces; small, because f
 REDUCE_OPTIONS = {"num_warps": 4}
 
 Strides = tuple[int, int, int]
+_NOTHING: Given = {}
 _BOUND = threading.local()  # devices whose CUDA context is bound to a thread
 
 
@@ -35,21 +37,20 @@ class ExtraArgs(NamedTuple):
     and Shape, because Triton 3.6 confuses the positions in nested tuples if a number is 1.
     """
 
-    padding: Tensor | None
-    mask: Tensor | None
-    bias: Tensor | None
-    relative: Tensor | None
+    padding: Slot | None
+    mask: Slot | None
+    bias: Slot | None
+    relative: Slot | None
 
 
 class Drop(NamedTuple):
     """Arguments of dropout. seed and threshold are uint32 words, reinterpreted as int32."""
 
-    seed: int
+    seed: int | Slot
     threshold: int
     kept_factor: float
 
 
-NO_EXTRAS = ExtraArgs(None, None, None, None)
 NO_DROP = Drop(0, 0, 1.0)
 
 
@@ -117,12 +118,15 @@ class TensorStrides(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch memory for the pieces of rows that are cut, per slot. Tensors that a kernel does not use are None."""
+    """Scratch memory for the pieces of rows that are cut, per slot. A kernel that does not use a field gets `sums`."""
 
-    sums: Tensor
-    second_sums: Tensor | None  # gradients of values
-    tops: Tensor | None  # forward: maxima and sums of weights
-    weights: Tensor | None
+    sums: Slot = Slot("sums")
+    second_sums: Slot = Slot("second_sums")  # gradients of values
+    tops: Slot = Slot("tops")  # forward: maxima and sums of weights
+    weights: Slot = Slot("weights")
+
+
+SCRATCH_SLOTS = Scratch()
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +151,8 @@ class Call:
     @cached_property
     def has_no_tensors(self) -> bool:
         extras = self.extras
-        return all(tensor is None for tensor in (extras.bias, extras.relative, extras.key_padding, extras.mask))
+        tensors = (extras.bias, extras.relative, extras.key_padding, extras.mask)
+        return all(tensor is None for tensor in tensors)
 
     @property
     def is_plain(self) -> bool:
@@ -232,19 +237,34 @@ class Call:
         has_loader = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
         return is_whole and are_rows and self.is_plain and has_loader
 
-    def extra_args(self, extras: Extras) -> ExtraArgs:
-        """The tensors of `extras`, whose shapes are those of `self.extras`."""
+    @cached_property
+    def extra_args(self) -> ExtraArgs:
+        """The slots of the tensors of `extras`."""
+        extras = self.extras
+        given = (extras.key_padding, extras.mask, extras.bias, extras.relative)
+        return ExtraArgs(*(Slot(n) if x is not None else None for n, x in zip(ExtraArgs._fields, given, strict=True)))
+
+    @cached_property
+    def drop_args(self) -> Drop:
+        """The arguments of dropout."""
+        p = self.extras.dropout
+        return Drop(Slot("seed"), _as_int32(threshold(p)), 1.0 / (1.0 - p)) if p else NO_DROP
+
+    def given(self, extras: Extras) -> Given:
+        """The values for the slots of `extra_args` and `drop_args`. Their shapes are those of `self.extras`."""
+        if self.has_no_tensors and not extras.dropout:
+            return _NOTHING
+        found: dict[str, Tensor | int] = {"seed": _as_int32(seed_word(seed_of(extras))) if extras.dropout else 0}
+        if extras.key_padding is not None:
+            found["padding"] = extras.key_padding.contiguous().view(torch.uint8)
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
-        padding = extras.key_padding.contiguous().view(torch.uint8) if extras.key_padding is not None else None
-        relative = extras.relative.detach().contiguous() if extras.relative is not None else None
-        return ExtraArgs(padding, mask.view(torch.uint8) if mask is not None else None, bias, relative)
-
-
-def drop_args(extras: Extras) -> Drop:
-    p = extras.dropout
-    if not p:
-        return NO_DROP
-    return Drop(_as_int32(seed_word(seed_of(extras))), _as_int32(threshold(p)), 1.0 / (1.0 - p))
+        if mask is not None:
+            found["mask"] = mask.view(torch.uint8)
+        if bias is not None:
+            found["bias"] = bias
+        if extras.relative is not None:
+            found["relative"] = extras.relative.detach().contiguous()
+        return found
 
 
 def is_interpreting() -> bool:
@@ -276,28 +296,52 @@ def with_dense_rows(tensor: Tensor) -> Tensor:
 
 
 class Launch:
-    """A launch of a kernel that is repeated with other tensors.
+    """A launch of a kernel that is repeated with other tensors. `args` are its arguments, with a Slot or a Box for each
+    tensor and each number that a call gives.
 
-    In the first call Triton finds the compiled kernel. Later calls start this compiled kernel directly, because Triton
-    would inspect all arguments again, which takes longer than all other work of a call. A Launch must therefore be used
-    only for tensors of the same shapes, strides, dtypes and alignment, on the same device.
+    In the first call Triton finds the compiled kernel. Later calls start this compiled kernel directly, see
+    direct_launch.py. A Launch must therefore be used only for tensors of the same shapes, strides, dtypes and
+    alignment, on the same device.
     """
 
-    def __init__(self, kernel: Any, num_programs: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        num_programs: int,
+        options: dict[str, Any],
+        args: tuple[Any, ...],
+        *,
+        is_repeated: bool = True,
+    ) -> None:
         assert 0 < num_programs < 2**31, num_programs
+        self._is_repeated = is_repeated
         self.kernel = kernel
         self.num_programs = num_programs
         self.options = options
+        self.args = args
         self._start: Callable[..., None] | None = None
+        self._direct: DirectLaunch | None = None
 
-    def __call__(self, *args: Any) -> None:
-        """Launch the kernel on the current stream."""
+    def __call__(self, given: Given, device: torch.device) -> None:
+        """Launch the kernel on the current stream of the device."""
+        bind_context(device)
+        if self._direct is not None:
+            self._direct(given, current_stream(device))
+            return
+        args = filled(self.args, given)
         if self._start is not None:
             self._start(*args)
             return
         compiled = self.kernel[(self.num_programs,)](*args, **self.options)
-        if compiled is not None:  # it is None in Triton's interpreter
+        if compiled is not None and self._is_repeated:  # it is None in Triton's interpreter
+            self._direct = direct_launch(compiled, self.num_programs, self.args, given)
             self._start = compiled[(self.num_programs, 1, 1)]
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of torch's current CUDA stream."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
 @dataclass(frozen=True)
@@ -333,14 +377,12 @@ def is_rows(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.numel() // tensor.shape[-1] < 2**31
 
 
-def other_rows(tensor: Tensor, shape: Shape) -> Any:
-    """The tensor of other tiles, or with TMA a descriptor of its rows over all heads of the batch."""
+def other_box(name: str, tensor: Tensor, shape: Shape) -> Slot | Box:
+    """The place of the tensor of other tiles, or with TMA of a descriptor of its rows over all heads of the batch."""
     if not shape.TMA:
-        return tensor
-    bind_context(tensor.device)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(tensor.reshape(-1, shape.HEAD_DIM), [shape.OTHER, shape.HEAD_DIM])
+        return Slot(name)
+    dim = shape.HEAD_DIM
+    return Box(name, (tensor.numel() // dim, dim), (dim, 1), (shape.OTHER, dim), None)
 
 
 def bind_context(device: torch.device) -> None:
@@ -355,30 +397,37 @@ def bind_context(device: torch.device) -> None:
         _BOUND.devices.add(device)
 
 
-def scratch_for(call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False) -> Scratch:
-    """Scratch memory for a plan, empty if no row is cut. The flags add `second_sums`, and `tops` and `weights`."""
+def scratch_for(
+    call: Call, plan: TilePlan, *, has_second: bool = False, has_weights: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of Scratch for a plan, empty if no row is cut. The flags say which of them are used."""
     shape = (call.sizes.batch * plan.num_slots, plan.size.own, padded_dim(call.sizes.head_dim))
     new = partial(torch.empty, dtype=torch.float32, device=call.device)
-    return Scratch(
-        new(shape),
-        new(shape) if has_second else None,
-        new(shape[:2]) if has_weights else None,
-        new(shape[:2]) if has_weights else None,
-    )
+    sums = new(shape)
+    return {
+        "sums": sums,
+        "second_sums": new(shape) if has_second else sums,
+        "tops": new(shape[:2]) if has_weights else sums,
+        "weights": new(shape[:2]) if has_weights else sums,
+    }
 
 
 class Reduction:
-    """The launch that combines the pieces of cut rows in their order."""
+    """The launch that combines the pieces of cut rows in their order. `results` and `more` are arguments before and
+    after those of the plan."""
 
-    def __init__(self, kernel: Any, num_heads: int, call: Call, plan: TilePlan) -> None:
+    def __init__(
+        self, kernel: Any, num_heads: int, call: Call, plan: TilePlan, results: tuple[Any, ...], more: tuple[int, ...]
+    ) -> None:
         num_programs = plan.max_cuts * call.sizes.batch * num_heads * (plan.size.own // REDUCE_ROWS)
-        self._launch = Launch(kernel, num_programs, REDUCE_OPTIONS)
-        self._tables = plan.tables
-        self._sizes = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
-        self._shape = call.shape(plan.size, plan)
+        sizes = call.size_args(plan.max_cuts, plan.num_slots)._replace(num_heads=num_heads)
+        shape = call.shape(plan.size, plan)
+        args = (*results, plan.tables, SCRATCH_SLOTS, sizes, *more, REDUCE_ROWS, shape)
+        self._device = call.device
+        self._launch = Launch(kernel, num_programs, REDUCE_OPTIONS, args)
 
-    def __call__(self, results: tuple[Any, ...], pieces: Scratch, places: tuple[int, ...] = ()) -> None:
-        self._launch(*results, self._tables, pieces, self._sizes, *places, REDUCE_ROWS, self._shape)
+    def __call__(self, given: Given) -> None:
+        self._launch(given, self._device)
 
 
 def _expanded(tensor: Tensor | None, sizes: Sizes) -> tuple[Tensor | None, Strides, int]:

@@ -22,19 +22,16 @@ from torch import Tensor
 
 from twinflow.attention import hopper
 from twinflow.attention.bias_gradients import bias_gradient, relative_gradient
+from twinflow.attention.direct_launch import Slot
 from twinflow.attention.extras import Extras, check_call
 from twinflow.attention.launch import (
-    NO_EXTRAS,
+    SCRATCH_SLOTS,
     Call,
-    Drop,
-    ExtraArgs,
     Launch,
     Reduction,
-    Scratch,
-    drop_args,
     is_interpreting,
     on_device,
-    other_rows,
+    other_box,
     scratch_for,
     strides_of,
     strides_of_rows,
@@ -85,7 +82,8 @@ def backward_pass(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, relative and sinks. `wants` says which are needed; the others may be None."""
     q, k, v = (with_dense_rows(tensor) for tensor in inputs)
-    grad = with_dense_rows(grad)
+    # Hooks for saved tensors may return them with other strides.
+    grad, out, lse = with_dense_rows(grad), with_dense_rows(out), lse.contiguous()
     call = call_for(q, k, v, layout, extras, tunings)
     with on_device(q.device):
         dq, delta = query_gradients(q, k, v, out, lse, grad, call, extras)
@@ -176,12 +174,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras | None =
     """The result, and the log-sum-exp of each row in base 2. Without `extras`, the tensors are those of the call."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    kernel = _kernel("forward", tensors, call, None)
-    pieces = kernel.scratch()
-    kernel(tensors, pieces, extras)
-    if kernel.reduction is not None:
-        kernel.reduction((out, lse, strides_of(out=out)), pieces)
+    _run("forward", {"q": q, "k": k, "v": v, "out": out, "lse": lse}, call, extras, None)
     return out, lse
 
 
@@ -191,11 +184,7 @@ def query_gradients(
     """The gradient of q, and delta, the sum of out * grad of each query."""
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad": grad, "delta": delta, "dq": dq}
-    kernel = _kernel("query_gradients", tensors, call, (_form(out), _form(grad)))
-    pieces = kernel.scratch()
-    kernel(tensors, pieces, extras)
-    if kernel.reduction is not None:
-        kernel.reduction((dq, None, (strides_of_rows(dq), None)), pieces, (dq.shape[2], call.extras.q_start))
+    _run("query_gradients", tensors, call, extras, (_form(out), _form(lse), _form(grad)))
     return dq, delta
 
 
@@ -213,15 +202,19 @@ def key_gradients(
         whole = (sizes.batch, sizes.num_heads, sizes.num_keys, sizes.head_dim)
         dk, dv = (torch.empty(whole, dtype=torch.float32, device=k.device) for _ in range(2))
     tensors = {"q": q, "k": k, "v": v, "lse": lse, "grad": grad, "delta": delta, "dk": dk, "dv": dv}
-    kernel = _kernel("key_gradients", tensors, call, _form(grad))
-    pieces = kernel.scratch()
-    kernel(tensors, pieces, extras)
-    if kernel.reduction is not None:
-        kernel.reduction((dk, dv, (strides_of_rows(dk), strides_of_rows(dv))), pieces, (sizes.num_keys, 0))
+    _run("key_gradients", tensors, call, extras, (_form(lse), _form(grad)))
     if not is_whole:
         grouped = (sizes.batch, sizes.num_kv_heads, sizes.group, sizes.num_keys, sizes.head_dim)
         dk, dv = (tensor.view(grouped).sum(2).to(k.dtype) for tensor in (dk, dv))
     return dk, dv
+
+
+def _run(name: str, tensors: dict[str, Tensor], call: Call, extras: Extras | None, more: Hashable) -> None:
+    """Run a kernel. `more`: the forms of tensors on which the key of the call does not depend."""
+    kernel: Kernel | None = call.kernels.get((name, more))
+    if kernel is None:
+        kernel = call.kernels[name, more] = Kernel(name, tensors, call)
+    kernel(tensors, call.extras if extras is None else extras)
 
 
 class Kernel:
@@ -236,59 +229,51 @@ class Kernel:
         by_keys = name == "key_gradients"
         num_heads = call.sizes.num_heads // (call.in_program if by_keys else 1)
         plan = hopper.plan_for(name, tensors, call)
-        self._run: hopper.HopperKernel | TritonKernel
         if plan is not None:
-            self._run = hopper.HopperKernel(name, tensors, call, plan)
+            self._launch = hopper.launch_of(name, tensors, call, plan)
         else:
-            self._run = TritonKernel(name, tensors, call, num_heads)
-            plan = self._run.plan
-        self.plan: TilePlan = plan
+            self._launch, plan = _triton_launch(name, tensors, call, num_heads)
+        self._plan: TilePlan = plan
         self._flags = {"has_second": by_keys, "has_weights": name == "forward"}
         self._no_scratch = scratch_for(call, plan, **self._flags) if plan.num_slots == 0 else None
-        self.reduction: Reduction | None = None
+        self._reduction: Reduction | None = None
         if plan.num_slots:
             reduce = kernels.reduce_outputs if name == "forward" else kernels.reduce_gradients
-            self.reduction = Reduction(reduce, num_heads, call, plan)
+            self._reduction = Reduction(reduce, num_heads, call, plan, *_reduced(name, tensors, call))
 
-    def scratch(self) -> Scratch:
-        """Scratch memory for the pieces of cut rows."""
-        return self._no_scratch or scratch_for(self._call, self.plan, **self._flags)
-
-    def __call__(self, tensors: Mapping[str, Tensor], pieces: Scratch, extras: Extras | None) -> None:
-        extras = extras or self._call.extras
-        args = NO_EXTRAS if self._call.has_no_tensors else self._call.extra_args(extras)
-        self._run(tensors, pieces, args, drop_args(extras))
+    def __call__(self, tensors: dict[str, Tensor], extras: Extras) -> None:
+        scratch = self._no_scratch or scratch_for(self._call, self._plan, **self._flags)
+        given: dict[str, Tensor | int] = {**tensors, **scratch, **self._call.given(extras)}
+        self._launch(given, self._call.device)
+        if self._reduction is not None:
+            self._reduction(given)
 
 
-def _kernel(name: str, tensors: Mapping[str, Tensor], call: Call, more: Hashable) -> Kernel:
-    """The prepared kernel of a call. `more`: the forms of tensors on which the key of the call does not depend."""
-    kernel: Kernel | None = call.kernels.get((name, more))
-    if kernel is None:
-        kernel = call.kernels[name, more] = Kernel(name, tensors, call)
-    return kernel
+def _reduced(name: str, tensors: Mapping[str, Tensor], call: Call) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    """Arguments of the launch that combines pieces: the results with their strides, and the rows of a gradient."""
+    if name == "forward":
+        return (Slot("out"), Slot("lse"), strides_of(out=tensors["out"])), ()
+    if name == "query_gradients":
+        return (Slot("dq"), None, (strides_of_rows(tensors["dq"]), None)), (call.sizes.num_queries, call.extras.q_start)
+    strides = (strides_of_rows(tensors["dk"]), strides_of_rows(tensors["dv"]))
+    return (Slot("dk"), Slot("dv"), strides), (call.sizes.num_keys, 0)
 
 
-class TritonKernel:
-    """A kernel of kernels.py with the arguments that do not change."""
+def _triton_launch(name: str, tensors: Mapping[str, Tensor], call: Call, num_heads: int) -> tuple[Launch, TilePlan]:
+    """The launch of a kernel of kernels.py, and its plan."""
+    from twinflow.attention import kernels
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], call: Call, num_heads: int) -> None:
-        from twinflow.attention import kernels
-
-        others = OTHERS[name]
-        by_keys = name == "key_gradients"
-        tuning = getattr(call.tunings, TUNED[name])
-        tuning, plan, shape = call.prepare(tuning, [tensors[other] for other in others], by_keys)
-        self.plan = plan
-        self._described = others if shape.TMA else ()
-        strides = strides_of(**{name: tensor for name, tensor in tensors.items() if tensor.dim() == 4})
-        self._before = (strides, plan.tables)
-        self._after = (call.size_args(plan.max_items, plan.num_slots, plan.num_long), shape)
-        num_programs = plan.max_items * call.sizes.batch * num_heads
-        self._launch = Launch(getattr(kernels, name), num_programs, tuning.options)
-
-    def __call__(self, tensors: Mapping[str, Tensor], pieces: Scratch, extras: ExtraArgs, drop: Drop) -> None:
-        given: Mapping[str, Any] = tensors
-        if self._described:
-            given = {**tensors, **{name: other_rows(tensors[name], self._after[1]) for name in self._described}}
-        scratch = pieces if self.plan.num_slots else None
-        self._launch(*given.values(), *self._before, scratch, extras, drop, *self._after)
+    others = OTHERS[name]
+    tuning = getattr(call.tunings, TUNED[name])
+    tuning, plan, shape = call.prepare(tuning, [tensors[other] for other in others], name == "key_gradients")
+    args = (
+        *(other_box(key, tensor, shape) if key in others else Slot(key) for key, tensor in tensors.items()),
+        strides_of(**{key: tensor for key, tensor in tensors.items() if tensor.dim() == 4}),
+        plan.tables,
+        SCRATCH_SLOTS if plan.num_slots else None,
+        call.extra_args,
+        call.drop_args,
+        call.size_args(plan.max_items, plan.num_slots, plan.num_long),
+        shape,
+    )
+    return Launch(getattr(kernels, name), plan.max_items * call.sizes.batch * num_heads, tuning.options, args), plan
