@@ -120,6 +120,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "`parks` means that weights are on the host",
             "Use offload_params=True.",
         ),
+        "offload_embeddings": Conflict(
+            "offload_params=False",
+            "tuning.offload_embeddings=True",
+            "the embedding and output layers are on the host only if the blocks are there too",
+            "Use offload_params=True.",
+        ),
         "zero": Conflict(
             _ON_HOST,
             "Zero(parks=False)",

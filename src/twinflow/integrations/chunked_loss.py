@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.loss import IGNORE_INDEX, chunked_cross_entropy
+from twinflow.offload.fetch_hooks import LazyOutput, run_inside
 
 # Attributes of LazyLogits that need no values. The meta tensor has them.
 _METADATA: Final = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout"))
 _METADATA_CALLS: Final = frozenset({Tensor.dim, Tensor.size, Tensor.numel, Tensor.element_size, Tensor.__len__})
 
 
-class LazyLogits(Tensor):
+class LazyLogits(LazyOutput, Tensor):
     """The output of the output layer. The logits are computed when an operation needs their values."""
 
     inputs: Tensor
@@ -101,6 +102,9 @@ class ChunkedLoss:
             return F.linear(inputs, self._head.weight)
         return LazyLogits.of(inputs, self._head.weight)
 
+    def _mean(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return chunked_cross_entropy(inputs, self._head.weight.to(inputs.dtype), targets)
+
     def _loss(
         self,
         logits: Tensor,
@@ -127,7 +131,7 @@ class ChunkedLoss:
             shift_labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         inputs = logits.inputs
         targets = shift_labels.reshape(-1).to(inputs.device)
-        mean = chunked_cross_entropy(inputs.reshape(-1, inputs.shape[-1]), logits.weight.to(inputs.dtype), targets)
+        mean = run_inside(self._head, self._mean, inputs.reshape(-1, inputs.shape[-1]), targets)
         if num_items_in_batch is None:
             return mean
         count = (targets != IGNORE_INDEX).sum()

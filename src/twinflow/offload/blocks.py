@@ -6,6 +6,10 @@ such a list itself is replaced by its members.) In practice blocks are transform
 exactly one block, or is also used outside of it (`mark_external`), belongs to the root (`ROOT`). Before it starts, the
 model's forward waits for the weights of the root, and of each block that the first forward has not called, because the
 hooks of such a block never run (nn.MultiheadAttention never calls its out_proj).
+
+With weights on the host, the large layers outside of the lists can be blocks too (`with_embeddings`). In practice they
+are the embedding and the output layer. If their weights are tied, the first of them has the weights, and the others
+refer to it (`Block.owner`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from twinflow.offload.plan import ROOT
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _EXTERNAL = "_twinflow_external"  # an attribute of parameters that modules outside of their own block use
+_SMALL = 16  # a layer outside of the lists stays with the root if it has less than a 16th of the largest block
 
 
 @dataclass(frozen=True)
@@ -28,20 +33,53 @@ class Block:
     index: int
     name: str
     module: nn.Module
+    is_embedding: bool = False  # a layer outside of the lists
+    tied_to: int | None = None  # the block that has the weights of this one, because they are tied
+
+    @property
+    def owner(self) -> int:
+        """The index of the block to which the weights belong."""
+        return self.index if self.tied_to is None else self.tied_to
 
 
-def find_blocks(model: nn.Module, is_trained: bool = True) -> list[Block]:
+def find_blocks(model: nn.Module, is_trained: bool = True, with_embeddings: bool = False) -> list[Block]:
     """All blocks of the model that have trainable parameters, in registration order. For a model that is not trained
-    (`is_trained=False`), all blocks with parameters.
+    (`is_trained=False`), all blocks with parameters. `with_embeddings`: also the large layers outside of the lists,
+    with or without trainable parameters.
     """
-    named = [
-        (name, module)
-        for name, module in _walk(model, "")
+    listed: dict[nn.Module, str] = {}
+    for name, module in _walk(model, ""):
+        listed.setdefault(module, name)
+    names = {
+        module: name
+        for module, name in listed.items()
         if any(p.requires_grad or not is_trained for p in module.parameters())
-    ]
-    seen: dict[int, str] = {}
-    unique = [(name, module) for name, module in named if seen.setdefault(id(module), name) == name]
-    return [Block(i, name, module) for i, (name, module) in enumerate(unique)]
+    }
+    large = _find_large(model, list(listed)) if with_embeddings and names else {}
+    names |= large
+    blocks: list[Block] = []
+    first: dict[nn.Parameter, int] = {}  # of each parameter of a large layer: the first layer that has it
+    for module in (module for module in model.modules() if module in names):
+        index, params = len(blocks), list(module.parameters()) if module in large else []
+        owner = min((first[param] for param in params if param in first), default=index)
+        first.update((param, owner) for param in params)
+        tied_to = owner if owner != index else None
+        blocks.append(Block(index, names[module], module, module in large, tied_to))
+    return blocks
+
+
+def _find_large(model: nn.Module, listed: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Layers outside of the lists that have a matrix and at least a 16th of the elements of the largest block."""
+    inside = {module for one in listed for module in one.modules()}
+    least = max(sum(p.numel() for p in one.parameters()) for one in listed) / _SMALL
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        own = [param for param in module._parameters.values() if param is not None]
+        is_leaf = not module._modules and type(module).forward is not nn.Module.forward  # a ParameterList has none
+        is_layer = module not in inside and is_leaf and any(param.dim() > 1 for param in own)
+        if is_layer and sum(param.numel() for param in own) >= least:
+            found[module] = name
+    return found
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -58,7 +96,7 @@ def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:
         for param in block.module.parameters():
-            found.setdefault(param, set()).add(block.index)
+            found.setdefault(param, set()).add(block.owner)
     inside = {id(m) for block in blocks for m in block.module.modules()}
     for module in model.modules():
         if id(module) not in inside:

@@ -14,6 +14,9 @@ Backward uses three kinds of hooks.
 - Hooks on the inputs of the block call `after_backward`. Of all nodes that are ready, autograd runs the one that was
   created last. All nodes of a block have therefore run when the gradient of its input arrives. This is not true for an
   input that is a leaf, because a leaf has no node that was created before the block. Leaf inputs get no hook.
+
+The backward of an embedding needs no weights, and neither does that of an output layer that computes the loss in
+chunks. Such a layer (`Block.is_embedding`) has no hooks on its outputs, if autograd has saved no weight of it.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Keeper(Protocol):
 
     def is_offloaded(self, block: int) -> bool: ...
     def before_block(self, block: int) -> None: ...
-    def after_block(self, block: int) -> None: ...
+    def after_block(self, block: int, is_needed: bool) -> None: ...
+    def hold_block(self, block: int) -> None: ...
     def before_backward(self, block: int) -> None: ...
     def after_backward(self, block: int) -> None: ...
     def leave_others(self, block: int) -> None: ...
@@ -64,6 +68,36 @@ def check_transform() -> None:
         )
 
 
+class LazyOutput:
+    """The base class of outputs of an output layer whose values are not computed yet. The layer will run again, in
+    `run_inside`, to compute what is needed of them.
+    """
+
+
+class _FetchHook(Hook):
+    """The hook before a block. `after`: the hook after it."""
+
+    def __init__(self, before: Callable[..., object], after: Callable[..., object]) -> None:
+        super().__init__(before)
+        self.after = after
+
+
+def run_inside(module: nn.Module, function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Calls a function that uses the weights of a module as if it were the forward of the module. If these weights are
+    on the host, they are fetched before and released afterwards.
+    """
+    hook = next((one for one in module._forward_pre_hooks.values() if isinstance(one, _FetchHook)), None)
+    if hook is None:
+        return function(*args)
+    hook(module, args, {})
+    output: object = None
+    try:
+        output = function(*args)
+    finally:
+        replaced = hook.after(module, args, output)
+    return _same(output if replaced is None else replaced)
+
+
 class Place(NamedTuple):
     """A weight that autograd has saved, as a view. Its memory may be released and fetched again before backward."""
 
@@ -73,7 +107,7 @@ class Place(NamedTuple):
 
 def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
     """Registers the hooks on a block."""
-    open_now: list[saved_tensors_hooks | None] = []  # saved-tensor hooks of running forwards; None under no_grad
+    open_now: list[_Saving | None] = []  # saved-tensor hooks of running forwards; None under no_grad
 
     def before(caller: nn.Module, args: object, kwargs: object) -> None:
         # A deep copy of the module has the same hooks. With ratio "auto" the weights may have moved to the device.
@@ -92,40 +126,52 @@ def put_hooks(param_offload: Keeper, block: Block) -> list[RemovableHandle]:
             param_offload.leave_others(block.index)
         saving = _saving(param_offload, block)
         open_now.append(saving)
-        saving.__enter__()
+        saving.hooks.__enter__()
 
     def after(caller: nn.Module, _: object, output: object) -> object:
         if caller is not block.module or not param_offload.is_offloaded(block.index):
             return None
-        context = open_now.pop() if open_now else None
-        if context is not None:
-            context.__exit__(None, None, None)
+        saving = open_now.pop() if open_now else None
+        if saving is not None:
+            saving.hooks.__exit__(None, None, None)
+        if isinstance(output, LazyOutput):
+            param_offload.hold_block(block.index)
+            return None
         given = list(tensors_in(output))
         if any(param_offload.owns(tensor) for tensor in given):
             output = _copied(output, param_offload.owns, block.name)
             given = list(tensors_in(output))
-        if torch.is_grad_enabled() and not in_backward():
+        is_needed = not block.is_embedding or saving is None or bool(saving.saved)
+        if torch.is_grad_enabled() and not in_backward() and is_needed:
             for tensor in given:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: param_offload.before_backward(block.index))  # type: ignore[no-untyped-call]
-        param_offload.after_block(block.index)
+        param_offload.after_block(block.index, is_needed)
         return output
 
     outside: Callable[[Callable[..., object]], Callable[..., object]] = torch._dynamo.disable
-    first = block.module.register_forward_pre_hook(Hook(outside(before)), prepend=True, with_kwargs=True)
-    return [first, block.module.register_forward_hook(Hook(outside(after)), always_call=True)]
+    hook = _FetchHook(outside(before), outside(after))
+    first = block.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    return [first, block.module.register_forward_hook(Hook(hook.after), always_call=True)]
 
 
-def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
+class _Saving(NamedTuple):
+    hooks: saved_tensors_hooks
+    saved: list[bool]  # not empty if autograd has saved a weight
+
+
+def _saving(param_offload: Keeper, block: Block) -> _Saving:
     """Saved-tensor hooks that save each weight as a `Place`. They pass other tensors on to the outer hooks, if any."""
     # torch has no public name for the outer saved-tensor hooks. Older versions do not offer them at all.
     get_outer: Callable[[bool], tuple[_Pack, _Unpack] | None] = getattr(
         torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
     )
     outer_pack, outer_unpack = get_outer(True) or (_same, _same)
+    saved: list[bool] = []
 
     def pack(tensor: Tensor) -> object:
         if param_offload.owns(tensor):
+            saved[:] = [True]
             return Place(tensor.detach(), param_offload.edition(block.index))
         return outer_pack(tensor)
 
@@ -142,7 +188,7 @@ def _saving(param_offload: Keeper, block: Block) -> saved_tensors_hooks:
             )
         return param_offload.copy_for_graph(saved.view) if torch.is_grad_enabled() else saved.view  # create_graph=True
 
-    return saved_tensors_hooks(pack, unpack)
+    return _Saving(saved_tensors_hooks(pack, unpack), saved)
 
 
 def _same(value: object) -> Tensor:

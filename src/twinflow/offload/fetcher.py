@@ -46,8 +46,9 @@ class WeightBuffer:
 
     host: Callable[[], Tensor]  # returns the weights on the host: all of them, or this rank's part
     flat: Tensor  # the device buffer; its storage is empty while the block does not run
-    views: list[tuple[nn.Parameter, Tensor]]  # the parameters and their views in `flat`
+    views: list[tuple[nn.Parameter, Tensor]]  # the parameters that begin here, and their views in the storage of `flat`
     bucket: Bucket | None  # the bucket whose state contains the weights; None for frozen weights
+    storage_bytes: int  # bytes of the storage, while it has memory
 
 
 class Fetch(Protocol):

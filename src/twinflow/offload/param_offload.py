@@ -11,6 +11,10 @@ it is resized to 0 after the block has run, and to its full size before the next
 are therefore valid again in the block's backward. While the block does not run, its parameters have no values (they are
 an expanded NaN) and are guarded (weight_guard.py): a read returns a copy, and a write changes the state.
 
+A parameter of an embedding or output layer (`Block.is_embedding`) may be divided over several buckets. The buffers of
+these buckets are then parts of one storage, in which the parameter is contiguous. Tied layers are two blocks with the
+same weights (`Block.owner`).
+
 A block whose optimizer state is on the device (ratio below 1) is not offloaded: its weights stay on the device, and
 nothing here concerns it. With ratio "auto", blocks move between steps (`bring`, `send_away`).
 
@@ -115,7 +119,9 @@ class ParamOffload:
         self._can_move = can_move
         self._world, self._rank = (gather.world, gather.rank) if gather is not None else (1, 0)
         self._blocks: dict[int, BlockWeights] = {}
+        self._owner_of: dict[int, int] = {}  # by block whose weights are tied to those of another one: that block
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
+        self._divided: dict[Tensor, list[WeightBuffer]] = {}  # by parameter that several buckets have parts of
         self._owners: list[weakref.ref[nn.Module]] = []  # modules with these parameters
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._quantised: dict[Tensor, type] = {}  # classes of quantised weights
@@ -135,9 +141,13 @@ class ParamOffload:
         self._in_graphs: list[tuple[int, Tensor]] = []
         self._storages: set[int] = set()
         self._shown: dict[Tensor, Tensor] = {}  # whole values of parameters for code outside of their block (`show`)
+        by_block: dict[int, list[Bucket]] = {}
         for bucket in buckets:
             if bucket.offloads_params:
-                self._add(bucket.plan.block, self._buffer_of(bucket))
+                by_block.setdefault(bucket.plan.block, []).append(bucket)
+        for block, own in by_block.items():
+            for buffer in self._buffers_of(own):
+                self._add(block, buffer)
         kept = {bucket.plan.block for bucket in buckets if not bucket.offloads_params}
         for block in [block for block in frozen if block not in kept]:
             for buffer in self._frozen_buffers(block, values):
@@ -164,13 +174,39 @@ class ParamOffload:
             self._quantised.update((weight, type(weight)) for weight in quantised)
             cover(quantised)
 
-    def _buffer_of(self, bucket: Bucket) -> WeightBuffer:
-        flat = _new_flat(bucket.gathered.numel, bucket.plan.dtype, self._where)
-        buffer = WeightBuffer(_host_of(bucket), flat, [], bucket)
-        for piece in bucket.gathered.slices:
-            param = next(p for p in bucket.members if p.index == piece.param)
-            _put(buffer, param.tensor, piece.offset)
-        return buffer
+    def _buffers_of(self, buckets: Sequence[Bucket]) -> Iterator[WeightBuffer]:
+        """The buffers of a block's buckets."""
+        chain: list[Bucket] = []
+        for bucket in buckets:
+            if chain and chain[-1].gathered.slices[-1].param != bucket.gathered.slices[0].param:
+                yield from self._chained(chain)
+                chain = []
+            chain.append(bucket)
+        yield from self._chained(chain)
+
+    def _chained(self, buckets: Sequence[Bucket]) -> list[WeightBuffer]:
+        """Buffers in one storage, of buckets whose last parameter continues in the next bucket.
+
+        The padding at the end of a buffer is the beginning of the next one, which is copied later.
+        """
+        starts = [0]
+        for bucket in buckets:
+            last = bucket.gathered.slices[-1]
+            starts.append(starts[-1] + last.offset + last.numel)
+        numel = max(start + bucket.gathered.numel for start, bucket in zip(starts, buckets, strict=False))
+        storage = _new_flat(numel, buckets[0].plan.dtype, self._where)
+        buffers: list[WeightBuffer] = []
+        for start, bucket in zip(starts, buckets, strict=False):
+            flat = storage[start : start + bucket.gathered.numel]
+            buffer = _new_buffer(_host_of(bucket), flat, bucket)
+            for piece in bucket.gathered.slices:
+                tensor = next(p for p in bucket.members if p.index == piece.param).tensor
+                if piece.start == 0:
+                    _put(buffer, tensor, start + piece.offset)
+                if piece.numel != tensor.numel():
+                    self._divided.setdefault(tensor, []).append(buffer)
+            buffers.append(buffer)
+        return buffers
 
     def _frozen_buffers(self, block: int, values: Mapping[nn.Parameter, Tensor]) -> Iterator[WeightBuffer]:
         """A buffer for each dtype of the block's frozen weights. Quantised ones are represented by their tensors."""
@@ -194,7 +230,7 @@ class ParamOffload:
             whole[start : start + param.numel()] = values[param].reshape(-1)
         host = self._device.pinned(size, dtype)
         host.copy_(whole[rank * size : (rank + 1) * size])
-        buffer = WeightBuffer(lambda: host, _new_flat(size * world, dtype, self._where), [], None)
+        buffer = _new_buffer(lambda: host, _new_flat(size * world, dtype, self._where), None)
         for param, start in zip(params, starts, strict=True):
             _put(buffer, param, start)
         return buffer
@@ -203,7 +239,14 @@ class ParamOffload:
 
     def is_offloaded(self, block: int) -> bool:
         """Whether the weights of a block are on the host."""
-        return block in self._blocks
+        return self._owner(block) in self._blocks
+
+    def _owner(self, block: int) -> int:
+        """The block that has the weights of a block."""
+        return self._owner_of.get(block, block)
+
+    def _of(self, block: int) -> BlockWeights:
+        return self._blocks[self._owner(block)]
 
     def bring(self, block: int) -> None:
         """Moves the weights of a block to the device. Its parameters are ordinary ones from now on.
@@ -217,19 +260,20 @@ class ParamOffload:
             self._ask_for(block)
         except RuntimeError as error:  # torch reports full memory as a RuntimeError
             for buffer in weights.buffers:
-                buffer.flat.untyped_storage().resize_(0)
+                _resize(buffer, 0)
             raise MemoryError(str(error)) from error
         assert weights.fetch is not None
         weights.fetch.wait().synchronize()  # the memory on the host is released soon
         self._enter(block)
         del self._blocks[block]
         for buffer in weights.buffers:
-            self._storages.remove(buffer.flat.untyped_storage()._cdata)
+            self._storages.discard(buffer.flat.untyped_storage()._cdata)
             self._spoil_graphs(buffer)
             if buffer.bucket is None:
                 self._device.release(buffer.host())
             for param, _ in buffer.views:
                 del self._places[param]
+                self._divided.pop(param, None)
                 self._versions.pop(param, None)
         for param in weights.quantised:
             del self._quantised[param]
@@ -245,7 +289,7 @@ class ParamOffload:
         inner = [one for param in self._frozen.get(block, ()) for _, one in inner_tensors(param)]
         values = {one: one.detach().cpu() for one in inner if isinstance(one, nn.Parameter)}
         try:
-            buffers = [*map(self._buffer_of, buckets), *self._frozen_buffers(block, values)]
+            buffers = [*self._buffers_of(buckets), *self._frozen_buffers(block, values)]
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
         # Graphs of earlier forwards have saved the memory on the device. Their backward must raise an exception.
@@ -303,7 +347,7 @@ class ParamOffload:
     def _is_all_shown(self, block: int) -> bool:
         if not self._shown:
             return False
-        return all(param in self._shown for buffer in self._blocks[block].buffers for param, _ in buffer.views)
+        return all(param in self._shown for buffer in self._of(block).buffers for param, _ in buffer.views)
 
     def copy_of(self, param: Tensor) -> Tensor:
         """A copy of a parameter's weights in separate device memory. It includes all updates that are due."""
@@ -311,7 +355,25 @@ class ParamOffload:
             return rebuilt(param, self._quantised[param], self._copy_of_inner)
         buffer, view = self._places[param]
         self._check_whole(buffer)
-        return host_view(buffer, view).to(buffer.flat.device, copy=True)
+        if param not in self._divided:
+            return host_view(buffer, view).to(buffer.flat.device, copy=True)
+        copied = torch.empty(param.shape, dtype=param.dtype, device=buffer.flat.device)
+        self._read_into(copied, param)
+        return copied
+
+    def _read_into(self, whole: Tensor, param: Tensor) -> None:
+        """Copies the weights on the host into a tensor of the parameter's shape."""
+        for piece in self.pieces(param):
+            whole.view(-1)[piece.start : piece.start + piece.numel].copy_(piece.read())
+
+    def _on_host(self, param: Tensor) -> Tensor:
+        """The weights on the host. If they are divided, they are copied into one tensor."""
+        buffer, view = self._places[param]
+        if param not in self._divided:
+            return host_view(buffer, view)
+        copied = torch.empty(param.shape, dtype=param.dtype)
+        self._read_into(copied, param)
+        return copied
 
     def _copy_of_inner(self, tensor: Tensor) -> Tensor:
         return self.copy_of(tensor) if tensor in self._places else tensor.clone()
@@ -422,11 +484,11 @@ class ParamOffload:
     def pieces(self, param: Tensor) -> list[Piece]:
         """The parts of a parameter's weights that this process has."""
         buffer, view = self._places[param]
-        host, at, bucket = buffer.host, int(view.storage_offset()), buffer.bucket
+        host, at, bucket = buffer.host, int(view.storage_offset() - buffer.flat.storage_offset()), buffer.bucket
         size = host().numel()
         if bucket is not None:
-            own = [(i, p) for i, p in enumerate(bucket.slices) if bucket.params[i].tensor is param]
-            return [Piece(p.start, p.numel, _reader(host, p.offset, p.numel), _writer(bucket, i)) for i, p in own]
+            found = [(one, one.bucket) for one in self._divided.get(param, [buffer]) if one.bucket is not None]
+            return [piece for one, own in found for piece in _pieces_in(one.host, own, param)]
         low = self._rank * size if buffer.flat.numel() > size else 0
         start, stop = max(at, low), min(at + param.numel(), low + size)
         if start >= stop:
@@ -456,13 +518,14 @@ class ParamOffload:
                 continue
             buffer, view = self._places[param]
             is_whole = buffer.host().numel() == buffer.flat.numel()
-            state[prefix + name] = host_view(buffer, view) if is_whole else NoValues.like(view)
+            state[prefix + name] = self._on_host(param) if is_whole else NoValues.like(view)
 
     # Calls by hooks on the model.
 
     def attach(self, model: nn.Module, blocks: Sequence[Block]) -> list[RemovableHandle]:
         """Registers the hooks. They run after the runtime's own hooks, which are registered later with `prepend`."""
         known = {*self._places}
+        self._owner_of = {block.index: block.tied_to for block in blocks if block.tied_to is not None}
         if self._can_move:
             known.update(param for block in blocks for param in block.module.parameters())
         owners = [m for m in model.modules() if any(p in known for p in m._parameters.values())]
@@ -476,14 +539,14 @@ class ParamOffload:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
         for block in blocks:
-            if block.index in self._blocks or self._can_move:
+            if self.is_offloaded(block.index) or self._can_move:
                 handles += put_hooks(self, block)
         return handles
 
     def set_order(self, order: Sequence[int]) -> None:
         """Sets the order of the blocks, which the first forward has recorded."""
         self._recorded = order
-        self._order = [block for block in dict.fromkeys(order) if block in self._blocks]
+        self._order = [block for block in dict.fromkeys(order) if self.is_offloaded(block)]
 
     def before_model(self) -> None:
         """Before a forward of the model: releases all weights and asks for the weights of the first blocks."""
@@ -505,16 +568,35 @@ class ParamOffload:
         for other in self._order[at + 1 : at + 1 + BLOCKS_AHEAD]:
             self._ask_for(other)
 
-    def after_block(self, block: int) -> None:
-        """After a block has run in a forward: releases its weights, unless it is the last block before a backward."""
+    def after_block(self, block: int, is_needed: bool = True) -> None:
+        """After a block has run in a forward: releases its weights, unless it is the last block before a backward.
+
+        `is_needed`: the backward of the block may need its weights.
+        """
         self._keep_writes(block)
-        is_last = bool(self._order) and block == self._order[-1]
-        if not in_backward() and not (is_last and torch.is_grad_enabled()):
+        if in_backward():
+            return
+        is_last = bool(self._order) and block == self._order[-1] and torch.is_grad_enabled()
+        if not is_needed and self._trail[-1:] == [block]:
+            self._trail.pop()
+        if not (is_last and is_needed):
             self._leave(block)
+        if is_last and not is_needed and self._trail:  # backward begins with the block before it
+            self._ask_for(self._trail[-1])
+
+    def hold_block(self, block: int) -> None:
+        """After an output layer has returned logits that are not computed yet: keeps its weights for the loss, which
+        uses them in `fetch_hooks.run_inside`. Code outside of it gets copies, as of all weights on the host.
+        """
+        self._keep_writes(block)
+        if self._trail[-1:] == [block]:
+            self._trail.pop()
+        cover(param for buffer in self._of(block).buffers for param, _ in buffer.views)
 
     def _keep_writes(self, block: int) -> None:
         """Copies the weights that a block has changed while it ran to the host."""
-        for buffer in self._blocks[block].buffers if self._blocks[block].is_here else ():
+        weights = self._of(block)
+        for buffer in weights.buffers if weights.is_here else ():
             for param, view in buffer.views:
                 if param._version != self._versions.get(param, param._version):
                     self._on_write(param, view, True, True)
@@ -522,7 +604,7 @@ class ParamOffload:
 
     def before_backward(self, block: int) -> None:
         """Before the backward of a block: waits for its weights and asks for the weights of the blocks that follow."""
-        if block not in self._blocks:  # a graph from before the block has moved to the device
+        if not self.is_offloaded(block):  # a graph from before the block has moved to the device
             return
         self._at_first_gradient()
         self.store_loans()
@@ -549,20 +631,20 @@ class ParamOffload:
 
     def after_backward(self, block: int) -> None:
         """After the backward of a block: releases its weights."""
-        if block in self._blocks:
+        if self.is_offloaded(block):
             self._leave(block)
 
     def leave_others(self, block: int) -> None:
         """Releases the weights of all other blocks that have run, because this backward does not need them any more."""
         for other, weights in self._blocks.items():
-            if other != block and weights.fetch is None:
+            if other != self._owner(block) and weights.fetch is None:
                 self._leave(other)
 
     def edition(self, block: int) -> int:
         """A number that changes with each step that updates the block, each counted write of the user (`store`) and
         each move of the block. It is -1 while the block is on the device.
         """
-        weights = self._blocks.get(block)
+        weights = self._blocks.get(self._owner(block))
         return (_due(weights) << 20) + weights.num_written if weights is not None else -1
 
     def owns(self, tensor: Tensor) -> bool:
@@ -575,7 +657,7 @@ class ParamOffload:
 
     def _enter(self, block: int) -> None:
         """Blocks until the copy of the weights is queued, and makes the model's stream wait for the copy."""
-        weights = self._blocks[block]
+        weights = self._of(block)
         if weights.is_here and weights.due != _due(weights):  # they were fetched before a step
             self._leave(block)
         self._ask_for(block)
@@ -602,16 +684,16 @@ class ParamOffload:
             raise
 
     def _ask_for(self, block: int) -> None:
-        weights = self._blocks[block]
+        weights = self._of(block)
         if weights.is_here or self._is_all_shown(block):
             return
         for buffer in weights.buffers:
-            buffer.flat.untyped_storage().resize_(buffer.flat.numel() * buffer.flat.element_size())
+            _resize(buffer, buffer.storage_bytes)
         weights.is_here, weights.due = True, _due(weights)
         weights.fetch = self.fetcher.ask(weights.buffers, self._device.compute().record())
 
     def _leave(self, block: int) -> None:
-        weights = self._blocks[block]
+        weights = self._of(block)
         if not weights.is_here:
             return
         if weights.fetch is not None:  # the block never ran, and the copy may still write to the memory
@@ -639,7 +721,7 @@ class ParamOffload:
             for param, view in buffer.views:
                 param.data = self._shown.get(param, self._nan(view))
         cover(param for param, _ in buffer.views if param not in self._shown)
-        buffer.flat.untyped_storage().resize_(0)
+        _resize(buffer, 0)
 
     def _nan(self, view: Tensor) -> Tensor:
         if view.dtype not in self._nothing:
@@ -663,7 +745,7 @@ class ParamOffload:
                 for param, view in buffer.views:
                     if keep_weights and host.numel() == buffer.flat.numel():
                         with plain():
-                            param.data = host_view(buffer, view).clone()
+                            param.data = self._on_host(param).clone()
                     else:
                         _LOST[param] = None
                 if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
@@ -743,7 +825,7 @@ class NoValues(Tensor):
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:
     """A view of a parameter's weights on the host. This process must have all of them."""
-    start = int(view.storage_offset())
+    start = int(view.storage_offset() - buffer.flat.storage_offset())
     return buffer.host()[start : start + view.numel()].view(view.shape)
 
 
@@ -765,6 +847,23 @@ def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.de
 
 def _put(buffer: WeightBuffer, param: nn.Parameter, offset: int) -> None:
     buffer.views.append((param, buffer.flat.as_strided(param.shape, _strides(param.shape), offset)))
+
+
+def _new_buffer(host: Callable[[], Tensor], flat: Tensor, bucket: Bucket | None) -> WeightBuffer:
+    return WeightBuffer(host, flat, [], bucket, flat.untyped_storage().nbytes())
+
+
+def _resize(buffer: WeightBuffer, num_bytes: int) -> None:
+    """Resizes the storage of a buffer. Buffers may have one storage together, and `resize_` copies what is there."""
+    storage = buffer.flat.untyped_storage()
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+
+
+def _pieces_in(host: Callable[[], Tensor], bucket: Bucket, param: Tensor) -> list[Piece]:
+    """The parts of a parameter that a bucket has."""
+    own = [(i, p) for i, p in enumerate(bucket.slices) if bucket.params[i].tensor is param]
+    return [Piece(p.start, p.numel, _reader(host, p.offset, p.numel), _writer(bucket, i)) for i, p in own]
 
 
 def _reader(host: Callable[[], Tensor], start: int, numel: int) -> Callable[[], Tensor]:

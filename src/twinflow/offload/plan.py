@@ -18,7 +18,7 @@ last bits of the result, so units depend on the model alone, and a unit is never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -123,12 +123,14 @@ def plan_buckets(
     parts: Sequence[Sequence[Part]] | None = None,
     keeps_whole: bool = False,
     num_parts: int = 1,
+    divided: Container[int] = (),
 ) -> list[BucketPlan]:
     """Packs all parameters into buckets of at most `max_numel` elements, in the order of parameters and blocks.
 
     If a parameter is larger than `max_numel` and cannot be split, it gets a larger bucket of its own. `parts` gives the
     place of each parameter's elements; by default all states are on the host. With `keeps_whole`, the parts of
-    parameters in blocks are not split, and a part larger than `max_numel` gets a larger bucket.
+    parameters in blocks are not split, and a part larger than `max_numel` gets a larger bucket. Those of the blocks
+    `divided` are split all the same.
     Ranks will divide each bucket into `num_parts` parts of whole matrices, which a larger bucket lets them do evenly.
     """
     assert max_numel % BLOCK == 0 and max_numel > 0
@@ -145,7 +147,7 @@ def plan_buckets(
             kinds.setdefault(kind, []).append((i, part))
     for kind, members in kinds.items():
         size = _even(members, max_numel * num_parts if kind.is_matrix else max_numel)
-        is_whole = keeps_whole and kind.block != ROOT
+        is_whole = keeps_whole and kind.block != ROOT and kind.block not in divided
         for slices in _fit(members, size) if is_whole else _pack(params, members, size):
             numel = slices[-1].offset + padded(slices[-1].numel)
             plan = BucketPlan(len(buckets), kind.block, kind.dtype, tuple(slices), numel, *kind[3:])

@@ -30,6 +30,7 @@ class Tuning:
     shadow_bytes: Whole | None = None  # host memory for updates before the clipping decision; None: half of free memory
     update_programs: Positive | None = None  # Triton programs of an update; fewer leave more of the GPU to the model
     streamed: Share = 0.0  # share of the buckets on the host that are updated on the device (`STREAMED`)
+    offload_embeddings: bool = False  # with offload_params: the embedding and output layers are blocks too (blocks.py)
     nvme_path: str | None = None  # folder on a disk for the state that is on the host otherwise; None: host memory
     buffer_count: Positive = NUM_BUFFERS  # with nvme_path: number of host buffers, each for the state of one bucket
     disk_requests: Threads = 8  # with nvme_path: number of reads and writes at the same time

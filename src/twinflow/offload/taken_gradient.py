@@ -62,8 +62,11 @@ class TakenGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, giver: Giver) -> TakenGradient:
+        strides = param.stride()
+        if 0 in strides:  # a weight on the host that has no values on the device now is an expanded scalar
+            strides = torch.empty(param.shape, device="meta").stride()
         made: TakenGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=strides, dtype=param.dtype, device=param.device
         )
         made._param = weakref.ref(param)
         made._giver = weakref.ref(giver)

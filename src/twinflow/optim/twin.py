@@ -172,7 +172,8 @@ class TwinOptimizer(Outcomes):
         if isinstance(ratio, (int, float)) and param_groups is None and zero is None and isinstance(rule, str):
             checks.check_ratio(ratio, placement, None)
             known_ratio = float(ratio)
-        made, self._stays = build.materialised(model, offload_params, known_ratio, placement)
+        with_embeddings = offload_params and tuning is not None and tuning.offload_embeddings
+        made, self._stays = build.materialised(model, offload_params, known_ratio, placement, with_embeddings)
         self.model = made if isinstance(made, nn.Module) else None
         groups = checks.groups_of(made, param_groups)
         self.rule = None
@@ -246,17 +247,20 @@ class TwinOptimizer(Outcomes):
     def _build(self) -> Runtime:
         """Plans the buckets, copies the weights into the state, and registers hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
-        aside = None
+        aside, with_embeddings = None, self.tuning.offload_embeddings
         if self.model is not None and self._settings.offload_params:
             check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
             trained = [param for group in self.param_groups for param in group["params"]]
-            aside = build.set_aside(self.model, trained, self.zero is None or not self.zero.parks, self._stays)
+            takes_quantised = self.zero is None or not self.zero.parks
+            aside = build.set_aside(self.model, trained, takes_quantised, self._stays, with_embeddings)
         else:
             # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
             frozen = self.model.parameters() if self.model is not None else ()
             make_whole([*(tensor for _, tensor, _ in self._named()), *frozen])
         splits, matrix_groups = self._recipe is None, self.matrix_groups
-        params, specs, order = build.params_of(self.model, self._named(), splits, aside, self.zero, matrix_groups)
+        blocks = gathered_blocks(self.model, with_embeddings) if self.model is not None else []
+        named = self._named()
+        params, specs, order = build.params_of(self.model, named, splits, aside, self.zero, matrix_groups, blocks)
         if isinstance(self.model, PipelineModule):
             for param in params:
                 param.is_late |= param.name in self.model.reused
@@ -297,7 +301,8 @@ class TwinOptimizer(Outcomes):
         if aside is not None:  # a block is fetched, or all of it stays on the device
             parts = whole_blocks(specs, parts)
         num_parts = self.team.num_parts if self.team is not None else 1
-        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts)
+        divided = [block.index for block in blocks if block.is_embedding]
+        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts, divided)
         plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         file = kind.state_file(plans)
@@ -342,7 +347,7 @@ class TwinOptimizer(Outcomes):
             device.set_followers(lambda: gathering_streams(reference()))
             runtime.attach(
                 self.model,
-                gathered_blocks(self.model),
+                blocks,
                 in_order=isinstance(self.model, PipelineModule),
                 before_gathering=lambda: forget_gathered(reference()),
                 handles=keep_in_place(self.model),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
-from twinflow.offload.blocks import experts_of, find_blocks, num_owners, owners
+from twinflow.offload.blocks import Block, experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
 from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of, without_memory
@@ -247,9 +247,12 @@ class Aside:
             return
         for i, (param, piece) in enumerate(zip(bucket.params, bucket.slices, strict=True)):
             values = self.values.whole.get(param.tensor)
-            if values is not None and values.numel() == piece.numel:
-                bucket.updater.write_master(bucket, i, values.reshape(-1), keep=False)
-                del self.values.whole[param.tensor], values
+            if values is None or (bucket.is_shared and values.numel() != piece.numel):
+                continue
+            stop = piece.start + piece.numel
+            bucket.updater.write_master(bucket, i, values.reshape(-1)[piece.start : stop], keep=False)
+            if stop == values.numel():  # of several buckets that have parts of a parameter, the last one has its end
+                del self.values.whole[param.tensor]
                 param.note_write()
 
     def clear(self) -> None:
@@ -268,14 +271,15 @@ def set_aside(
     trained: Iterable[nn.Parameter] | None,
     takes_quantised: bool,
     stays: Collection[Tensor] = (),
+    with_embeddings: bool = False,
 ) -> Aside:
     """Takes the weights of blocks, trained or frozen, from the model, but not those in `stays`. Moves the rest to the
-    GPU if there is one.
+    GPU if there is one. `with_embeddings`: see `find_blocks`.
 
     Raises ValueError if no block has a parameter to train. `trained=None`: the model is not trained.
     """
     where = own_device()
-    blocks, frozen = find_blocks(model, trained is not None), dict[int, list[nn.Parameter]]()
+    blocks, frozen = find_blocks(model, trained is not None, with_embeddings), dict[int, list[nn.Parameter]]()
     known = set(trained or ())
     found = [param for param, block in owners(model, blocks).items() if block != ROOT and param in known]
     if not found and trained is not None:
@@ -307,13 +311,16 @@ def params_of(
     aside: Aside | None = None,
     zero: Zero | None = None,
     matrix_groups: Sequence[int] = (),
+    blocks: Sequence[Block] | None = None,
 ) -> tuple[list[Param], list[ParamSpec], list[int]]:
     """The `Param` of each parameter, their specs for the plan of buckets, and their order in the model.
 
-    `matrix_groups`: the param groups that Muon updates.
+    `matrix_groups`: the param groups that Muon updates. `blocks`: those of the model, if they are not the
+    ordinary ones.
     """
     shared = _shared_by_axes(model, zero)
-    blocks = gathered_blocks(model) if model is not None else []
+    if blocks is None:
+        blocks = gathered_blocks(model) if model is not None else []
     block_of = owners(model, blocks) if model is not None else {}
     ties = num_owners(model) if model is not None else {}
     position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
@@ -444,7 +451,11 @@ def in_bytes(nbytes: float) -> str:
 
 
 def materialised(
-    model: Model, is_for_host: bool = False, ratio: float = 1.0, placement: str = "auto"
+    model: Model,
+    is_for_host: bool = False,
+    ratio: float = 1.0,
+    placement: str = "auto",
+    with_embeddings: bool = False,
 ) -> tuple[nn.Module | Iterable[ParamEntry], set[Tensor]]:
     """The model with memory: builds it if `model` is a function or a module on the meta device.
 
@@ -460,16 +471,17 @@ def materialised(
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not is_for_host:
         return build(shapes, where), set()
-    names = _resident_names(shapes, ratio, placement) if ratio < 1.0 else []
+    names = _resident_names(shapes, ratio, placement, with_embeddings) if ratio < 1.0 else []
     stays = {shapes.get_parameter(name) for name in names}
     made = build(shapes, where, home=torch.device("cpu"), stays=stays)
     return made, {made.get_parameter(name) for name in names}
 
 
-def _resident_names(model: nn.Module, ratio: float, placement: str) -> list[str]:
+def _resident_names(model: nn.Module, ratio: float, placement: str, with_embeddings: bool) -> list[str]:
     """The trained parameters of blocks that have their state on the device. The model may be on the meta device."""
     named = [(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
-    _, specs, order = params_of(model, named, splits_params=True)
+    blocks = gathered_blocks(model, with_embeddings)
+    _, specs, order = params_of(model, named, splits_params=True, blocks=blocks)
     parts = whole_blocks(specs, place_by_ratio(specs, order, ratio, placement))
     pairs = zip(specs, parts, strict=True)
     return [spec.name for spec, cuts in pairs if spec.block != ROOT and cuts[0].place == RESIDENT]

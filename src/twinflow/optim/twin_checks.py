@@ -351,7 +351,11 @@ def check_param_offload(
 ) -> None:
     """Raises ValueError for options that conflict with `offload_params`."""
     if not settings.offload_params:
-        refuse("Weights on the host", {"parks": zero is not None and zero.parks})
+        without = {
+            "parks": zero is not None and zero.parks,
+            "offload_embeddings": settings.tuning.offload_embeddings,
+        }
+        refuse("Weights on the host", without)
         return
     refuse("A list of parameters", {"offload_params": model is None})
     found = {

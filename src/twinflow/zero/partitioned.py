@@ -167,13 +167,13 @@ def regroup(groups: Iterable[ParamEntry], replaced: Replaced) -> list[ParamEntry
     return found
 
 
-def gathered_blocks(model: nn.Module) -> list[Block]:
-    """The blocks whose forward waits for their own weights.
+def gathered_blocks(model: nn.Module, with_embeddings: bool = False) -> list[Block]:
+    """The blocks whose forward waits for their own weights. `with_embeddings`: see `find_blocks`.
 
     Without `fully_shard` these are all blocks, and otherwise the blocks that it gathers separately. Other blocks are
     gathered with an outer module, before their own hook would wait.
     """
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, with_embeddings=with_embeddings)
     if not any(is_fsdp(module) for module in model.modules()):
         return blocks
     gathered = [block for block in blocks if is_fsdp(block.module)]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding and output layers on the host, as blocks (`tuning.offload_embeddings`): the bits of weights on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from param_offload_support import AWAY, HERE, gpt, loss_of, movable, move, places, tokens, train
+from torch import Tensor, nn
+
+from twinflow.offload.blocks import find_blocks, owners
+from twinflow.offload.plan import ROOT
+from twinflow.optim.twin import Tuning, TwinOptimizer
+
+NUMEL = 1024  # the embedding has 64 x 32 elements: two buckets
+EVERY = Tuning(bucket_numel=NUMEL, offload_embeddings=True)
+STAYS = Tuning(bucket_numel=NUMEL)
+
+
+def check_same(make: Callable[[], nn.Module], loss: Callable[[Any, int], Tensor] = loss_of, **options: Any) -> None:
+    losses, weights = train(make, False, loss=loss, tuning=STAYS, **options)
+    found, others = train(make, True, loss=loss, tuning=EVERY, **options)
+    assert found == losses
+    assert len(set(losses)) > 2
+    assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []
+
+
+def logits_loss(model: Any, step: int) -> Tensor:
+    """A loss of all logits: autograd saves the weight of the output layer."""
+    logits = model(tokens(step)[:, :-1]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step)[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulation_steps": 3, "states": "int8"},
+        pytest.param({"loss": logits_loss, "max_grad_norm": None}, marks=pytest.mark.matrix),
+        pytest.param({"early": False, "states": "bf16", "rule": "lion", "lr": 1e-3}, marks=pytest.mark.matrix),
+        pytest.param({"ratio": 0.5}, marks=pytest.mark.matrix),
+        pytest.param({"ratio": 0.2, "placement": "tail"}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_no_bit_changes(is_tied: bool, options: dict[str, Any]) -> None:
+    check_same(gpt(tied=is_tied), **options)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_bit_changes_in_half_precision(dtype: torch.dtype) -> None:
+    check_same(gpt(dtype, tied=False), steps=3, loss=logits_loss)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_no_bit_changes_with_slow_copies_and_checkpointed_blocks(is_tied: bool) -> None:
+    def slow(optimizer: TwinOptimizer) -> None:
+        optimizer.runtime.device.delay("fetch", 0.01)
+
+    check_same(gpt(recompute="full", tied=is_tied), steps=3, watch=slow)
+
+
+def test_which_layers_are_blocks() -> None:
+    model = gpt(tied=False)()
+    blocks = find_blocks(model, with_embeddings=True)
+    names = [block.name for block in blocks if block.is_embedding]
+    assert names == ["token_embedding", "head"]  # the position embedding is small
+    assert [block.name for block in blocks] == ["token_embedding", *(f"blocks.{i}" for i in range(4)), "head"]
+    model = gpt(tied=True)()
+    blocks = find_blocks(model, with_embeddings=True)
+    assert [block.tied_to for block in blocks] == [None] * 5 + [0]
+    assert owners(model, blocks)[model.head.weight] == 0  # type: ignore[union-attr, index]
+    model.other = nn.ParameterList([model.head.weight])  # used by another module too, so it stays on the GPU
+    assert owners(model, find_blocks(model, with_embeddings=True))[model.head.weight] == ROOT  # type: ignore[union-attr, index]
+    assert not any(block.is_embedding for block in find_blocks(nn.Sequential(nn.Linear(2, 2)), with_embeddings=True))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_they_have_memory_only_while_they_run(is_tied: bool) -> None:
+    model: Any = gpt(tied=is_tied)()
+    with closing(TwinOptimizer(model, lr=1e-2, offload_params=True, tuning=EVERY, max_grad_norm=1.0)) as optimizer:
+        offload = optimizer.runtime.param_offload
+        assert offload is not None
+        seen: dict[str, list[bool]] = {"embedding": [], "block": [], "head": []}
+        embedding, head = model.token_embedding, model.head
+
+        def look(name: str) -> None:
+            blocks = (0, 0 if is_tied else 5)
+            seen[name] += [offload._blocks[block].is_here for block in blocks]
+
+        embedding.register_forward_hook(lambda *_: look("embedding"))
+        model.blocks[0].register_forward_hook(lambda *_: look("block"))
+        head.register_forward_hook(lambda *_: look("head"))
+        fetched = 0
+        for step in range(3):
+            loss = loss_of(model, step)
+            before_backward = [weights.is_here for weights in offload._blocks.values()]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            fetched, before = optimizer.runtime.fetched_bytes, fetched
+        # Our hook after the forward runs before those of the user: they see the layers after their release.
+        assert seen["embedding"][-2:] == [False, False]
+        assert seen["block"][-2:] == [False, False]
+        assert seen["head"][-2:] == [False, False]  # the loss in chunks has computed its gradients in the forward
+        assert before_backward == [False, False, False, False, True] + [False] * (not is_tied)
+        sizes = [
+            sum(buffer.flat.numel() * buffer.flat.element_size() for buffer in weights.buffers)
+            for weights in offload._blocks.values()
+        ]
+        # Each block twice, and each layer once: the backward of neither needs its weights.
+        layers = [sizes[0], sizes[0] if is_tied else sizes[5]]
+        assert fetched - before == 2 * sum(sizes[1:5]) + sum(layers)
+        assert layers == [4 * embedding.weight.numel()] * 2
+
+
+def test_reads_writes_and_state_dicts_of_a_divided_weight() -> None:
+    model, other = gpt(tied=False)(), gpt(tied=False)()
+    weight, expected = model.get_parameter("head.weight"), other.get_parameter("head.weight")
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True, tuning=EVERY)
+    assert len(optimizer.runtime.find(weight).buckets) == 2  # type: ignore[union-attr]
+    assert torch.equal(weight, expected)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in other.state_dict().items())
+    with torch.no_grad():
+        weight[40] = 2.0  # in the second bucket
+    weight.data[3].fill_(1.5)
+    with torch.no_grad():
+        expected[40] = 2.0
+        expected[3] = 1.5
+    assert torch.equal(weight, expected)
+    assert loss_of(model, 0).item() == loss_of(other, 0).item()
+    penalty = weight.square().sum()  # a use outside of the layer's forward
+    penalty.backward()
+    expected.square().sum().backward()
+    assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
+    weight.grad = None
+    model.load_state_dict(gpt(tied=False)().state_dict())
+    assert torch.equal(weight, gpt(tied=False)().get_parameter("head.weight"))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    values = weight.detach().clone()
+    optimizer.close()
+    assert torch.equal(weight, values)
+    assert not torch.equal(weight, expected)
+
+
+def adapters() -> nn.Module:
+    """As with LoRA: the embedding and output layers are frozen."""
+    model: Any = gpt(tied=False)()
+    model.requires_grad_(False)
+    for param in model.blocks.parameters():
+        param.requires_grad_(param.dim() == 1)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss", [loss_of, pytest.param(logits_loss, marks=pytest.mark.matrix)])
+def test_frozen_layers(loss: Callable[[Any, int], Tensor]) -> None:
+    held: list[bool] = []
+
+    def watch(optimizer: TwinOptimizer) -> None:
+        offload = optimizer.runtime.param_offload
+        model: Any = optimizer.model
+        assert offload is not None
+        held.extend(offload.holds(layer.weight) for layer in (model.token_embedding, model.head))
+
+    check_same(adapters, loss=loss)
+    train(adapters, True, tuning=EVERY, steps=1, watch=watch)
+    assert held == [True, True]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_layers_that_move_between_steps(is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses_of(model: nn.Module, optimizer: TwinOptimizer, moves: bool) -> list[float]:
+        found = []
+        for step in range(6):
+            loss = logits_loss(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            if moves and step in (1, 3):
+                move(optimizer, 0, *([] if is_tied else [5]))
+                assert places(optimizer)[0] == (HERE if step == 1 else AWAY)
+        return found
+
+    plain = gpt(tied=is_tied)()
+    with closing(TwinOptimizer(plain, lr=1e-2, ratio=1.0, tuning=STAYS)) as optimizer:
+        expected = losses_of(plain, optimizer, moves=False)
+    model = gpt(tied=is_tied)()
+    with closing(movable(model, monkeypatch, tuning=EVERY)) as optimizer:
+        assert losses_of(model, optimizer, moves=True) == expected
+
+
+def test_a_model_on_the_meta_device() -> None:
+    losses = []
+    for given in ({"offload_params": False, "tuning": STAYS}, {"offload_params": True, "tuning": EVERY, "ratio": 0.5}):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = gpt(tied=False)()
+        with closing(TwinOptimizer(model, lr=1e-2, **given)) as optimizer:  # type: ignore[arg-type]
+            found = []
+            for step in range(3):
+                loss = loss_of(model, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+def test_without_weights_on_the_host_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload_embeddings"):
+        TwinOptimizer(gpt()(), lr=1e-2, tuning=EVERY)
