@@ -20,7 +20,14 @@ from torch.optim.optimizer import Optimizer
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, offloads_params
+from twinflow.build_optimizer import (
+    TIMEOUT_S,
+    make_optimizer,
+    make_zero,
+    naming,
+    offloads_embeddings,
+    offloads_params,
+)
 from twinflow.build_parallel import (
     Spread,
     axes_of,
@@ -149,7 +156,9 @@ def initialize(
         twin = make_optimizer(parsed, batch, module, optimizer, given, ranks, grid)
         if twin is not None and twin is not optimizer:
             undo.callback(twin.close)  # The model can have only one open optimizer.
-        host_weights = HostWeights(module) if twin is None and offloads_params(parsed) else None
+        host_weights = (
+            HostWeights(module, offloads_embeddings(parsed)) if twin is None and offloads_params(parsed) else None
+        )
         if host_weights is not None:
             undo.callback(host_weights.close)
         scheduler = _make_scheduler(parsed, twin, optimizer, lr_scheduler)

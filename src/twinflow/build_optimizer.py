@@ -42,13 +42,20 @@ def offloads_params(config: Config) -> bool:
     conflict with this.
     """
     zero = config.zero_optimization
-    if zero.offload_param is None or zero.offload_param.device != "cpu":
-        return False
     group, optimizer = "Weights on the host", zero.offload_optimizer
+    if zero.offload_param is None or zero.offload_param.device != "cpu":
+        refuse(group, {"embeddings": zero.offload_param is not None and zero.offload_param.embeddings})
+        return False
     refuse(group, {"stage": zero.stage != 3}, stage=zero.stage)
     delayed = optimizer is not None and optimizer.delayed_update
     refuse(group, {"delayed_update key": delayed}, delayed_update=delayed)
     return True
+
+
+def offloads_embeddings(config: Config) -> bool:
+    """Whether the embedding and output layers are on the host, with the blocks."""
+    weights = config.zero_optimization.offload_param
+    return offloads_params(config) and weights is not None and weights.embeddings
 
 
 def make_optimizer(
@@ -206,16 +213,19 @@ def offload_options(config: Config) -> dict[str, Any]:
     if offload is None:
         is_on_host = offloads_params(config)
         ratio = 1.0 if is_on_host else 0.0
-        return {"ratio": ratio, "early": "auto", "offload_params": is_on_host, "states": config.states}
+        tuning = Tuning(offload_embeddings=offloads_embeddings(config))
+        chosen = {"offload_params": is_on_host, "states": config.states, "tuning": tuning}
+        return {"ratio": ratio, "early": "auto", **chosen}
     options = {name: getattr(offload, name) for name in offload.own_keys()} | {"states": config.states}
-    tuning = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
+    given = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
+    given["offload_embeddings"] = offloads_embeddings(config)
     if offload.device == "nvme":
         aio = config.aio
         num_requests = min(MAX_REQUESTS, aio.queue_depth * aio.intra_op_parallelism)
-        tuning |= {"disk_requests": num_requests, "disk_block_bytes": aio.block_size}
+        given |= {"disk_requests": num_requests, "disk_block_bytes": aio.block_size}
     else:
-        tuning["nvme_path"] = None
-    options["tuning"] = Tuning(**{name: value for name, value in tuning.items() if value is not None})
+        given["nvme_path"] = None
+    options["tuning"] = Tuning(**{name: value for name, value in given.items() if value is not None})
     options["offload_params"] = offloads_params(config)
     if offload.device == "none":
         options["ratio"] = 1.0 if options["offload_params"] else 0.0
@@ -251,6 +261,12 @@ def _as_given(
         remedy = f"The TwinOptimizer was built with offload_params={given.offloads_params}. Use the same setting."
         value, expected = ("cpu", "none") if offloads_params(config) else ("none", "cpu")
         raise invalid_value("zero_optimization.offload_param.device", value, [expected], remedy)
+    weights, has_embeddings = config.zero_optimization.offload_param, given.tuning.offload_embeddings
+    is_said = weights is not None and "embeddings" in weights.model_fields_set
+    if is_said and offloads_embeddings(config) != has_embeddings:
+        remedy = f"The TwinOptimizer was built with tuning.offload_embeddings={has_embeddings}. Use the same setting."
+        key = "zero_optimization.offload_param.embeddings"
+        raise invalid_value(key, offloads_embeddings(config), [has_embeddings], remedy)
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
         remedy = f"The TwinOptimizer was built with stage {own}. Use the same stage."

@@ -120,6 +120,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "`parks` means that weights are on the host",
             "Use offload_params=True.",
         ),
+        "embeddings": Conflict(
+            'zero_optimization.offload_param.device "none"',
+            "zero_optimization.offload_param.embeddings",
+            "the embedding and output layers are on the host only if the blocks are there too",
+            'Set the device to "cpu", or leave `embeddings` out.',
+        ),
         "offload_embeddings": Conflict(
             "offload_params=False",
             "tuning.offload_embeddings=True",

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from param_offload_support import AWAY, HERE, gpt, loss_of, movable, move, places, tokens, train
+from param_offload_support import AWAY, HERE, gpt, loss_of, movable, move, places, steps_of, tokens, train
 from torch import Tensor, nn
 
+import twinflow
 from twinflow.offload.blocks import find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -219,3 +221,67 @@ def test_a_model_on_the_meta_device() -> None:
 def test_without_weights_on_the_host_it_is_refused() -> None:
     with pytest.raises(ValueError, match="offload_embeddings"):
         TwinOptimizer(gpt()(), lr=1e-2, tuning=EVERY)
+
+
+# In a config.
+
+
+def config(embeddings: bool, **others: Any) -> dict[str, Any]:
+    offload = {"device": "cpu", "bucket_numel": NUMEL}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": {"device": "cpu", "embeddings": embeddings}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    found = {"train_batch_size": 4, "gradient_clipping": 0.5, "optimizer": optimizer, "zero_optimization": zero}
+    return {**found, **others}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(False, True), pytest.param(True, False, marks=pytest.mark.matrix), (True, True)]
+)
+def test_checkpoints_go_on_exactly(tmp_path: Path, before: bool, after: bool) -> None:
+    chosen = {"checkpoint": {"background": True}}
+    engine, *_ = twinflow.initialize(model=gpt(tied=False)(), config=config(before, **chosen))
+    steps_of(engine, 0, 2)
+    engine.save_checkpoint(str(tmp_path))
+    truth = steps_of(engine, 2, 3)
+    engine.destroy()
+    engine, *_ = twinflow.initialize(model=gpt(tied=False)(), config=config(after, **chosen))
+    assert engine.optimizer.tuning.offload_embeddings == after
+    engine.load_checkpoint(str(tmp_path))
+    assert steps_of(engine, 2, 3) == truth
+    engine.destroy()
+
+
+@pytest.mark.matrix
+def test_state_on_the_disk(tmp_path: Path) -> None:
+    losses = []
+    for embeddings in (False, True):
+        chosen = config(embeddings)
+        chosen["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
+        engine, *_ = twinflow.initialize(model=gpt()(), config=chosen)
+        losses.append(steps_of(engine, 0, 4))
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_inference(is_tied: bool) -> None:
+    model: Any = gpt(tied=is_tied)()
+    expected = model(tokens(0)).logits
+    section = {"stage": 3, "offload_param": {"device": "cpu", "embeddings": True}}
+    engine, *_ = twinflow.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": section})
+    assert torch.equal(engine(tokens(0)).logits, expected)
+    held = [engine.host_weights.runtime.lives_on_host(layer.weight) for layer in (model.token_embedding, model.head)]
+    assert held == [True, True]
+    engine.destroy()
+    assert torch.equal(model(tokens(0)).logits, expected)
+
+
+def test_configs_that_are_refused() -> None:
+    section = {"offload_param": {"device": "none", "embeddings": True}}
+    chosen = {**config(False), "zero_optimization": section}
+    with pytest.raises(ValueError, match=r"offload_param.embeddings"):
+        twinflow.initialize(model=gpt()(), config=chosen)
+    optimizer = TwinOptimizer(gpt()(), lr=1e-2, offload_params=True, max_grad_norm=0.5)
+    with pytest.raises(ValueError, match=r"offload_param.embeddings"):
+        twinflow.initialize(model=optimizer.model, optimizer=optimizer, config=config(True))
+    optimizer.close()

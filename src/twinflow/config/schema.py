@@ -256,6 +256,9 @@ class OffloadParam(Section):
         "then on the host or a disk",
         hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
     )
+    embeddings: bool = ours(
+        False, "true: the embedding and output layers are on the host too, and are copied to the GPU when they run"
+    )
     nvme_path: str | None = unused(None, _NVME)
     buffer_count: Whole = unused(5, _NVME)
     buffer_size: Whole = unused(100_000_000, _NVME)

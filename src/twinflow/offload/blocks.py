@@ -91,7 +91,7 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, f"{prefix}{name}.")
 
 
-def owners(model: nn.Module, blocks: list[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
+def owners(model: nn.Module, blocks: Sequence[Block], frozen: bool = False) -> dict[nn.Parameter, int]:
     """The block of each trainable (`frozen`: of each frozen) parameter. ROOT: not in one block only."""
     found: dict[nn.Parameter, set[int]] = {}
     for block in blocks:

@@ -742,7 +742,7 @@ class ParamOffload:
         for weights in self._blocks.values():
             for buffer in weights.buffers:
                 host = buffer.host()
-                for param, view in buffer.views:
+                for param, _ in buffer.views:
                     if keep_weights and host.numel() == buffer.flat.numel():
                         with plain():
                             param.data = self._on_host(param).clone()

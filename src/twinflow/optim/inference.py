@@ -31,15 +31,16 @@ LOGGER = logging.getLogger("twinflow")
 class HostWeights:
     """The weights of a model's blocks, on the host until `close`. Its parameters require no gradients until then.
 
-    Every rank keeps all weights. Other parts of the model are on the GPU, if there is one.
+    Every rank keeps all weights. Other parts of the model are on the GPU, if there is one. `with_embeddings`: the
+    embedding and output layers are blocks too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, with_embeddings: bool = False) -> None:
         check_values(model.named_parameters())
         check_free(model.named_parameters())
         self._trained = [param for param in model.parameters() if param.requires_grad]
         model.requires_grad_(False)
-        aside, where = set_aside(model, None, takes_quantised=True), own_device()
+        aside, where = set_aside(model, None, True, with_embeddings=with_embeddings), own_device()
         make_whole(model.parameters())
         device = device_for(where)
         self.runtime = Runtime(
@@ -60,7 +61,7 @@ class HostWeights:
             )
         self.runtime.offload_params(aside.frozen, aside.values, None)
         aside.clear()
-        self.runtime.attach(model, find_blocks(model, is_trained=False))
+        self.runtime.attach(model, find_blocks(model, False, with_embeddings))
         add_homes(model, alone(), Meeting(alone()), self.runtime)
 
     def close(self) -> None:
