@@ -87,17 +87,17 @@ def direct_launch(compiled: Any, num_programs: int, args: tuple[Any, ...], given
     """The launch of a kernel that Triton has compiled for these arguments. None if Triton or the driver is of a version
     whose form of parameters is not known: the sizes of all parameters must be those that the driver knows.
     """
-    metadata = compiled.metadata
-    is_plain = metadata.num_ctas == 1 and not metadata.launch_pdl and not metadata.launch_cooperative_grid
     driver = _driver()
-    if driver is None or not is_plain or metadata.global_scratch_size or metadata.profile_scratch_size:
+    if driver is None:
         return None
-    maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
     params: list[_Param] = []
     try:
+        if not _is_plain(compiled.metadata):
+            return None
+        maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for kind, arg in zip(compiled.src.signature.values(), args, strict=True):
             _add_params(params, kind, arg, given, maps)
-    except (KeyError, TypeError, ValueError, struct.error):
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError, struct.error):  # another Triton
         return None
     if not all(driver.has_address(param.value, _address(given, param)) for param in params if param.is_map):
         return None
@@ -105,6 +105,12 @@ def direct_launch(compiled: Any, num_programs: int, args: tuple[Any, ...], given
     if not driver.has_params(compiled.function, [len(param.value) for param in params]):
         return None
     return DirectLaunch(driver, compiled, num_programs, params)
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether a kernel is launched without clusters, without a wait for other kernels, and without scratch memory."""
+    is_special = metadata.num_ctas != 1 or metadata.launch_pdl or metadata.launch_cooperative_grid
+    return not (is_special or metadata.global_scratch_size or metadata.profile_scratch_size)
 
 
 def _add_params(params: list[_Param], kind: Any, arg: Any, given: Given, maps: Any) -> None:
