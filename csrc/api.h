@@ -7,7 +7,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TF_API_VERSION 8
+#define TF_API_VERSION 9
 #ifdef TF_BUILDING
 #define TF_PUBLIC __attribute__((visibility("default")))
 #else
@@ -139,7 +139,8 @@ typedef struct tf_file_settings {
   int32_t num_buffers, num_threads;
   int64_t buffer_bytes;  // the size of the largest record
   int64_t
-      block_bytes;  // the size of one read or write; as all sizes and offsets, a multiple of the sectors of the disk
+      block_bytes;    // the size of one read or write; as all sizes and offsets, a multiple of the sectors of the disk
+  int32_t num_rings;  // number of threads with an io_uring, which share num_threads requests; 0: threads without one
 } tf_file_settings;
 typedef struct tf_file_failure {
   int32_t kind;   // 0: the file works; otherwise the first failure, a tf_file_failure_kind
@@ -152,7 +153,9 @@ typedef struct tf_file_counters {
   int64_t num_updates, num_late;  // updates of records; those whose record was not even being read when they asked
 } tf_file_counters;
 TF_PUBLIC tf_state_file* tf_file_new(const tf_file_settings* settings);  // NULL: there is too little memory
-TF_PUBLIC void tf_file_close(tf_state_file* file);                       // ends the threads and frees the buffers
+TF_PUBLIC int32_t tf_file_num_rings(tf_state_file* file);  // 0: threads without an io_uring, also if it is refused
+TF_PUBLIC int32_t tf_ring_error(void);                     // 0, or the errno with which the kernel refuses an io_uring
+TF_PUBLIC void tf_file_close(tf_state_file* file);         // ends the threads and frees the buffers
 TF_PUBLIC void tf_file_free(tf_state_file* file);
 TF_PUBLIC int64_t tf_file_add(tf_state_file* file, int64_t offset, int64_t num_bytes);  // a new record, with zeros
 // Waits for the memory with a record, which belongs to the caller until tf_file_release. NULL: the file has failed or

@@ -29,7 +29,15 @@ StateFile::StateFile(const tf_file_settings& settings) : settings_(settings) {
 #endif
     buffers_.push_back(std::move(made));
   }
-  for (int32_t i = 0; i < settings.num_threads; ++i) threads_.emplace_back([this] { work_loop(); });
+  for (int32_t i = 0; i < settings.num_rings; ++i) {
+    rings_.push_back(std::make_unique<Ring>());
+    if (rings_.back()->open(depth())) {
+      rings_.clear();
+      break;
+    }
+  }
+  for (auto& ring : rings_) threads_.emplace_back([this, &ring] { ring_loop(*ring); });
+  for (int32_t i = 0; rings_.empty() && i < settings.num_threads; ++i) threads_.emplace_back([this] { work_loop(); });
 }
 
 void StateFile::close() {
@@ -252,77 +260,123 @@ void StateFile::work_loop() {
   Lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [&] { return is_over() || !queue_.empty(); });
-    if (is_closing_) return;
-    if (failure_.kind) {  // until `close`
-      queue_.clear();
-      work_.wait(lock, [&] { return is_closing_; });
-      return;
-    }
-    Work work = queue_.front();
-    queue_.pop_front();
-    Record& record = *records_[work.buffer->record];
+    if (is_over()) return wait_for_close(lock);
+    Request request = take_work();
     lock.unlock();
-    bool works = run(work, record);
+    bool works = begin(request) || (move(request) && check(request));
     lock.lock();
-    if (works) done(work);
-    bool is_end = !works || work.buffer->num_left == 0;
-    if (!is_end) continue;
-    lock.unlock();
-    changed_.notify_all();
-    {
-      std::lock_guard<std::mutex> listening(listener_mutex_);
-      if (listener_) listener_();
-    }
-    lock.lock();
+    done(request, works, lock);
   }
 }
 
-// Reads or writes one block, without the lock. False after an error.
-bool StateFile::run(const Work& work, Record& record) {
-  int64_t start = work.block * settings_.block_bytes;
-  int64_t num_bytes = std::min(settings_.block_bytes, record.num_bytes - start);
-  char* at = work.buffer->raw + start;
-  uint32_t& checksum = record.checksum[work.block];
-  if (!work.is_write && !record.is_written) {
-    memset(at, 0, num_bytes);
-    return true;
-  }
-  if (work.is_write) checksum = tf_crc32(0, at, num_bytes);
-  int64_t offset = record.offset + start;
-  for (int64_t count = 0; count < num_bytes;) {
-    ssize_t moved = work.is_write ? pwrite(settings_.fd, at + count, num_bytes - count, offset + count)
-                                  : pread(settings_.fd, at + count, num_bytes - count, offset + count);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved <= 0) {
-      int32_t error = moved < 0 ? errno : 0;
-      fail(work.is_write ? TF_FILE_WRITE : TF_FILE_READ, error, offset + count);
-      return false;
+// A thread with a ring. It computes the checksum of a block while the kernel reads and writes others.
+void StateFile::ring_loop(Ring& ring) {
+  name_thread("twinflow-disk");
+  Requests running(depth());
+  Lock lock(mutex_);
+  for (;;) {
+    if (running.is_empty()) work_.wait(lock, [&] { return is_over() || !queue_.empty(); });
+    if (running.is_empty() && is_over()) break;
+    if (!submit_all(ring, running, lock)) break;
+    if (running.is_empty()) continue;
+    lock.unlock();
+    Ring::Done found{};
+    if (int32_t error = ring.next(&found)) {
+      fail(TF_FILE_READ, error, 0);
+      lock.lock();
+      tell(lock);
+      break;
     }
-    count += moved;
+    Request request = running.take(found.tag);
+    // What the kernel begins now runs beside the checksum of this block.
+    lock.lock();
+    bool goes_on = submit_all(ring, running, lock);
+    lock.unlock();
+    bool works = end(request, found.result);
+    lock.lock();
+    done(request, works, lock);
+    if (!goes_on) break;
   }
-  if (!work.is_write && tf_crc32(0, at, num_bytes) != checksum) {
-    fail(TF_FILE_CHECKSUM, 0, offset);
-    return false;
+  wait_for_close(lock);
+}
+
+// Submits as much work as there is and has room. False if the ring cannot be used any more: this is an error of the
+// file. Requests that run then end after their buffer is freed, which the kernel allows.
+bool StateFile::submit_all(Ring& ring, Requests& running, Lock& lock) {
+  while (!is_over() && !queue_.empty() && !running.is_full()) {
+    Request request = take_work();
+    lock.unlock();
+    bool is_done = begin(request);
+    int32_t error = 0;
+    if (!is_done) {
+      uint64_t tag = running.add(request);
+      error = ring.submit(request.work.is_write, settings_.fd, request.start, request.num_bytes, request.offset, tag);
+      if (error) fail(request, error);
+    }
+    lock.lock();
+    if (is_done || error) done(request, is_done, lock);
+    if (error) return false;
   }
   return true;
 }
 
-void StateFile::done(const Work& work) {
-  Buffer& buffer = *work.buffer;
-  Record& record = *records_[buffer.record];
+StateFile::Request StateFile::take_work() {
+  Work work = queue_.front();
+  queue_.pop_front();
+  Record& record = *records_[work.buffer->record];
   int64_t start = work.block * settings_.block_bytes;
   int64_t num_bytes = std::min(settings_.block_bytes, record.num_bytes - start);
-  if (work.is_write)
-    counters_.bytes_written += num_bytes;
-  else if (record.is_written)
-    counters_.bytes_read += num_bytes;
-  if (--buffer.num_left > 0) return;
-  if (work.is_write) {
-    record.is_written = true;
-    buffer.is_changed = false;
+  return {work, &record, work.buffer->raw + start, num_bytes, record.offset + start, 0};
+}
+
+// The owner of a request calls the next functions, without the lock. They return false after an error.
+
+// Makes what comes before a read or a write. True if the block is ready without the disk.
+bool StateFile::begin(const Request& request) {
+  bool is_write = request.work.is_write;
+  if (is_write) request.record->checksum[request.work.block] = tf_crc32(0, request.start, request.num_bytes);
+  if (is_write || request.record->is_written) return false;
+  memset(request.start, 0, request.num_bytes);
+  return true;
+}
+
+// Reads or writes what is left of the block.
+bool StateFile::move(Request& request) {
+  while (request.num_done < request.num_bytes) {
+    char* at = request.start + request.num_done;
+    int64_t num_bytes = request.num_bytes - request.num_done, offset = request.offset + request.num_done;
+    ssize_t moved = request.work.is_write ? pwrite(settings_.fd, at, num_bytes, offset)
+                                          : pread(settings_.fd, at, num_bytes, offset);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved <= 0) {
+      fail(request, moved < 0 ? errno : 0);
+      return false;
+    }
+    request.num_done += moved;
   }
-  buffer.phase = Phase::kReady;
-  if (!is_over()) start_reads();
+  return true;
+}
+
+// The end of a request of a ring. If the kernel has moved a part, or could not begin, which is rare, this thread moves
+// the rest.
+bool StateFile::end(Request& request, int32_t result) {
+  if (result < 0 && result != -EINTR && result != -EAGAIN) {
+    fail(request, -result);
+    return false;
+  }
+  request.num_done = std::max(result, 0);
+  return move(request) && check(request);
+}
+
+bool StateFile::check(const Request& request) {
+  if (request.work.is_write) return true;
+  if (tf_crc32(0, request.start, request.num_bytes) == request.record->checksum[request.work.block]) return true;
+  fail(TF_FILE_CHECKSUM, 0, request.offset);
+  return false;
+}
+
+void StateFile::fail(const Request& request, int32_t error) {
+  fail(request.work.is_write ? TF_FILE_WRITE : TF_FILE_READ, error, request.offset + request.num_done);
 }
 
 void StateFile::fail(int32_t kind, int32_t error, int64_t offset) {
@@ -331,12 +385,49 @@ void StateFile::fail(int32_t kind, int32_t error, int64_t offset) {
   work_.notify_all();
 }
 
+// Counts a block that was read or written, with the lock.
+void StateFile::done(const Request& request, bool works, Lock& lock) {
+  Buffer& buffer = *request.work.buffer;
+  if (works && request.work.is_write)
+    counters_.bytes_written += request.num_bytes;
+  else if (works && request.record->is_written)
+    counters_.bytes_read += request.num_bytes;
+  if (works && --buffer.num_left > 0) return;
+  if (works) {
+    if (request.work.is_write) {
+      request.record->is_written = true;
+      buffer.is_changed = false;
+    }
+    buffer.phase = Phase::kReady;
+    if (!is_over()) start_reads();
+  }
+  tell(lock);
+}
+
+// Releases the lock while others are told that a record was read or written, or of an error.
+void StateFile::tell(Lock& lock) {
+  lock.unlock();
+  changed_.notify_all();
+  {
+    std::lock_guard<std::mutex> listening(listener_mutex_);
+    if (listener_) listener_();
+  }
+  lock.lock();
+}
+
+void StateFile::wait_for_close(Lock& lock) {
+  queue_.clear();
+  work_.wait(lock, [&] { return is_closing_; });
+}
+
 }  // namespace tf
 
 tf_state_file* tf_file_new(const tf_file_settings* settings) {
   auto made = std::make_unique<tf_state_file>(tf_state_file{std::make_shared<tf::StateFile>(*settings)});
   return made->file->has_memory() ? made.release() : nullptr;
 }
+int32_t tf_file_num_rings(tf_state_file* f) { return f->file->num_rings(); }
+int32_t tf_ring_error(void) { return tf::Ring().open(1); }
 void tf_file_close(tf_state_file* f) { f->file->close(); }
 void tf_file_free(tf_state_file* f) { delete f; }
 int64_t tf_file_add(tf_state_file* f, int64_t offset, int64_t num_bytes) { return f->file->add(offset, num_bytes); }

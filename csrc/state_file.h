@@ -5,6 +5,10 @@
 // this class read records into buffers and write changed buffers back, block by block, around the page cache. The
 // checksum of each block is kept in memory when the block is written, and compared when it is read.
 //
+// There are two kinds of threads, and a file has only one. `num_threads` threads read or write one block at a time.
+// Or, with `num_rings`, as many threads have an io_uring each (uring.h), and `num_threads` blocks of all rings together
+// are read or written at the same time. Without the kernel's support for rings the file has threads of the first kind.
+//
 // A buffer is in exactly one phase. Only the owner of the phase moves it to the next phase:
 //
 //   phase      owner                                   next
@@ -23,6 +27,7 @@
 //
 // The first error of the disk stops everything: no record is read or written any more, and all callers get nullptr.
 #pragma once
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -32,6 +37,7 @@
 #include <vector>
 
 #include "api.h"
+#include "uring.h"
 
 namespace tf {
 
@@ -41,6 +47,7 @@ class StateFile {
   explicit StateFile(const tf_file_settings& settings);
   ~StateFile() { close(); }
   bool has_memory() const { return has_memory_; }
+  int32_t num_rings() const { return static_cast<int32_t>(rings_.size()); }
   void close();
   // `listener` is called, without a lock, when a record was read or written, and after an error. It must be set before
   // the first `try_hold`, and removed with nullptr before what it refers to is freed.
@@ -88,10 +95,53 @@ class StateFile {
     bool is_write;
   };
 
+  // The read or the write of a block. It belongs to the thread that took the work.
+  struct Request {
+    Work work;
+    Record* record;
+    char* start;  // of the block, in the buffer
+    int64_t num_bytes;
+    int64_t offset;    // of the block, in the file
+    int64_t num_done;  // bytes that were moved
+  };
+
+  // The requests of a ring. A request's tag is its index.
+  class Requests {
+   public:
+    explicit Requests(int32_t depth) : requests_(depth) {
+      for (int32_t i = 0; i < depth; ++i) free_.push_back(i);
+    }
+    bool is_empty() const { return free_.size() == requests_.size(); }
+    bool is_full() const { return free_.empty(); }
+    uint64_t add(const Request& request) {
+      uint64_t tag = free_.back();
+      free_.pop_back();
+      requests_[tag] = request;
+      return tag;
+    }
+    Request take(uint64_t tag) {
+      free_.push_back(tag);
+      return requests_[tag];
+    }
+
+   private:
+    std::vector<Request> requests_;
+    std::vector<uint64_t> free_;
+  };
+
   void work_loop();
-  bool run(const Work& work, Record& record);
-  void done(const Work& work);
+  void ring_loop(Ring& ring);
+  bool submit_all(Ring& ring, Requests& running, Lock& lock);
+  Request take_work();
+  bool begin(const Request& request);
+  bool move(Request& request);
+  bool end(Request& request, int32_t result);
+  bool check(const Request& request);
+  void fail(const Request& request, int32_t error);
   void fail(int32_t kind, int32_t error, int64_t offset);
+  void done(const Request& request, bool works, Lock& lock);
+  void tell(Lock& lock);
+  void wait_for_close(Lock& lock);
   void start_reads();
   Buffer* free_buffer(Use highest);
   void start_write_of_any();
@@ -101,6 +151,10 @@ class StateFile {
   void take(Buffer& buffer);
   int64_t num_blocks(const Record& record) const {
     return (record.num_bytes + settings_.block_bytes - 1) / settings_.block_bytes;
+  }
+  // Requests of one ring that run at the same time.
+  int32_t depth() const {
+    return std::max(1, (settings_.num_threads + settings_.num_rings - 1) / std::max(1, settings_.num_rings));
   }
   bool is_over() const { return is_closing_ || failure_.kind; }
 
@@ -114,6 +168,7 @@ class StateFile {
   std::vector<std::unique_ptr<Record>> records_;
   std::deque<int64_t> asked_;
   std::deque<Work> queue_;
+  std::vector<std::unique_ptr<Ring>> rings_;
   std::vector<std::thread> threads_;
   int64_t last_ = -1;  // the record of the last update
   int64_t clock_ = 0;

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from twinflow.config.fields import DiskIo
+from twinflow.offload import state_file
 from twinflow.rules import RULES, Rule
 from twinflow.rules.segment import FLOATS, Store, encode_state, new_store
 
@@ -132,6 +134,13 @@ def in_pairs(*axes: Sequence[Any]) -> list[Any]:
 
 
 NO_MEMORY = "/proc/self/mem"  # reads and writes at addresses without memory, such as 0, fail with EIO
+
+
+def use_disk_io(io: DiskIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `io` read and write the state on a disk. Skips the test if the kernel refuses io_uring."""
+    if io == state_file.IO_URING and (refusal := state_file.ring_refusal()) is not None:
+        pytest.skip(f"no io_uring: {refusal}")
+    monkeypatch.setattr(state_file, "AUTO", io)
 
 
 @contextmanager

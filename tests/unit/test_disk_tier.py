@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import NO_MEMORY, another_file, pairwise_of
+from support import NO_MEMORY, another_file, pairwise_of, use_disk_io
 from torch import Tensor, nn
 from twin_support import (
     MAX_NORM,
@@ -44,8 +44,10 @@ from twinflow.compat.zero import (
     safe_set_full_optimizer_state,
 )
 from twinflow.config import load_config, notes
+from twinflow.config.fields import DiskIo
+from twinflow.offload import state_file
 from twinflow.offload.executor import WorkerError
-from twinflow.offload.state_file import StateFile
+from twinflow.offload.state_file import IO_URING, THREADS, StateFile
 from twinflow.optim.loss_scale import dynamic
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.rules import RULES
@@ -64,6 +66,17 @@ MODES: dict[str, dict[str, Any]] = {
 def quick() -> Iterator[None]:
     with quick_torch():
         yield
+
+
+# test_state_file.py always tests both.
+OTHER_IO = THREADS if state_file.AUTO == IO_URING else IO_URING
+
+
+@pytest.fixture(params=["auto", pytest.param(OTHER_IO, marks=pytest.mark.matrix)], autouse=True)
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads and writes the files of all tests here."""
+    if request.param != "auto":
+        use_disk_io(request.param, monkeypatch)
 
 
 def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
@@ -245,6 +258,7 @@ def test_memory_and_space_are_shown_and_freed(tmp_path: Path) -> None:
     assert f"on the disk ({tmp_path})" in repr(optimizer)
     assert os.fstat(file.fd).st_blocks * 512 >= file.sizes.total_bytes
     assert file.sizes.num_buffers == 4
+    assert f"reads and writes of the disk: 8 at the same time, by {optimizer.disk_io}" in repr(optimizer)
     assert any("twinflow-disk" in name for name in our_threads() - before)
     optimizer.close()
     assert our_threads() == before
@@ -406,6 +420,7 @@ def test_the_config_is_that_of_deepspeed(tmp_path: Path) -> None:
     sizes = file_of(engine.optimizer).sizes
     assert (sizes.num_buffers, sizes.num_threads, sizes.block_bytes) == (2, 6, 3 * 4096)
     assert sizes.folder == tmp_path / "disk"
+    assert sizes.io == "auto"
     assert engine.zero_nvme_offload_optimizer()
     assert engine.zero_use_cpu_optimizer()
     assert not engine.zero_cpu_offload()
@@ -414,13 +429,29 @@ def test_the_config_is_that_of_deepspeed(tmp_path: Path) -> None:
 
 def test_keys_of_the_disk_without_the_device_are_named() -> None:
     config = config_of(None, aio={"block_size": 4096})
-    config["zero_optimization"]["offload_optimizer"] |= {"nvme_path": "there", "buffer_count": 5}
+    config["zero_optimization"]["offload_optimizer"] |= {"nvme_path": "there", "buffer_count": 5, "disk_io": "threads"}
     found = " ".join(notes(load_config(config)))
-    for key in ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count", "aio"):
+    for key in ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count", "offload_optimizer.disk_io", "aio"):
         assert f"{key}: no effect here, because" in found
     engine = twinflow.initialize(model=gpt(), config=config)[0]
     assert engine.optimizer.runtime.executor.file is None
+    assert engine.optimizer.disk_io is None
     engine.destroy()
+
+
+@pytest.mark.parametrize("io", [THREADS, IO_URING])
+def test_the_config_chooses_what_reads_and_writes(tmp_path: Path, io: DiskIo, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_disk_io(io, monkeypatch)
+    monkeypatch.undo()
+    config = config_of(tmp_path)
+    config["zero_optimization"]["offload_optimizer"]["disk_io"] = io
+    engine = twinflow.initialize(model=gpt(), config=config)[0]
+    run(engine, range(1))
+    assert engine.optimizer.disk_io == io
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"offload_optimizer\.disk_io is 'mmap', but must be"):
+        config["zero_optimization"]["offload_optimizer"]["disk_io"] = "mmap"
+        load_config(config)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -483,8 +514,10 @@ def test_deepspeeds_functions_read_and_write_state_on_the_disk(tmp_path: Path) -
 KILLED = """
 import sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
+sys.path[:0] = sys.argv[3:]
 import torch
+from twinflow.offload import state_file
+state_file.AUTO = sys.argv[2]
 from test_disk_tier import engine_of, run
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -499,7 +532,14 @@ for step in range(10**6):
 @pytest.mark.matrix
 @pytest.mark.parametrize("moment", range(20))
 def test_a_killed_run_leaves_a_checkpoint_that_loads(tmp_path: Path, moment: int) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, (Path(__file__).parent, *_SUPPORT))]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(tmp_path),
+        state_file.AUTO,
+        *map(str, (Path(__file__).parent, *_SUPPORT)),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"

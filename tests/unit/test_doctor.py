@@ -16,6 +16,7 @@ from fork_support import run_script
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from twinflow.bench import disk
 from twinflow.bench import machine as machine_module
 from twinflow.bench.disk import measure_disk
 from twinflow.bench.machine import Machine, parse_cpu, parse_huge_pages, parse_meminfo
@@ -24,6 +25,7 @@ from twinflow.cli import facts as facts_module
 from twinflow.cli.doctor import doctor, print_report, to_dict
 from twinflow.cli.facts import Cuda, Extra, Facts, Gpu, Kernels, Pinned, findings, is_usable, threads_source
 from twinflow.monitor.progress import gib
+from twinflow.offload import state_file
 
 MACHINE = Machine(
     system="Linux",
@@ -255,7 +257,7 @@ def test_variables_that_cannot_work(variable: str, value: str, code: int, words:
     assert words in " ".join(run.stdout.split())
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure_disk(tmp_path, num_bytes=1 << 20, num_requests=3, block_bytes=1 << 16)
     assert min(found.read, found.write, found.update) > 1e5
     assert found.free_bytes > 1 << 20
@@ -263,6 +265,11 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     for word in ("disk", str(tmp_path), "read", "write", "update", "GB/s"):
         assert word in report(replace(GOOD, disk=found))
     assert "through the page cache" in report(replace(GOOD, disk=replace(found, is_direct=False)))
+    assert f"by {found.io}" in report(replace(GOOD, disk=found))
+    monkeypatch.setattr(state_file, "ring_refusal", lambda: "Operation not permitted")
+    monkeypatch.setattr(disk, "ring_refusal", state_file.ring_refusal)
+    refused = measure_disk(tmp_path, num_bytes=1 << 20, num_requests=3, block_bytes=1 << 16)
+    assert refused.io == "threads, because the kernel refuses io_uring: Operation not permitted"
     assert to_dict(replace(GOOD, disk=found), [])["disk"]["read"] == found.read
 
 

@@ -18,12 +18,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import NO_MEMORY, another_file
+from support import NO_MEMORY, another_file, use_disk_io
 
 from twinflow.offload import state_file
-from twinflow.offload.state_file import PAGE, Reserved, StateFile, in_pages
+from twinflow.offload.state_file import IO_URING, PAGE, THREADS, Reserved, StateFile, in_pages, num_rings
 
 BYTES = 5 * PAGE  # three blocks of two pages, the last of one page
+
+
+@pytest.fixture(params=[THREADS, IO_URING], autouse=True)
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads and writes the files of all tests here."""
+    use_disk_io(request.param, monkeypatch)
 
 
 @contextmanager
@@ -32,6 +38,8 @@ def new_file(folder: Path, num_records: int = 6, num_buffers: int = 2, num_bytes
     with closing(StateFile(Reserved(folder, num_records * room, room, num_buffers, 3, 2 * PAGE))) as file:
         for record in range(num_records):
             file.add(record, num_bytes)
+        if file.is_direct:
+            assert file.io == state_file.AUTO
         yield file
 
 
@@ -250,7 +258,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from twinflow.offload.state_file import Reserved, StateFile
-file = StateFile(Reserved(Path(sys.argv[1]), 1 << 24, 1 << 20, 2, 2, 1 << 18))
+file = StateFile(Reserved(Path(sys.argv[1]), 1 << 24, 1 << 20, 2, 2, 1 << 18, sys.argv[2]))
+assert file.io == sys.argv[2]
 for record in range(16):
     file.add(record, 1 << 20)
 for step in range(10**9):
@@ -262,7 +271,7 @@ for step in range(10**9):
 
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), state_file.AUTO]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "runs\n"
@@ -283,3 +292,67 @@ def test_a_forked_process_ends_without_the_threads(tmp_path: Path) -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert value_of(file, 0) == 5
+
+
+# What reads and writes.
+
+
+def test_the_kernel_may_refuse_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice without it, as in a container that blocks the system call."""
+    monkeypatch.setattr(state_file, "ring_refusal", lambda: os.strerror(errno.EPERM))
+    assert num_rings("auto", 8, is_direct=True) == 0
+    assert not caplog.records
+    with closing(StateFile(Reserved(tmp_path, PAGE, PAGE, 1, 1, PAGE, IO_URING))) as file:
+        file.add(0, PAGE)
+        fill(file, 0, 7)
+        file.flush()
+        assert file.io == THREADS
+    assert 'disk_io is "io_uring", but the kernel refuses it (Operation not permitted)' in caplog.text
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "ring_refusal", lambda: None)
+    assert num_rings(THREADS, 8, is_direct=True) == 0
+    assert num_rings(IO_URING, 8, is_direct=False) == 2
+    assert num_rings(IO_URING, 1, is_direct=True) == 1  # one request at a time
+    assert num_rings("auto", 8, is_direct=False) == 0
+    assert num_rings("auto", 8, is_direct=True) == (2 if state_file.AUTO == IO_URING else 0)
+
+
+BLOCKED = """
+import ctypes, errno, struct, sys
+from pathlib import Path
+# A filter of system calls, as a container has it: io_uring_setup returns EPERM.
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program)))
+assert libc.prctl(22, 2, header, 0, 0) == 0, ctypes.get_errno()
+from twinflow.native.executor import CFileSettings, executor_library
+from twinflow.offload.state_file import Reserved, StateFile, num_rings, ring_refusal
+assert ring_refusal() == "Operation not permitted", ring_refusal()
+file = StateFile(Reserved(Path(sys.argv[1]), 8192, 4096, 1, 2, 4096))
+for record in range(2):
+    file.add(record, 4096)
+for record in range(2):
+    with file.hold(record, True) as raw:
+        raw.fill_(record + 1)
+for record in range(2):
+    with file.hold(record, False) as raw:
+        assert raw.unique().tolist() == [record + 1]
+assert file.io == "threads"
+# Also if it was not asked before.
+library, settings = executor_library(), CFileSettings(file.fd, 1, 2, 4096, 4096, 2)
+handle = library.tf_file_new(ctypes.byref(settings))
+assert handle and library.tf_file_num_rings(handle) == 0
+library.tf_file_close(handle)
+print("works")
+"""
+
+
+def test_a_filter_of_system_calls_leaves_the_threads(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", BLOCKED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert found.stdout == "works\n", found.stderr

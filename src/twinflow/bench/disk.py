@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from twinflow.errors import unusable_path
-from twinflow.offload.state_file import new_file
+from twinflow.native.library import load
+from twinflow.offload.state_file import IO_URING, THREADS, new_file, num_rings, ring_refusal
 
 NUM_BYTES: Final = 1 << 30
 NUM_REQUESTS: Final = 8  # the defaults of `aio` in the config
@@ -34,6 +35,7 @@ class DiskRates:
     read: float
     write: float
     update: float  # each block is read and written, as by an update; the bytes of both count
+    io: str = ""  # how state on this disk is read and written, and why; empty: not known without the native library
 
 
 def measure_disk(
@@ -61,7 +63,18 @@ def measure_disk(
         update = 2 * num_bytes / copy_in_place(fd, num_bytes, num_requests, block_bytes)
     finally:
         os.close(fd)
-    return DiskRates(str(folder), free_bytes, is_direct, read, write, update)
+    return DiskRates(str(folder), free_bytes, is_direct, read, write, update, _io(num_requests, is_direct))
+
+
+def _io(num_requests: int, is_direct: bool) -> str:
+    if load().library is None:
+        return ""
+    if num_rings("auto", num_requests, is_direct):
+        return IO_URING
+    refusal = ring_refusal()
+    if refusal is not None:
+        return f"{THREADS}, because the kernel refuses io_uring: {refusal}"
+    return f"{THREADS}, because the file system has no direct I/O"
 
 
 def copy_in_place(fd: int, num_bytes: int, num_requests: int, block_bytes: int) -> float:

@@ -134,6 +134,7 @@ def disk_rows(disk: DiskRates) -> Rows:
     return [
         ("folder", f"{disk.folder}, {gib(disk.free_bytes)} free"),
         ("access", "around the page cache" if disk.is_direct else "through the page cache: no direct I/O here"),
+        *([("requests", f"by {disk.io}")] if disk.io else []),
         ("read", f"{disk.read / 1e9:.2f} GB/s"),
         ("write", f"{disk.write / 1e9:.2f} GB/s"),
         ("update", f"{disk.update / 1e9:.2f} GB/s of reads and writes together"),

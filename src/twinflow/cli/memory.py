@@ -85,13 +85,14 @@ class MemoryPlan:
     recompute: str | int = "none"  # what backward computes again
     file_bytes: int | None = None  # state of all ranks on a disk; None: it is in memory
 
-    def disk_line(self, folder: str, rate: float) -> str:
-        """The state on the disk. `rate`: bytes that the disk reads and writes in a second."""
+    def disk_line(self, folder: str, rate: float, io: str | None) -> str:
+        """The state on the disk. `rate`: bytes that the disk reads and writes in a second. `io`: how it does that."""
         assert self.file_bytes is not None
         free = _gb(self.available.disk_bytes or 0)
         return (
             f"{self.file_bytes / 1e9:,.2f} GB of {self.states} state{_on_ranks(self.num_ranks)} in {folder}, {free} "
             f"free: {2 * self.file_bytes / rate:,.2f} s a step to read and write it at {rate / 1e9:.2f} GB/s"
+            f"{f', by {io}' if io else ''}"
         )
 
     @property

@@ -53,6 +53,7 @@ from twinflow.monitor.progress import TrainProgress, duration
 from twinflow.native import set_threads
 from twinflow.native.cgroup import free_host_bytes, limit_host_bytes
 from twinflow.offload.materialize import build as build_model
+from twinflow.optim.twin import TwinOptimizer
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 METRICS, SETTINGS, REPORT, CHECKPOINTS = "metrics.jsonl", "settings.json", "report.html", "checkpoints"
@@ -113,6 +114,7 @@ class Run:
     first_step: int  # number of steps that were done before this process started
     num_valid: int  # sequences in a validation
     disk_rate: float = 0.0  # bytes/s of reads and writes of the disk with the state; 0: no disk is used
+    disk_io: str | None = None  # how it is read and written
 
     @property
     def checkpoints(self) -> Path:
@@ -206,7 +208,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
             f"Resuming from {found}" if found else "There is no checkpoint yet. Training starts from step 0.",
             soft_wrap=True,
         )
-    return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid, disk_rate)
+    disk_io = engine.optimizer.disk_io if isinstance(engine.optimizer, TwinOptimizer) else None
+    return Run(settings, ranks, data, engine, config, plan, engine.global_steps, num_valid, disk_rate, disk_io)
 
 
 def _with_disk(settings: TrainSettings, saved: Mapping[str, Any]) -> TrainSettings:

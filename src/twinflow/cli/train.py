@@ -127,7 +127,7 @@ def make_report(run: Run, outcome: Outcome) -> Report:
         status=outcome.status,
         message=outcome.message,
         numbers=final_numbers(outcome),
-        settings=[*run.rank_rows, *header_rows(run)[:2], ("data", run.data.describe()), *settings],
+        settings=[*run.rank_rows, *header_rows(run)[:2], *disk_rows(run), ("data", run.data.describe()), *settings],
         machine=machine_rows(run.settings.threads),
         steps=outcome.steps,
         valids=outcome.valids,
@@ -161,7 +161,7 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
             f"weight decay {optimizer['params'].get('weight_decay', 0):g}, {clipping}{delayed}",
         ),
         ("host memory", memory.host_line),
-        *([("disk", memory.disk_line(str(settings.nvme_path), run.disk_rate))] if run.disk_rate else []),
+        *disk_rows(run),
         ("GPU memory", memory.gpu_line),
         *([("warning", memory.tight)] if memory.tight else []),
         ("threads", f"{settings.threads}, kernels {isa()}"),
@@ -173,6 +173,12 @@ def header_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("output", str(settings.out)),
     ]
+
+
+def disk_rows(run: Run) -> list[tuple[str, str]]:
+    if not run.disk_rate:
+        return []
+    return [("disk", run.memory.disk_line(str(run.settings.nvme_path), run.disk_rate, run.disk_io))]
 
 
 def _experts(shape: GPTConfig) -> str:

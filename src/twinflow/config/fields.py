@@ -215,6 +215,7 @@ AutocastDtype = Annotated[
     "'bfloat16', 'float16', or the short names 'bf16', 'fp16'",
 ]
 Side = Literal["auto", "device", "host"]  # a place for tensors
+DiskIo = Literal["auto", "io_uring", "threads"]  # how a disk is read and written
 Tags = Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital), "'Ignore', 'Warn' or 'Fail'"]
 Free = Mapping[str, Any]  # a section whose keys are not checked
 

@@ -156,7 +156,7 @@ def notes(config: Config) -> list[str]:
     if offload is None or offload.device != "nvme":
         given = offload.model_fields_set if offload is not None else set()
         because = "no effect here, because device is not nvme"
-        names = [name for name in ("nvme_path", "buffer_count") if name in given]
+        names = [name for name in ("nvme_path", "buffer_count", "disk_io") if name in given]
         lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in names]
         if "aio" in config.model_fields_set:
             lines.append("aio: no effect here, because zero_optimization.offload_optimizer.device is not nvme")

@@ -19,6 +19,7 @@ from twinflow.config.fields import (
     AnyWhole,
     AutocastDtype,
     Buckets,
+    DiskIo,
     Dtype,
     Every,
     Free,
@@ -218,6 +219,12 @@ class OffloadOptimizer(Section):
         "where gradients of several micro-batches are summed; auto: the device, if the sums take up to half of its "
         "free memory; auto with stage 2: ranks reduce the gradients of each micro-batch, and each rank sums its part",
     )
+    disk_io: DiskIo = ours(
+        "auto",
+        "device nvme: what reads and writes; io_uring: the io_uring of Linux, or threads with a warning if the kernel "
+        "refuses it; threads: a thread for each read or write at the same time; auto: io_uring if the kernel has it "
+        "and the file system has direct I/O, otherwise threads",
+    )
     bucket_numel: Buckets | None = ours(
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
     )
@@ -242,7 +249,7 @@ class Aio(Section):
         8, "number of reads and writes at the same time, multiplied by intra_op_parallelism; at most 64 together"
     )
     intra_op_parallelism: Positive = honoured(1, "factor of queue_depth")
-    single_submit: bool = unused(False, "each read and each write is submitted by a thread of its own")
+    single_submit: bool = unused(False, "each read and each write is submitted by itself")
     overlap_events: bool = unused(True, "reads and writes always overlap")
     use_gds: bool = unused(False, "state is read into host memory, where it is updated")
 

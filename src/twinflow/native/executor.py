@@ -29,7 +29,9 @@ class CSettings(Structure):
 
 
 class CFileSettings(Structure):
-    _fields_ = fields((c_int32, "fd num_buffers num_threads"), (c_int64, "buffer_bytes block_bytes"))
+    _fields_ = fields(
+        (c_int32, "fd num_buffers num_threads"), (c_int64, "buffer_bytes block_bytes"), (c_int32, "num_rings")
+    )
 
 
 class CFileFailure(Structure):
@@ -166,6 +168,8 @@ _QUICK: Signatures = {
     "tf_fetch": ([_EXECUTOR, POINTER(CFetchItem), c_int64, _EVENT], c_int64),
     "tf_finish_update": ([_EXECUTOR, c_int64, POINTER(c_void_p)], None),
     "tf_file_new": ([POINTER(CFileSettings)], _FILE),
+    "tf_file_num_rings": ([_FILE], c_int32),
+    "tf_ring_error": ([], c_int32),
     "tf_file_free": ([_FILE], None),
     "tf_file_add": ([_FILE, c_int64, c_int64], c_int64),
     "tf_file_release": ([_FILE, c_int64, c_int32], None),

@@ -22,7 +22,7 @@ from twinflow.errors import invalid_value
 from twinflow.native.threads import default_threads
 from twinflow.rules import RULES
 
-API_VERSION = 8
+API_VERSION = 9
 FILE_NAME = "libtwinflow.so"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from twinflow.config.fields import Buckets, Positive, Share, Side, Threads, Whole
+from twinflow.config.fields import Buckets, DiskIo, Positive, Share, Side, Threads, Whole
 from twinflow.offload.clipping import Limits
 from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_BUFFERS, NUM_SLOTS
 
@@ -35,6 +35,7 @@ class Tuning:
     buffer_count: Positive = NUM_BUFFERS  # with nvme_path: number of host buffers, each for the state of one bucket
     disk_requests: Threads = 8  # with nvme_path: number of reads and writes at the same time
     disk_block_bytes: Positive = 1 << 20  # with nvme_path: bytes of one read or write
+    disk_io: DiskIo = "auto"  # with nvme_path: how the file is read and written (`num_rings` in state_file.py)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ in use, so the system frees its space when the process ends, also by SIGKILL. Al
 training begins.
 
 Threads: the native executor asks for records in the order of updates. Other threads hold one record at a time (`hold`).
+The library reads and writes with a few threads that have an io_uring each, or with a thread for each request.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from twinflow.config.fields import DiskIo
 from twinflow.errors import not_enough, unusable_path, wrong_state
 from twinflow.native.executor import CFileCounters, CFileFailure, CFileSettings, ExecutorLibrary, executor_library
 
 LOGGER = logging.getLogger("twinflow")
 
+IO_URING: Final = "io_uring"
+THREADS: Final = "threads"
+AUTO: DiskIo = IO_URING  # what "auto" means where it works; benchmarks/disk_tier.py compares both
 PAGE: Final = 4096  # reads and writes around the page cache begin and end at multiples of the sectors of a disk
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)  # only Linux has it
 _VERBS: Final = {1: "reading", 2: "writing", 3: "reading"}
 _CHECKSUM: Final = 3
+# Threads with an io_uring each. One computes the checksums of about 8 GB/s, which the fastest disks exceed.
+_MOST_RINGS: Final = 2
 _RESTART: Final = ". Remove the cause, build a new optimizer and load the last checkpoint."
 
 
@@ -51,6 +58,7 @@ class Reserved:
     num_buffers: int
     num_threads: int  # number of reads and writes at the same time
     block_bytes: int  # bytes of one read or write
+    io: DiskIo = "auto"
 
     @property
     def memory_bytes(self) -> int:
@@ -72,7 +80,9 @@ class StateFile:
         try:
             self._reserve(0, sizes.total_bytes)
             self._num_reserved = sizes.total_bytes
-            settings = CFileSettings(fd, sizes.num_buffers, sizes.num_threads, sizes.buffer_bytes, sizes.block_bytes)
+            rings = num_rings(sizes.io, sizes.num_threads, self.is_direct)
+            numbers = fd, sizes.num_buffers, sizes.num_threads, sizes.buffer_bytes, sizes.block_bytes, rings
+            settings = CFileSettings(*numbers)
             self.handle = library.tf_file_new(ctypes.byref(settings))
             if not self.handle:
                 needed = f"{sizes.num_buffers * sizes.buffer_bytes} bytes"
@@ -81,6 +91,7 @@ class StateFile:
         except BaseException:
             os.close(fd)
             raise
+        self.io = IO_URING if library.tf_file_num_rings(self.handle) else THREADS
         self._open, self._pid = [fd], os.getpid()
         weakref.finalize(self, _free, library, self.handle, self._open, self._pid)
 
@@ -165,6 +176,27 @@ def _free(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid
     _close(library, handle, open_fds, pid)
     if os.getpid() == pid:
         library.tf_file_free(handle)  # the native executor keeps what it still needs
+
+
+def ring_refusal() -> str | None:
+    """Why this process cannot use io_uring, which containers often block. None: it can."""
+    error = executor_library().tf_ring_error()
+    return os.strerror(error) if error else None
+
+
+def num_rings(io: DiskIo, num_requests: int, is_direct: bool) -> int:
+    """Number of io_urings of a file; 0: threads read and write it."""
+    if io == THREADS or (io == "auto" and (AUTO == THREADS or not is_direct)):
+        return 0
+    refusal = ring_refusal()
+    if refusal is None:
+        return min(_MOST_RINGS, num_requests)
+    if io == IO_URING:
+        LOGGER.warning(
+            f'disk_io is "io_uring", but the kernel refuses it ({refusal}), so threads read and write the optimizer '
+            "state. Allow the system call io_uring_setup, for example in the seccomp profile of the container."
+        )
+    return 0
 
 
 def in_pages(num_bytes: int) -> int:

@@ -434,6 +434,12 @@ class TwinOptimizer(Outcomes):
         """What ratio "auto" has chosen, and the times of all placements that it has measured. Empty before that."""
         return self._auto.report if self._auto is not None else ""
 
+    @property
+    def disk_io(self) -> str | None:
+        """How state on the disk is read and written: "io_uring" or "threads". None: no state is on a disk."""
+        file = self._runtime.executor.file if self._runtime is not None else None
+        return file.io if file is not None else None
+
     def __repr__(self) -> str:
         """Rule, states, ratio, placement and memory, then the param groups as torch shows them."""
         groups = super().__repr__().partition("(\n")[2]
@@ -458,6 +464,7 @@ class TwinOptimizer(Outcomes):
         ]
         if file is not None:
             lines.append(f"memory of buffers for the disk: {build.in_bytes(file.sizes.memory_bytes)}")
+            lines.append(f"reads and writes of the disk: {file.sizes.num_threads} at the same time, by {file.io}")
         if self._settings.offload_params:
             blocks = {bucket.plan.block: bucket.offloads_params for bucket in runtime.buckets}
             blocks.pop(ROOT, None)

@@ -140,8 +140,10 @@ class StateKind:
         total = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == HOST and plan.numel)
         num_buffers = max(1, min(tuning.buffer_count, len(plans)))
         block_bytes = in_pages(tuning.disk_block_bytes)
-        folder = Path(tuning.nvme_path)
-        return StateFile(Reserved(folder, total, max(sizes, default=0), num_buffers, tuning.disk_requests, block_bytes))
+        largest, num_requests = max(sizes, default=0), tuning.disk_requests
+        return StateFile(
+            Reserved(Path(tuning.nvme_path), total, largest, num_buffers, num_requests, block_bytes, tuning.disk_io)
+        )
 
 
 @dataclass(frozen=True)
