@@ -95,6 +95,7 @@ char* StateFile::hold(int64_t index) {
   Lock lock(mutex_);
   ++num_users_;
   ++num_waiting_;
+  ++records_[index]->num_waiting;
   Buffer* found = nullptr;
   while (!is_over()) {
     found = records_[index]->buffer;
@@ -107,6 +108,7 @@ char* StateFile::hold(int64_t index) {
     changed_.wait(lock);
   }
   --num_waiting_;
+  --records_[index]->num_waiting;
   if (is_over()) {
     --num_users_;
     changed_.notify_all();  // `close` may wait for this caller
@@ -226,6 +228,7 @@ StateFile::Buffer* StateFile::free_buffer(Use highest) {
   for (auto& one : buffers_) {
     if (one->phase == Phase::kEmpty) return one.get();
     if (one->phase != Phase::kReady || one->is_changed || one->use > highest) continue;
+    if (records_[one->record]->num_waiting) continue;  // otherwise callers would take what others have waited for
     if (!best || std::make_pair(one->use, one->used_at) < std::make_pair(best->use, best->used_at)) best = one.get();
   }
   if (best) {

@@ -86,6 +86,7 @@ class StateFile {
     int64_t offset = 0, num_bytes = 0;
     Buffer* buffer = nullptr;
     bool is_written = false;         // it is in the file; otherwise it has zeros
+    int32_t num_waiting = 0;         // callers of `hold` that wait for it
     int64_t next = -1;               // the record that was updated after this one
     std::vector<uint32_t> checksum;  // of each block
   };

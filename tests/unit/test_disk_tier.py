@@ -449,8 +449,8 @@ def test_the_config_chooses_what_reads_and_writes(tmp_path: Path, io: DiskIo, mo
     run(engine, range(1))
     assert engine.optimizer.disk_io == io
     engine.destroy()
+    config["zero_optimization"]["offload_optimizer"]["disk_io"] = "mmap"
     with pytest.raises(ValueError, match=r"offload_optimizer\.disk_io is 'mmap', but must be"):
-        config["zero_optimization"]["offload_optimizer"]["disk_io"] = "mmap"
         load_config(config)
 
 
