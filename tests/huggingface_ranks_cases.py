@@ -30,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2": {"zero": 2},
     "stage 3": {"zero": 3},
     "weights on the host": {"offload_params": True},
+    "experts": {"expert_parallel_size": 2},
+    "experts, stage 0": {"expert_parallel_size": 2, "zero": 0},
 }
 
 
@@ -173,6 +175,7 @@ def train(
     num_rows: int = NUM_ROWS,
     plain: bool = False,
     dies_at: int | None = None,
+    model: str = "llama",
     **options: Any,
 ) -> Any:
     """Trains with the Trainer. Returns its logs, evaluations, predictions and a digest of the weights."""
@@ -183,22 +186,34 @@ def train(
     given = arguments(Path(root) / name, **options)
     data = {"train_dataset": ragged(num_rows), "eval_dataset": samples(2 * GLOBAL)}
     twin = {} if plain else {"twin": {**KINDS[kind], **(keys or {})}}
-    trainer = (transformers.Trainer if plain else TwinTrainer)(llama(), given, **data, **twin)
+    trainer = (transformers.Trainer if plain else TwinTrainer)(model_of(model), given, **data, **twin)
     if dies_at is not None:
         trainer.add_callback(dying(dies_at))
     trainer.train(resume_from_checkpoint=str(Path(root) / resume) if resume else None)
     return use(trainer, Path(root) / name)
 
 
+def model_of(name: str) -> Any:
+    if name == "llama":
+        return llama()
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.OlmoeConfig(
+        vocab_size=128, max_position_embeddings=64, num_experts=4, num_experts_per_tok=2, eos_token_id=1, **sizes
+    )
+    return transformers.OlmoeForCausalLM(config)
+
+
 def use(trainer: Any, folder: Path) -> Any:
     """What a trainer that has trained can do."""
-    from transformers import LlamaForCausalLM
 
     history = trainer.state.log_history
     predicted = trainer.predict(samples(GLOBAL))
     trainer.save_model(str(folder / "saved"))
     trainer.accelerator.wait_for_everyone()
-    again = LlamaForCausalLM.from_pretrained(folder / "saved")
+    again = type(trainer.model).from_pretrained(folder / "saved")
     generated = trainer.model.generate(
         input_ids=rows(1 + trainer.args.process_index)[:, :4],
         max_new_tokens=3 + trainer.args.process_index,
@@ -239,6 +254,7 @@ def loop(
     keys: Mapping[str, Any] | None = None,
     resume: str | None = None,
     save_at: int | None = None,
+    model_name: str = "llama",
 ) -> Any:
     """A loop of Accelerate with accumulation, clipping, a scheduler, metrics and checkpoints."""
     import accelerate
@@ -248,7 +264,7 @@ def loop(
     accelerator = accelerate.Accelerator(
         cpu=True, gradient_accumulation_steps=PARTS, step_scheduler_with_optimizer=False
     )
-    model = llama()
+    model = model_of(model_name)
     optimizer = twin_optimizer(accelerator, model, lr=LR, max_grad_norm=MAX_NORM, **{**KINDS[kind], **(keys or {})})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
     data = torch.utils.data.DataLoader(rows(NUM_ROWS), batch_size=GLOBAL // num_ranks())
@@ -466,6 +482,31 @@ def mistakes(root: str) -> dict[str, str]:
     refused("value", lambda: accelerator.clip_grad_value_(two.parameters(), 1.0))
     refused("norm", lambda: accelerator.clip_grad_norm_(two.parameters(), 2 * MAX_NORM))
     optimizer.step()
+    return said
+
+
+def expert_mistakes(root: str) -> dict[str, str]:
+    """The errors for arguments that do not go with expert ranks."""
+    from twinflow.integrations.huggingface import TwinTrainer
+
+    said: dict[str, str] = {}
+
+    def refused(name: str, twin: dict[str, Any], model: str = "olmoe", **options: Any) -> None:
+        try:
+            given = arguments(Path(root) / "mistakes", eval_strategy="no", max_steps=1, **options)
+            TwinTrainer(model_of(model), given, train_dataset=samples(NUM_ROWS), twin=twin).train()
+            said[name] = ""
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+
+    size = {"expert_parallel_size": 2}
+    refused("size", {"expert_parallel_size": 3})
+    refused("stage", {**size, "zero": 3})
+    refused("host", {**size, "offload_params": True})
+    refused("compiled", size, torch_compile=True)
+    refused("dense", size, model="llama")
+    refused("rule", size, optim="rmsprop")
+    refused("nodes", size, save_on_each_node=True)
     return said
 
 

@@ -740,7 +740,7 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         ),
         "save_on_each_node": Conflict(
             "{option}.save_on_each_node",
-            "ZeRO stage 3 on several processes",
+            "ZeRO stage 3 or expert ranks on several processes",
             "only rank 0 has the whole weights",
             "Save to a folder that all machines share.",
         ),
@@ -752,9 +752,9 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
         ),
         "state with stage 3": Conflict(
             "An optimizer that has state ({optimizer})",
-            "ZeRO stage 3 on several processes",
+            "ZeRO stage 3 or expert ranks on several processes",
             "the state belongs to whole parameters, which ranks divide",
-            "Use stage 1 or 2, or pass a new optimizer.",
+            "Pass a new optimizer, or use stage 1 or 2 without expert ranks.",
         ),
         "clipping by value": Conflict(
             "accelerator.clip_grad_value_()",

@@ -24,7 +24,7 @@ from huggingface_ranks_cases import KINDS, serve
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
 FOUR = {"num_steps": 4}
-STAGES = [kind for kind in KINDS if kind not in ("default", "stage 0")]
+STAGES = [kind for kind in KINDS if kind not in ("default", "stage 0") and "experts" not in kind]
 
 
 def jobs(waves: list[dict[str, Any]], root: Path) -> dict[str, Any]:
@@ -136,6 +136,47 @@ def test_what_would_train_wrongly_is_refused(quick: dict[str, Any], name: str, m
         assert "error" not in rank, rank["trace"]
         with pytest.raises(ValueError, match=message):
             raise ValueError(rank[name])
+
+
+@pytest.mark.matrix
+def test_processes_divide_the_experts_of_a_model(tmp_path: Path) -> None:
+    """The Trainer and a loop, each resumed with and without expert ranks, and from a checkpoint of Trainer."""
+    moe = {"model": "olmoe", **SAVES}
+    loop = {"model_name": "olmoe", **FOUR}
+    first = {
+        "plain": (1, "train", {"kind": "default", "name": "plain", "plain": True, **moe}),
+        "two": (2, "train", {"kind": "experts", "name": "two", **moe}),
+        "two, stage 0": (2, "train", {"kind": "experts, stage 0", "name": "two-0", **moe}),
+    }
+    second = {
+        "one loop": (1, "loop", {"kind": "default", "name": "one-loop", **loop}),
+        "loop": (2, "loop", {"kind": "experts", "name": "loop", "save_at": 2, **loop}),
+        "again": (2, "train", {"kind": "experts", "name": "again", "resume": "two/checkpoint-2", **moe}),
+    }
+    resumed = {"kind": "default", "name": "one", "resume": "two-0/checkpoint-2", **moe}
+    third = {
+        "one": (1, "train", resumed),
+        "from plain": (2, "train", {**resumed, "kind": "experts", "name": "torch", "resume": "plain/checkpoint-2"}),
+        "loop again": (2, "loop", {"kind": "experts, stage 0", "name": "loop-again", "resume": "loop", **loop}),
+    }
+    fourth = {"mistakes": (2, "expert_mistakes", {})}
+    found = jobs([first, second, third, fourth], tmp_path)
+    truth = found["plain"][0]
+    for name in ("two", "two, stage 0"):
+        check_trainer(found[name], truth)
+    for name in ("again", "one", "from plain"):
+        check_trainer(found[name], truth, 2)
+    check_loop(found["loop"], found["one loop"][0])
+    check_loop(found["loop again"], found["one loop"][0], first=2)
+    for rank in found["mistakes"]:
+        assert "error" not in rank, rank["trace"]
+        assert "expert_parallel_size is 3, but must be a divisor of 2" in rank["size"]
+        assert "zero_optimization.stage 3 cannot be used with expert ranks" in rank["stage"]
+        assert "zero_optimization.stage 3 cannot be used with expert ranks" in rank["host"]
+        assert "compile.blocks cannot be used with expert ranks" in rank["compiled"]
+        assert "is a model without experts" in rank["dense"]
+        assert "The optimizer RMSprop cannot be used with expert ranks" in rank["rule"]
+        assert "expert ranks on several processes" in rank["nodes"]
 
 
 @pytest.mark.matrix

@@ -229,8 +229,8 @@ class _SettledGroups(list[dict[str, Any]]):
 def _as_rule(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces an optimizer in the arguments of `build.initialize` by a config with its rule, and parameter groups.
 
-    This concerns those with DeepSpeed's names, and, with stage 3 on several ranks, those of torch that have a rule: a
-    rank then has only some rows of a parameter. Empty for other optimizers.
+    This concerns those with DeepSpeed's names, and, with stage 3 or expert ranks, those of torch that have a rule: a
+    rank then has only a part of a parameter. Empty for other optimizers.
     """
     sources = ("config", "config_params")
     name = next((name for name in sources if given.get(name) is not None), None)
@@ -243,7 +243,7 @@ def _as_rule(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
             raise invalid_value("config", None, "a dict or the path of a JSON file", remedy)
     else:
         rule = rule_for(optimizer)
-        if rule is None or source is None or get_world_size() == 1 or not _has_stage3(source):
+        if rule is None or source is None or get_world_size() == 1 or not _divides_weights(source):
             return {}
         section, groups = section_for(optimizer, rule), groups_for(optimizer)
     changed: dict[str, Any] = dict.fromkeys(("args", *sources), None)
@@ -251,9 +251,12 @@ def _as_rule(optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**changed, "optimizer": None, "model_parameters": groups}
 
 
-def _has_stage3(source: Any) -> bool:
-    section = read_source(source)[1].get("zero_optimization", {})
-    return isinstance(section, Mapping) and section.get("stage") == 3
+def _divides_weights(source: Any) -> bool:
+    """Whether a rank has only a part of some weights: rows, or experts."""
+    config = read_source(source)[1]
+    section = config.get("zero_optimization", {})
+    has_experts = config.get("expert_parallel_size", 1) not in (None, 1)
+    return has_experts or (isinstance(section, Mapping) and section.get("stage") == 3)
 
 
 def init_distributed(

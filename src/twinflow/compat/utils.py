@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from twinflow.monitor.metrics import host_memory_bytes
 from twinflow.parallel import partition
+from twinflow.zero.experts import with_all_experts
 
 logger = logging.getLogger("twinflow")
 
@@ -316,8 +317,12 @@ def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: b
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
     """Copies of the tensors in nested dicts, lists and tuples. torch.save writes only the elements of a copy, but the
     whole storage of a view.
+
+    The Trainer and Accelerate pass the state dict of a model on all ranks before rank 0 saves it. With expert ranks, it
+    has the experts of this rank. The copies are whole.
     """
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), item)
+    call = "clone_tensors_for_torch_save()"
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), with_all_experts(item, call))
 
 
 def set_random_seed(seed: int) -> None:

@@ -14,6 +14,7 @@ from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group, alone
 from twinflow.engine.base import EngineBase
 from twinflow.state_dict import Kind, list_of, value_of
+from twinflow.zero.shared import Team
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,8 @@ class Ranks:
 def ranks_of(engine: EngineBase) -> Ranks:
     """The ranks that save and load with this one: only this one if no other rank has a part of the state."""
     team = engine.optimizer.team if engine.optimizer is not None else None
-    if team is None or team.everyone.world == 1:
-        return Ranks(alone(), are_partitioned=False)
-    if team.grid is None:
-        experts = team.expert_calls if team.expert_shard is not None else None
-        return Ranks(team.everyone, team.is_partitioned, experts=experts)
+    if team is None or team.grid is None or team.everyone.world == 1:
+        return ranks_of_team(team)
     return Ranks(
         team.everyone,
         team.is_partitioned,
@@ -97,6 +95,14 @@ def ranks_of(engine: EngineBase) -> Ranks:
         num_tensor=team.grid.num_model,
         aliases=getattr(engine.module, "aliases", {}),
     )
+
+
+def ranks_of_team(team: Team | None) -> Ranks:
+    """The same for an optimizer whose ranks all have the same layers."""
+    if team is None or team.everyone.world == 1:
+        return Ranks(alone(), are_partitioned=False)
+    experts = team.expert_calls if team.expert_shard is not None else None
+    return Ranks(team.everyone, team.is_partitioned, experts=experts)
 
 
 def deal(leaves: Sequence[Entry], ranks: Ranks, shards: Container[str] = ()) -> list[Entry]:

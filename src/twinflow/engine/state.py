@@ -331,7 +331,7 @@ class _Own:
             if shard is not None:
                 own = self._ranks.tensor_rank, self._ranks.num_tensor
                 assert shard.is_expert or (shard.rank, shard.world) == own
-                marks[name] = to_mark(shard, _whole_shape(leaf))
+                marks[name] = to_mark(shard, whole_shape(leaf))
                 names[leaf.name] = stored_name(name, shard.rank)
 
 
@@ -360,17 +360,18 @@ def sharded_leaves(leaves: Sequence[Entry], param: Tensor) -> dict[str, TensorSh
     if shard is None:
         return {}
     for leaf in leaves:
-        if _whole_shape(leaf) != shape and math.prod(_whole_shape(leaf)) > 1:
+        if whole_shape(leaf) != shape and math.prod(whole_shape(leaf)) > 1:
             expected = f"{shape}, the shape of the parameter, or ()"
             remedy = (
                 "Tensor ranks have parts of the parameter and cannot save state of another shape. "
                 "Use an optimizer whose state has the shape of its parameter."
             )
-            raise invalid_value(f"The shape of {leaf.name}", _whole_shape(leaf), expected, remedy)
-    return {leaf.name: shard for leaf in leaves if _whole_shape(leaf) == shape}
+            raise invalid_value(f"The shape of {leaf.name}", whole_shape(leaf), expected, remedy)
+    return {leaf.name: shard for leaf in leaves if whole_shape(leaf) == shape}
 
 
-def _whole_shape(leaf: Entry) -> tuple[int, ...]:
+def whole_shape(leaf: Entry) -> tuple[int, ...]:
+    """The shape of the tensor of which an entry is a part."""
     return tuple(leaf.shape if leaf.part is None else leaf.part.shape)
 
 

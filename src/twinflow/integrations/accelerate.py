@@ -26,7 +26,17 @@ from twinflow.integrations import need
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import take_over
 from twinflow.integrations.norms import Clipping
-from twinflow.integrations.ranks import divided, make_zero, replace_params, report_steps, start_ranks, waiting
+from twinflow.integrations.ranks import (
+    EXPERTS,
+    check_experts,
+    divide_experts,
+    divided,
+    make_zero,
+    replace_params,
+    report_steps,
+    start_ranks,
+    waiting,
+)
 from twinflow.integrations.scaler import TwinScaler, loss_scale_for
 from twinflow.launch.environment import rank_environment
 from twinflow.offload.clipping import clip_values
@@ -45,8 +55,8 @@ def twin_optimizer(
 
     `options` are those of TwinOptimizer. By default, updates start in backward, and the accelerator sets the number of
     accumulation steps. If the loop clips gradients, pass its limit as `max_grad_norm`. With several processes `zero` is
-    the ZeRO stage, 2 by default. The model is moved to the accelerator's device. Raises ValueError for settings of the
-    accelerator that are not supported.
+    the ZeRO stage, 2 by default, and `expert_parallel_size` of them have all experts together. The model is moved to
+    the accelerator's device. Raises ValueError for settings of the accelerator that are not supported.
     """
     need("accelerate", "accelerate", "twinflow.integrations.accelerate")
     check_accelerator(accelerator)
@@ -58,11 +68,14 @@ def twin_optimizer(
     options = {"early": True, "accumulation_steps": accelerator.gradient_accumulation_steps, **options}
     options |= scaling(accelerator)
     zero = make_zero(options, accelerator.num_processes)
+    size = check_experts(options, accelerator.num_processes)
     if accelerator.num_processes > 1:
         keep_even(accelerator)
     named = {name: value for name, value in options.items() if name not in ("zero", "param_groups")}
     replaced = start_ranks(model, zero, {**named, "zero": zero})
+    divide_experts(model, size, zero, accelerator.device, rule)
     options["zero"] = zero
+    options.pop(EXPERTS, None)
     if options.get("param_groups") is not None:
         options["param_groups"] = regroup(options["param_groups"], replaced)
     if isinstance(rule, Optimizer):

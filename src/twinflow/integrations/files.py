@@ -11,18 +11,21 @@ share the state, each of them writes its part to this folder, and any number of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from twinflow.checkpoint import open_checkpoint, save
 from twinflow.checkpoint.load import Checkpoint
 from twinflow.checkpoint.plain import JSON, put_together, take_apart
+from twinflow.checkpoint.shards import join_marks, stored_name, to_mark
 from twinflow.checkpoint.together import agree
-from twinflow.dist.group import alone
-from twinflow.engine.ranks import Ranks, deal
+from twinflow.engine.ranks import deal, ranks_of_team
 from twinflow.engine.restore import FileSource, checking
+from twinflow.engine.state import sharded_leaves, whole_shape
 from twinflow.integrations.torch_state import load_torch_state
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.state_dict import Entry, StateDict
 
 KIND: Final = "twinflow.StreamedState"
@@ -38,9 +41,7 @@ class StreamedState:
         self._optimizer = optimizer
         self._folder = folder
         self._tag = f"{TAG}_{number}" if number else TAG
-        team = optimizer.team
-        has_ranks = team is not None and team.everyone.world > 1
-        self._ranks = Ranks(team.everyone, team.is_partitioned) if has_ranks and team else Ranks(alone(), False)
+        self._ranks = ranks_of_team(optimizer.team)
 
     def write(self) -> dict[str, Any]:
         """Write the state to the folder and return a reference to it. All ranks must call this method.
@@ -48,23 +49,37 @@ class StreamedState:
         With these files and the weights of the model, training can resume exactly.
         """
         (files, head), said = agree(self._ranks, self._collect)
-        state = {name: entry for one in reversed(said) for name, entry in one.items()}
+        state = {name: entry for one in reversed(said) for name, entry in one["state"].items()}
         meta = {"optimizer": head, "optimizer_state": state}
+        if shards := join_marks([one["shards"] for one in said]):
+            meta["shards"] = shards
         save(self._folder, self._tag, files, meta, save_latest=False, together=self._ranks)
         return self.state_dict()
 
-    def _collect(self) -> tuple[tuple[dict[str, list[Entry]], JSON], dict[str, JSON]]:
-        """The tensors that this rank writes with the options of the optimizer, and the other values of its entries."""
+    def _collect(self) -> tuple[tuple[dict[str, list[Entry]], JSON], dict[str, Any]]:
+        """The tensors that this rank writes with the options of the optimizer, and the other values of its entries with
+        the marks of those that have only the experts of this rank.
+        """
         ranks = self._ranks
         head, entries = self._optimizer.stream_state()
         stripped_head, rest = take_apart(head, "optimizer")
         state: dict[str, JSON] = {}
         leaves: list[Entry] = []
+        shards: dict[str, TensorShard] = {}
+        params = {param.name: param.tensor for param in self._optimizer.runtime.params}
         for name, entry in entries:
             state[name], found = take_apart(entry, name)
+            shards |= sharded_leaves(found, params[name])
             leaves += found
-        own = leaves if ranks.are_partitioned else deal(leaves, ranks)
-        return ({"optimizer": own, "rest": rest if ranks.rank == 0 else []}, stripped_head), state
+        own: list[Entry] = []
+        marks: dict[str, JSON] = {}
+        for leaf in leaves if ranks.are_partitioned else deal(leaves, ranks, shards):
+            shard = shards.get(leaf.name)
+            if shard is not None:
+                marks[leaf.name] = to_mark(shard, whole_shape(leaf))
+            own.append(leaf if shard is None else replace(leaf, name=stored_name(leaf.name, shard.rank)))
+        files = {"optimizer": own, "rest": rest if ranks.rank == 0 else []}
+        return (files, stripped_head), {"state": state, "shards": {"optimizer": marks} if marks else {}}
 
     def state_dict(self) -> dict[str, Any]:
         """A reference to the state that `write` has written."""
@@ -94,7 +109,8 @@ class StreamedState:
         found.verify(share=(self._ranks.rank, self._ranks.world))
         with checking(found):
             head: StateDict = put_together(found.meta["optimizer"], lambda name: found.tensor("rest", name))
-            source = FileSource(found, found.meta["optimizer_state"], {})
+            shards = {param.name: shard_of(param.tensor) for param in self._optimizer.runtime.params}
+            source = FileSource(found, found.meta["optimizer_state"], shards)
             source.check()
             self._optimizer.check_state(head, source)
         return head, source

@@ -17,16 +17,19 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from twinflow.conflicts import conflict
+from twinflow.conflicts import conflict, refuse
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
 from twinflow.integrations.accelerate import check_accelerator, connect, keep_even, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.ranks import (
+    EXPERTS,
     DividedModel,
     check_equal,
+    check_experts,
     check_given,
+    divide_experts,
     divided,
     join_ranks,
     make_zero,
@@ -50,13 +53,13 @@ class TwinMixin:
 
     def __init__(self, *args: Any, twin: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """`args` and `kwargs` are the arguments of a Trainer. `twin`: options of TwinOptimizer such as states, ratio
-        and host_threads.
+        and host_threads, and `expert_parallel_size`, the number of processes that have all experts together.
         """
         self.twin: TwinOptimizer | None = None  # set when `train` starts
         if twin is not None and not isinstance(twin, Mapping):
             raise invalid_value("twin", twin, "a dict of options of TwinOptimizer", 'Example: twin={"states": "bf16"}.')
         self._twin_options = dict(twin or {})
-        allowed = [name for name in own_options() if name not in (*_DECLARED, "loss_scale")]
+        allowed = [*(name for name in own_options() if name not in (*_DECLARED, "loss_scale")), EXPERTS]
         for name in self._twin_options:
             if name in _DECLARED:
                 raise ValueError(f"twin must not have the key {name!r}. Set {_DECLARED[name]} in TrainingArguments.")
@@ -74,7 +77,13 @@ class TwinMixin:
         check_accelerator(trainer.accelerator)
         if trainer.accelerator.num_processes > 1:
             keep_even(trainer.accelerator)
-        make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
+        zero = make_zero(self._twin_options, trainer.accelerator.num_processes)  # an invalid value raises here
+        size = check_experts(self._twin_options, trainer.accelerator.num_processes)
+        is_compiled = size > 1 and trainer.args.torch_compile
+        refuse(
+            "Expert parallelism",
+            {"stage": size > 1 and zero is not None and zero.stage == 3, "compiled": is_compiled},
+        )
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leaves a model whose weights belong on the host there. The GPU may be too small for all of it, and the
@@ -107,6 +116,8 @@ class TwinMixin:
             replaced = start_ranks(trainer.model, zero, _settings(trainer, zero))
             if given is not None:
                 replace_params(given, replaced)
+            size = check_experts(self._twin_options, accelerator.num_processes)
+            divide_experts(trainer.model, size, zero, trainer.args.device, given)
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer, zero)
         self._divided = divided(self.twin)
@@ -151,7 +162,9 @@ class TwinMixin:
         return found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """`Trainer.save_model`. With ZeRO stage 3, all ranks must call it, and rank 0 writes the whole weights."""
+        """`Trainer.save_model`. With ZeRO stage 3 or expert ranks, all ranks must call it, and rank 0 writes the whole
+        weights.
+        """
         if self._divided is not None:
             self._gathered = self._divided.gather("save_model()")
         try:
@@ -223,7 +236,8 @@ def _settings(trainer: Any, zero: Zero | None) -> dict[str, object]:
 
 def _build(made: Optimizer, trainer: Any, zero: Zero | None) -> TwinOptimizer:
     """A TwinOptimizer that replaces the optimizer of the arguments."""
-    given = {"early": True, **trainer._twin_options, **scaling(trainer.accelerator), "zero": zero}
+    options = {name: value for name, value in trainer._twin_options.items() if name != EXPERTS}
+    given = {"early": True, **options, **scaling(trainer.accelerator), "zero": zero}
     # Otherwise gradients accumulate in `.grad`, and the Trainer clips them. With several ranks it cannot do this,
     # because `.grad` is not the average over ranks, and with fp16 `.grad` is multiplied by the loss scale.
     if given["early"] or trainer.accelerator.num_processes > 1 or "loss_scale" in given:

@@ -5,8 +5,8 @@ The loop gives each rank its own batches and averages metrics. TwinOptimizer ave
 the model must not be wrapped in DistributedDataParallel. This module chooses the ZeRO stage, compares the ranks before
 training, and starts a watch that ends all ranks when one of them dies.
 
-With stage 3 each rank has a part of the weights. `DividedModel` gathers them for files of other libraries, and loads
-such files.
+With stage 3 each rank has a part of the weights, and with expert ranks some of the experts. `DividedModel` gathers them
+for files of other libraries, and loads such files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from twinflow.conflicts import conflict
+from twinflow.conflicts import conflict, refuse
 from twinflow.dist.group import Group
 from twinflow.dist.sharded import is_fsdp
 from twinflow.errors import invalid_value, wrong_state
@@ -33,12 +34,14 @@ from twinflow.launch.watch import Watch
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.parallel.whole import wrap_save_pretrained
-from twinflow.zero import Zero, partition
+from twinflow.zero import Zero, partition, split_experts
+from twinflow.zero.experts import expert_ranks
 from twinflow.zero.partitioned import Replaced, regroup
 from twinflow.zero.shared import STAGES
 from twinflow.zero.start import meet, start_watch
 
 STAGE: Final = 2  # of several processes, if the user chooses none
+EXPERTS: Final = "expert_parallel_size"  # an option of the user: number of ranks that have all experts together
 _TIMEOUT_S: Final = 1800.0
 
 
@@ -114,6 +117,33 @@ def start_ranks(model: nn.Module, zero: Zero | None, settings: Mapping[str, obje
     return replaced
 
 
+def check_experts(options: Mapping[str, Any], num_ranks: int) -> int:
+    """The number of ranks that have all experts together, from `options`. 1: each rank has all experts."""
+    size = options.get(EXPERTS, 1)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or num_ranks % size:
+        remedy = "Start a multiple of it as processes, or use fewer expert ranks."
+        raise invalid_value(EXPERTS, size, f"a divisor of {num_ranks}, the number of processes", remedy)
+    return size
+
+
+def divide_experts(model: nn.Module, size: int, zero: Zero | None, device: torch.device, given: Any = None) -> None:
+    """Keeps only this rank's experts in the model. Call this after `start_ranks`, and before the optimizer is built.
+    `given`: an optimizer of torch that exists already.
+    """
+    if size == 1:
+        return
+    assert zero is not None  # there are several ranks
+    refuse("Expert parallelism", {"stage": zero.stage == 3})
+    if isinstance(given, Optimizer) and given.state:
+        raise conflict("Hugging Face and Lightning", "state with stage 3", optimizer=type(given).__name__)
+    before = expert_ranks(model)
+    if before is None:
+        split_experts(model, size, device=device, timeout=timedelta(seconds=_TIMEOUT_S))
+    elif before.size != size:
+        remedy = "Use this size, leave the option out, or build the model again."
+        raise invalid_value(EXPERTS, size, f"{before.size}, by which the model is split", remedy)
+
+
 @cache
 def watch_ranks() -> Watch | None:
     """The watch of this process. It ends with the process, because other processes may need it until then."""
@@ -158,14 +188,17 @@ def replace_params(optimizer: Optimizer, replaced: Replaced) -> None:
 
 
 class DividedModel:
-    """A model of which each rank has only a part of the weights. It replaces the model where another library loads a
-    file with whole weights.
+    """A model of which each rank has only a part of the weights: its rows of them (ZeRO stage 3), or its experts. It
+    replaces the model where another library loads a file with whole weights.
     """
 
     def __init__(self, twin: TwinOptimizer) -> None:
         assert twin.model is not None and twin.team is not None
         self._twin = twin
         self._model = twin.model
+        self._experts = expert_ranks(twin.model)
+        if self._experts is not None:  # split_experts() has changed `save_pretrained`
+            return
         known = weakref.ref(twin)  # the model may live longer than the optimizer
         model = weakref.ref(twin.model)
 
@@ -180,6 +213,9 @@ class DividedModel:
         """The whole weights on rank 0, and an empty dict on other ranks. All ranks must call this method. `call`: the
         user's call, for the error if a rank does not make it.
         """
+        if self._experts is not None:
+            whole: dict[str, Any] = self._experts.weights.state_dict(call)
+            return whole if dist.get_rank() == 0 else {}
         return dict(whole_weights(self._twin, call=call))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -200,6 +236,8 @@ class DividedModel:
         for tied in names.values():
             first = next((state_dict[name] for name in tied if name in state_dict), None)
             given.update({name: first for name in tied if first is not None and name not in state_dict})
+        if self._experts is not None:
+            given = self._experts.weights.cut(given)
         return type(model).load_state_dict(model, given, strict)
 
     @contextmanager
@@ -214,5 +252,7 @@ class DividedModel:
 
 def divided(twin: TwinOptimizer) -> DividedModel | None:
     """The model of this optimizer if ranks have parts of its weights, else None."""
-    is_divided = twin.zero is not None and twin.zero.stage == 3 and twin.team is not None and twin.team.world > 1
+    if twin.zero is None or twin.team is None or twin.team.world == 1:
+        return None
+    is_divided = twin.zero.stage == 3 or (twin.model is not None and expert_ranks(twin.model) is not None)
     return DividedModel(twin) if is_divided else None

@@ -19,6 +19,7 @@ from twinflow.checkpoint.plain import put_together
 from twinflow.offload.torch_state import num_steps
 from twinflow.optim.equivalent import TORCH_ONLY
 from twinflow.optim.twin import TwinOptimizer
+from twinflow.parallel.shard import shard_of
 from twinflow.rules import ALL_RULES
 
 
@@ -37,12 +38,12 @@ def load_torch_state(twin: TwinOptimizer, saved: Mapping[str, Any]) -> None:
             f"The saved optimizer has param groups of {there} parameters, but must have groups of {sizes} parameters, "
             "as this optimizer. Build the optimizer that was saved, with the same parameters in the same order."
         )
-    shapes = {param.name: tuple(param.tensor.shape) for param in twin.runtime.params}
+    tensors = {param.name: param.tensor for param in twin.runtime.params}
     entries, made = {}, []
     for group, old in zip(own, groups, strict=True):
         made.append({**group, **_own_options(old), "params": group["params"]})
         for name, number in zip(group["params"], old["params"], strict=True):
-            entry = _entry(twin, dict(state.get(number) or {}), shapes[name])
+            entry = _entry(twin, dict(state.get(number) or {}), tensors[name])
             if entry is not None:
                 entries[name] = entry
     steps = max((int(entry["step"]) for entry in entries.values()), default=0)
@@ -55,12 +56,17 @@ def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (*TORCH_ONLY, "params", "param_names")}
 
 
-def _entry(twin: TwinOptimizer, state: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | None:
+def _entry(twin: TwinOptimizer, state: dict[str, Any], param: Tensor) -> dict[str, Any] | None:
     """The entry of one parameter; None if torch has not updated it. The master is filled in from the weights."""
     tensors = {key: value for key, value in state.items() if value is not None}
     if not tensors:
         return None
-    master = torch.zeros(()).expand(shape)
+    if (shard := shard_of(param)) is not None:  # this rank has some of the experts
+        whole = shard.whole_shape(param.shape)
+        for key, value in tensors.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == whole:
+                tensors[key] = shard.cut(value)
+    master = torch.zeros(()).expand(param.shape)
     if twin.rule is None:
         return {"step": num_steps(tensors), "master": master, "state": tensors}
     step = int(tensors.pop("step", 1))  # SGD does not count: only whether there was a step matters to it

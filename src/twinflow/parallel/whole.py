@@ -19,7 +19,7 @@ from twinflow.conflicts import conflict
 from twinflow.dist.group import Group
 from twinflow.dist.meeting import Meeting
 from twinflow.errors import invalid_value
-from twinflow.parallel.shard import shard_of
+from twinflow.parallel.shard import TensorShard, shard_of
 
 _REMEDY = (
     "Call it on all ranks of a replica, for example on those with engine.dp_rank == 0. Only the first of them writes "
@@ -48,7 +48,7 @@ class WholeWeights:
         `call` is the name for errors. `exclude_frozen`: without parameters that are not trained. Raises RuntimeError if
         not all ranks of the group make the call.
         """
-        self._meeting.meet(call, self._reason)
+        self.meet(call)
         joined: dict[int, Tensor] = {}  # by the id of the parameter or buffer
         found: dict[str, object] = {}
         module = self._module if part is None else part
@@ -57,7 +57,7 @@ class WholeWeights:
                 if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
                     continue
                 if id(value) not in joined:
-                    joined[id(value)] = self._joined(value)
+                    joined[id(value)] = self.joined(value, shard_of(value))
                 found[name] = joined[id(value)]
             else:
                 found[name] = value
@@ -75,8 +75,12 @@ class WholeWeights:
                 found[name] = shard.cut(value)
         return found
 
-    def _joined(self, value: Tensor) -> Tensor:
-        shard = shard_of(value)
+    def meet(self, call: str) -> None:
+        """Raises RuntimeError if not all ranks of the group make the call."""
+        self._meeting.meet(call, self._reason)
+
+    def joined(self, value: Tensor, shard: TensorShard | None) -> Tensor:
+        """A copy of the whole tensor on the host, from the parts of all ranks. `shard`: the part in `value`."""
         local = value.detach()
         if shard is None:
             return local.to("cpu", copy=True)

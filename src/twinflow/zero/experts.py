@@ -20,27 +20,31 @@ that their gradients stay there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx, once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.conflicts import conflict
 from twinflow.dist.group import TIMEOUT, Group, backend_for, new_group
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.quantised import is_quantised
-from twinflow.parallel.shard import even_shard, mark, shard_of
+from twinflow.parallel.shard import TensorShard, even_shard, mark, shard_of
 from twinflow.parallel.whole import WholeWeights
 from twinflow.zero.building import make_whole
 
+T = TypeVar("T")
 _NAME = "expert_parallel_size"
 _RANKS = "_twinflow_expert_ranks"  # attribute of a model that is split
+# Tensors of state dicts. An attribute of a tensor would be pickled with it.
+_PARTS: MutableMapping[Tensor, tuple[TensorShard, ExpertRanks]] = WeakTensorKeyDictionary()
 _CLASSES = "those of transformers that keep all experts of a layer in one tensor, such as MixtralExperts"
 
 
@@ -126,10 +130,39 @@ def split_experts(
                 mark(param, shard)
         module.num_experts = num_experts // size
         module.forward = _SplitForward(module, module.forward, ranks, num_experts)
+        cast(nn.Module, module).register_state_dict_post_hook(_note_parts)  # type: ignore[no-untyped-call]
     dist.destroy_process_group(every.handle)
     # The last two are marks of fully_shard: generate() of transformers then runs as many forwards on all ranks.
     vars(model).update({_RANKS: ranks, "_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True})
     return ranks
+
+
+def _note_parts(module: nn.Module, state: dict[str, object], prefix: str, _local: object) -> None:
+    """Notes the tensors of a state dict that have only the experts of this rank, for `with_all_experts`."""
+    forward = vars(module).get("forward")
+    for name, param in module.named_parameters(recurse=False):
+        value, shard = state.get(prefix + name), shard_of(param)
+        if (
+            isinstance(forward, _SplitForward)
+            and isinstance(value, Tensor)
+            and value is not param
+            and shard is not None
+        ):
+            _PARTS[value] = shard, forward.ranks
+
+
+def with_all_experts(item: T, call: str) -> T:
+    """A state dict of a model, with whole tensors in place of those that have only the experts of this rank. A
+    collective call if there are such tensors. Other objects are returned as they are. `call`: its name for errors.
+    """
+    if not isinstance(item, Mapping):
+        return item
+    parts = {name: _PARTS[value] for name, value in item.items() if isinstance(value, Tensor) and value in _PARTS}
+    if not parts:
+        return item
+    next(iter(parts.values()))[1].weights.meet(call)
+    whole = {name: ranks.weights.joined(item[name], shard) for name, (shard, ranks) in parts.items()}
+    return cast(T, {**item, **whole})
 
 
 def check_split(model: nn.Module) -> None:
@@ -211,7 +244,7 @@ class _SplitForward:
     def __init__(self, module: Experts, compute: Callable[..., Tensor], ranks: ExpertRanks, num_experts: int) -> None:
         self._module = module
         self._compute = compute  # the module's own forward, which computes the experts of this rank
-        self._ranks = ranks
+        self.ranks = ranks
         self._num_experts = num_experts  # of all ranks
         self._names = list(inspect.signature(compute).parameters)[:3]
 
@@ -222,7 +255,7 @@ class _SplitForward:
             assert shard is not None
             mark(deepcopy(param, memo), shard)
         module, compute = deepcopy(self._module, memo), deepcopy(self._compute, memo)
-        return _SplitForward(module, compute, self._ranks, self._num_experts)
+        return _SplitForward(module, compute, self.ranks, self._num_experts)
 
     def check(self) -> None:
         """Raises RuntimeError if other parameters, which have no marks, have taken the place of the split ones."""
@@ -236,7 +269,7 @@ class _SplitForward:
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         x, chosen, weights = (given[name] for name in self._names)
-        ranks, num_chosen = self._ranks, chosen.shape[-1]
+        ranks, num_chosen = self.ranks, chosen.shape[-1]
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self._num_experts)[: self._num_experts]
