@@ -23,6 +23,7 @@ from twinflow.integrations import need
 from twinflow.integrations.accelerate import check_accelerator, connect, keep_even, keep_plain, scaling
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
+from twinflow.integrations.pretrained import saved_weights
 from twinflow.integrations.ranks import (
     EXPERTS,
     DividedModel,
@@ -189,19 +190,33 @@ class TwinMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.twin is not None:
-            self.twin.flush()
-        with self._divided.loading() if self._divided is not None else nullcontext():
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        given = {**dict(zip(("resume_from_checkpoint", "model"), args, strict=False)), **kwargs}
+        model = given.get("model")
+        with self._loading(given["resume_from_checkpoint"], model) as is_loaded:
+            if not is_loaded:
+                super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """Waits for the last update before the best model is loaded, because the update would overwrite the loaded
-        weights.
+        trainer: Any = self
+        with self._loading(trainer.state.best_model_checkpoint) as is_loaded:
+            if not is_loaded:
+                super()._load_best_model()  # type: ignore[misc]
+
+    @contextmanager
+    def _loading(self, folder: str | None, model: Any = None) -> Iterator[bool]:
+        """Within this context the model can load whole weights. Yields whether it has loaded those of the folder, which
+        the Trainer cannot if a model of transformers has other names there, as experts have.
+
+        Waits for the last update before, because the update would overwrite the loaded weights.
         """
         if self.twin is not None:
             self.twin.flush()
+        model = cast(Any, self).model if model is None else model
         with self._divided.loading() if self._divided is not None else nullcontext():
-            super()._load_best_model()  # type: ignore[misc]
+            weights = saved_weights(model, folder) if folder is not None else None
+            if weights is not None:
+                model.load_state_dict(weights)
+            yield weights is not None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run `Trainer.train`. When it returns, the weights include all updates, also a delayed one."""

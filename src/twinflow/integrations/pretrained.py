@@ -106,6 +106,22 @@ def from_pretrained(
     return made
 
 
+def saved_weights(model: nn.Module, folder: str) -> Mapping[str, Tensor] | None:
+    """The weights in a folder that `save_pretrained` has written, if the names in its files are not those of the model.
+
+    transformers stores each expert of fused ones by itself. Its Trainer ignores tensors with such names when it loads a
+    checkpoint. None if the names are those of the model, or if the folder has no such files.
+    """
+    has_files = any((Path(folder) / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    if not isinstance(model, transformers.PreTrainedModel) or not has_files:
+        return None
+    if set(_find_tensors(folder, None, {})) <= set(model.state_dict()):
+        return None
+    loaded = type(model).from_pretrained(folder, dtype=model.dtype)
+    found: Mapping[str, Tensor] = loaded.state_dict()
+    return found
+
+
 def _check(cls: Any, kwargs: Mapping[str, Any]) -> None:
     is_auto = hasattr(cls, "from_config") and hasattr(cls, "from_pretrained")
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
