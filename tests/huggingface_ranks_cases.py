@@ -58,6 +58,14 @@ def serve(_rank: int, _world: int, waves: Sequence[Mapping[str, Job]], root: str
     return found
 
 
+def serve_with_compat(rank: int, world: int, waves: Sequence[Mapping[str, Job]], root: str) -> dict[str, Any]:
+    """The same if transformers takes twinflow.compat for DeepSpeed, for which it looks when it is imported."""
+    from twinflow import compat
+
+    compat.install()
+    return serve(rank, world, waves, root)
+
+
 def start(world: int, work: Callable[..., Any], given: Mapping[str, Any]) -> tuple[list[int], Path]:
     """Forks the ranks. Returns their process ids and the folder of their results."""
     place = Path(tempfile.mkdtemp(dir=given["root"]))
@@ -204,6 +212,29 @@ def model_of(name: str) -> Any:
         vocab_size=128, max_position_embeddings=64, num_experts=4, num_experts_per_tok=2, eos_token_id=1, **sizes
     )
     return transformers.OlmoeForCausalLM(config)
+
+
+def experts_with_deepspeed(
+    root: str, name: str, resume: str | None = None, optimizer: dict[str, Any] | None = None, size: int = 2
+) -> Any:
+    """Hugging Face's own Trainer, with a DeepSpeed config and expert ranks. Without `optimizer`, the Trainer builds
+    torch's AdamW.
+    """
+    import transformers
+
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {**dict.fromkeys(sizes, "auto"), "zero_optimization": zero, "expert_parallel_size": size}
+    config |= {"optimizer": optimizer} if optimizer is not None else {}
+    saves = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
+    given = arguments(Path(root) / name, deepspeed=config, **saves)
+    data = {"train_dataset": ragged(NUM_ROWS), "eval_dataset": samples(2 * GLOBAL)}
+    trainer = transformers.Trainer(model_of("olmoe"), given, **data)
+    trainer.train(resume_from_checkpoint=str(Path(root) / resume) if resume else None)
+    numel = sum(param.numel() for key, param in trainer.model.named_parameters() if ".experts." in key)
+    whole = sum(param.numel() for key, param in model_of("olmoe").named_parameters() if ".experts." in key)
+    assert numel * size == whole
+    return use(trainer, Path(root) / name)
 
 
 def use(trainer: Any, folder: Path) -> Any:

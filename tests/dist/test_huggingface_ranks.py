@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ from dist_support import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from huggingface_ranks_cases import KINDS, serve
+from huggingface_ranks_cases import KINDS, serve, serve_with_compat
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "max_steps": 4}
 FOUR = {"num_steps": 4}
 STAGES = [kind for kind in KINDS if kind not in ("default", "stage 0") and "experts" not in kind]
 
 
-def jobs(waves: list[dict[str, Any]], root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(0, serve, waves, str(root), timeout_s=900)[0]
+def jobs(waves: list[dict[str, Any]], root: Path, work: Callable[..., Any] = serve) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(0, work, waves, str(root), timeout_s=900)[0]
     return found
 
 
@@ -174,9 +175,27 @@ def test_processes_divide_the_experts_of_a_model(tmp_path: Path) -> None:
         assert "zero_optimization.stage 3 cannot be used with expert ranks" in rank["stage"]
         assert "zero_optimization.stage 3 cannot be used with expert ranks" in rank["host"]
         assert "compile.blocks cannot be used with expert ranks" in rank["compiled"]
-        assert "is a model without experts" in rank["dense"]
+        assert "a model without experts (LlamaForCausalLM)" in rank["dense"]
         assert "The optimizer RMSprop cannot be used with expert ranks" in rank["rule"]
         assert "expert ranks on several processes" in rank["nodes"]
+
+
+@pytest.mark.matrix
+def test_a_deepspeed_config_divides_the_experts(tmp_path: Path) -> None:
+    """`TrainingArguments(deepspeed=...)`: with the Trainer's optimizer and with one of the config."""
+    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    first = {
+        "plain": (1, "train", {"kind": "default", "name": "plain", "plain": True, "model": "olmoe", **SAVES}),
+        "own": (2, "experts_with_deepspeed", {"name": "own"}),
+        "config's": (2, "experts_with_deepspeed", {"name": "config", "optimizer": adam}),
+    }
+    then = {"again": (2, "experts_with_deepspeed", {"name": "again", "resume": "own/checkpoint-2"})}
+    then["odd"] = (2, "experts_with_deepspeed", {"name": "odd", "size": 3})
+    found = jobs([first, then], tmp_path, serve_with_compat)
+    for name in ("own", "config's", "again"):
+        check_trainer(found[name], found["plain"][0], 2 if name == "again" else None)
+    for rank in found["odd"]:
+        assert "expert_parallel_size is 3, but must be a divisor of 2" in rank["error"]
 
 
 @pytest.mark.matrix
