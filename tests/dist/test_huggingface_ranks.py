@@ -189,11 +189,16 @@ def test_a_deepspeed_config_divides_the_experts(tmp_path: Path) -> None:
         "own": (2, "experts_with_deepspeed", {"name": "own"}),
         "config's": (2, "experts_with_deepspeed", {"name": "config", "optimizer": adam}),
     }
-    then = {"again": (2, "experts_with_deepspeed", {"name": "again", "resume": "own/checkpoint-2"})}
+    then = {
+        # The config's optimizer decays all parameters, and the Trainer's only matrices.
+        "config's, one": (1, "experts_with_deepspeed", {"name": "config-one", "optimizer": adam, "size": 1}),
+        "again": (2, "experts_with_deepspeed", {"name": "again", "resume": "own/checkpoint-2"}),
+    }
     then["odd"] = (2, "experts_with_deepspeed", {"name": "odd", "size": 3})
     found = jobs([first, then], tmp_path, serve_with_compat)
-    for name in ("own", "config's", "again"):
-        check_trainer(found[name], found["plain"][0], 2 if name == "again" else None)
+    check_trainer(found["own"], found["plain"][0])
+    check_trainer(found["again"], found["plain"][0], 2)
+    check_trainer(found["config's"], found["config's, one"][0])
     for rank in found["odd"]:
         assert "expert_parallel_size is 3, but must be a divisor of 2" in rank["error"]
 

@@ -110,6 +110,26 @@ def test_a_run_has_the_losses_of_adamw_and_goes_on_with_the_same_bits(
     assert found.trainer.twin.runtime.settings.early
 
 
+def test_a_model_whose_files_have_other_names_goes_on_with_all_weights(huggingface: Any, tmp_path: Path) -> None:
+    """transformers stores fused experts one by one. Its own Trainer does not load them again."""
+
+    def olmoe(seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        config = transformers.OlmoeConfig(vocab_size=128, num_experts=4, num_experts_per_tok=2, eos_token_id=1, **shape)
+        return transformers.OlmoeForCausalLM(config)
+
+    sizes = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
+    sizes |= {"greater_is_better": True, "metric_for_best_model": "eval_loss"}  # so that the best is not the last
+    found = train(huggingface.TwinTrainer, tmp_path / "twin", model=olmoe(), keys={"twin": TWIN}, **sizes)
+    checkpoint = tmp_path / "twin" / "checkpoint-2"
+    assert found.trainer.state.best_model_checkpoint == str(checkpoint)
+    assert_same_weights(found.model, transformers.OlmoeForCausalLM.from_pretrained(checkpoint))
+    again = tmp_path / "again"
+    resumed = train(huggingface.TwinTrainer, again, resume=checkpoint, model=olmoe(1), keys={"twin": TWIN}, **sizes)
+    assert resumed.logs[2:] == found.logs[2:]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "options"),

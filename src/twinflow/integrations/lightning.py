@@ -44,6 +44,7 @@ from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.twin_build import own_device
 from twinflow.optim.twin_checks import check_loss
 from twinflow.optim.whole import whole_weights
+from twinflow.zero.experts import expert_ranks
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 _HOME = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
@@ -57,7 +58,7 @@ _REFUSED = {
     "torch_autocast": 'Use Trainer(precision="bf16-mixed").',
     "pipeline": "Use twinflow.initialize() and your own loop.",
     "tensor_parallel": "Use twinflow.initialize() and your own loop.",
-    "expert_parallel_size": "Use twinflow.initialize() and your own loop.",
+    "expert_parallel_size": "Use twinflow.initialize() and your own loop, or Hugging Face's Trainer.",
     "wall_clock_breakdown": "Use Trainer(profiler=...).",
     "flops_profiler": "Use Trainer(profiler=...).",
     "tensorboard": "Use Trainer(logger=...).",
@@ -162,6 +163,13 @@ class TwinStrategy(pl.strategies.ParallelStrategy):  # type: ignore[name-defined
             remedy = "Leave it out: twinflow trains on the GPU if this machine has one, and otherwise on the CPU."
             raise invalid_value("Trainer(accelerator=)", self.root_device.type, [own_device().type], remedy)
         self._check_averaging(trainer)
+        if expert_ranks(self.lightning_module) is not None:
+            raise incompatible(
+                "A model that split_experts() has divided",
+                "TwinStrategy",
+                "Lightning would save the experts of one rank",
+                _REFUSED["expert_parallel_size"],
+            )
         config, module = self._configured(trainer), self.lightning_module
         if "optimizer" in config:
             if module.configure_optimizers() is not None:
