@@ -176,7 +176,7 @@ def test_processes_divide_the_experts_of_a_model(tmp_path: Path) -> None:
         assert "zero_optimization.stage 3 cannot be used with expert ranks" in rank["host"]
         assert "compile.blocks cannot be used with expert ranks" in rank["compiled"]
         assert "a model without experts (LlamaForCausalLM)" in rank["dense"]
-        assert "The optimizer RMSprop cannot be used with expert ranks" in rank["rule"]
+        assert "rmsprop.RMSprop cannot be used with expert ranks" in rank["rule"]
         assert "expert ranks on several processes" in rank["nodes"]
 
 
