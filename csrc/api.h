@@ -132,7 +132,7 @@ enum tf_sync_point {
   TF_PARAMS_READ = 2048  // parameters change after a background checkpoint has read them
 };
 
-// State in a file (state_file.h). A record is the part of the file with the state of one bucket.
+// State or weights in a file (state_file.h). A record is the part of the file with those of one bucket.
 typedef struct tf_state_file tf_state_file;
 typedef struct tf_file_settings {
   int32_t fd;  // stays open until tf_file_close
@@ -141,6 +141,7 @@ typedef struct tf_file_settings {
   int64_t
       block_bytes;    // the size of one read or write; as all sizes and offsets, a multiple of the sectors of the disk
   int32_t num_rings;  // number of threads with an io_uring, which share num_threads requests; 0: threads without one
+  void* memory;       // of all buffers, which stays there until tf_file_close; NULL: the file allocates them
 } tf_file_settings;
 typedef struct tf_file_failure {
   int32_t kind;   // 0: the file works; otherwise the first failure, a tf_file_failure_kind
@@ -150,7 +151,7 @@ typedef struct tf_file_failure {
 enum tf_file_failure_kind { TF_FILE_READ = 1, TF_FILE_WRITE = 2, TF_FILE_CHECKSUM = 3 };
 typedef struct tf_file_counters {
   int64_t bytes_read, bytes_written;
-  int64_t num_updates, num_late;  // updates of records; those whose record was not even being read when they asked
+  int64_t num_updates, num_late;  // uses of records; those whose record was not even being read when they asked
 } tf_file_counters;
 TF_PUBLIC tf_state_file* tf_file_new(const tf_file_settings* settings);  // NULL: there is too little memory
 TF_PUBLIC int32_t tf_file_num_rings(tf_state_file* file);  // 0: threads without an io_uring, also if it is refused
@@ -162,6 +163,8 @@ TF_PUBLIC int64_t tf_file_add(tf_state_file* file, int64_t offset, int64_t num_b
 // is closed.
 TF_PUBLIC void* tf_file_hold(tf_state_file* file, int64_t record);
 TF_PUBLIC void tf_file_release(tf_state_file* file, int64_t record, int32_t is_changed);
+// The records that will be used next, in this order. They are read ahead, instead of those that followed before.
+TF_PUBLIC void tf_file_expect(tf_state_file* file, const int64_t* records, int64_t num_records);
 TF_PUBLIC int32_t tf_file_flush(tf_state_file* file);  // waits until all records are written; 0: it failed or is closed
 TF_PUBLIC void tf_file_failed(tf_state_file* file, tf_file_failure* failure);
 TF_PUBLIC void tf_file_count(tf_state_file* file, tf_file_counters* counters);
@@ -173,7 +176,8 @@ typedef struct tf_settings {
   int32_t is_external;    // the caller makes the updates with an optimizer in Python (tf_next_update)
   int64_t slot_bytes;
   int32_t num_slots, num_weight_slots;
-  tf_state_file* file;  // NULL: all state is in memory
+  tf_state_file* file;     // NULL: all state is in memory
+  tf_state_file* weights;  // NULL: no weights that blocks fetch are on the disk
 } tf_settings;
 
 typedef struct tf_slice {
@@ -193,6 +197,7 @@ typedef struct tf_bucket {
   int32_t rule, format, master_kind;
   int32_t is_shared;         // ranks share the bucket: its weights are complete when those of all ranks are gathered
   int32_t has_weight_slots;  // new weights are written to a slot; otherwise they are sent from the state
+  int64_t weight_record;     // new weights are written to this record of tf_settings.weights; -1: they are not
 } tf_bucket;
 
 typedef struct tf_pointers {  // buffers of one slice in a store; NULL if it has no such buffer
@@ -240,7 +245,8 @@ typedef struct tf_update_task {  // an update that the caller makes
 } tf_update_task;
 
 typedef struct tf_fetch_item {
-  int64_t bucket;  // the copy waits for the updates of this bucket; -1: `from` is never updated
+  int64_t bucket;  // the copy waits for the updates of this bucket; -1: the weights are never updated
+  int64_t record;  // of tf_settings.weights; -1: the weights are in memory, at `from` or in the state of the bucket
   const void* from;
   void* into;
   int64_t num_bytes;

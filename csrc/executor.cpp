@@ -19,8 +19,10 @@ Executor::Executor(std::shared_ptr<Driver> driver, const tf_settings& settings)
       fetch_(std::make_unique<LateStream>(driver_->new_stream(&log_), orders_)),
       slots_(*driver_, settings.slot_bytes, settings.num_slots),
       weight_slots_(*driver_, settings.slot_bytes, settings.num_weight_slots),
-      file_(settings.file ? settings.file->file : nullptr) {
-  if (file_) file_->listen([this] { follow_file(); });
+      file_(settings.file ? settings.file->file : nullptr),
+      weights_file_(settings.weights ? settings.weights->file : nullptr) {
+  for (auto& file : {file_, weights_file_})
+    if (file) file->listen([this] { follow_files(); });
   mover_ = std::thread([this] { move_loop(); });
   if (!is_external_) worker_ = std::thread([this] { work_loop(); });
 }
@@ -32,7 +34,8 @@ void Executor::close() {
     is_closing_ = true;
   }
   changed_.notify_all();
-  if (file_) file_->listen(nullptr);
+  for (auto& file : {file_, weights_file_})
+    if (file) file->listen(nullptr);
   mover_.join();
   if (worker_.joinable()) worker_.join();
   out_.reset();  // waits for the copies of this stream
@@ -53,9 +56,10 @@ void Executor::fail() {
   changed_.notify_all();
 }
 
-// Called by a thread of the file.
-void Executor::follow_file() {
-  bool works = !file_->failure().kind;
+// Called by a thread of a file.
+void Executor::follow_files() {
+  bool works = true;
+  for (auto& file : {file_, weights_file_}) works = works && !(file && file->failure().kind);
   Lock lock(mutex_);
   if (!works && failure_ == kWorks) failure_ = kFailedOutside;
   changed_.notify_all();

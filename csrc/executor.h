@@ -45,6 +45,8 @@
 // - State in a file (state_file.h): an update starts when the file has read the state of its bucket, which belongs to
 //   the task until the update is done. The lock of the file is taken after `mutex_`. Such a bucket has no speculative
 //   store. Its weights are sent from slots, or stay in memory if blocks fetch them (`keeps_weights`).
+// - Weights in a file (`weights_file_`): an update writes new weights to a buffer of this file too. A fetch copies each
+//   weight from a buffer, which it holds until the copy has ended (`fetched_`).
 #pragma once
 #include <assert.h>
 
@@ -177,6 +179,7 @@ struct Task {
   Slot* slot = nullptr;
   const void* grads = nullptr;
   char* state = nullptr;           // the memory with the state, if the state is in a file
+  char* new_weights = nullptr;     // the memory for the new weights, if they are in a file
   int64_t speculative_store = -1;  // the store to which the update writes, if not to the state itself
   Slot* weight_slot = nullptr;
   std::vector<void*> weights;  // weights of an external update
@@ -193,6 +196,7 @@ struct Task {
 struct Fetch {
   std::vector<tf_fetch_item> items;
   EventRef after, event;
+  size_t next = 0;  // the first item that is not copied yet
 };
 
 class Executor {
@@ -280,7 +284,7 @@ class Executor {
   // Threads.
   void move_loop();
   void work_loop();
-  void follow_file();
+  void follow_files();
 
   // Waits with the lock held. False if the executor has failed or is closing.
   template <class Condition>
@@ -334,6 +338,7 @@ class Executor {
   bool send_weights();
   bool fill_slots();
   bool start_fetches();
+  bool release_fetched();
   bool looks_at_events();
   bool run_orders(Lock& lock);
 
@@ -395,7 +400,9 @@ class Executor {
   std::unique_ptr<Stream> out_, in_, fetch_;
   std::atomic<double> orders_delay_s_{0};  // for tests
   SlotPool slots_, weight_slots_;
-  const std::shared_ptr<StateFile> file_;  // of stores that are not in memory; nullptr: there are none
+  const std::shared_ptr<StateFile> file_;             // of stores that are not in memory; nullptr: there are none
+  const std::shared_ptr<StateFile> weights_file_;     // of weights that blocks fetch; nullptr: they are in memory
+  std::deque<std::pair<int64_t, EventRef>> fetched_;  // records whose copy to the device may not have ended
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::map<int64_t, Store> stores_;
   std::map<int64_t, std::vector<int64_t>> speculative_stores_;  // by layout

@@ -80,7 +80,7 @@ bool Executor::looks_at_events() {
   }
   for (auto& one : jobs_)
     if (one.second->is_closed && !one.second->has_decision) return true;
-  return !sends_.empty();
+  return !sends_.empty() || !fetched_.empty();
 }
 
 bool Executor::decide_ready() {
@@ -177,29 +177,48 @@ const void* Executor::weight_of(const Task& task, size_t i) {
   return found.weight ? found.weight : found.master;
 }
 
-bool Executor::start_fetches() {
+// Gives buffers of the file back whose weights are on the device.
+bool Executor::release_fetched() {
   bool did = false;
+  while (!fetched_.empty() && has_come(fetched_.front().second, kAlways)) {
+    weights_file_->release_update(fetched_.front().first, false);
+    fetched_.pop_front();
+    did = true;
+  }
+  return did;
+}
+
+bool Executor::start_fetches() {
+  bool did = release_fetched();
   while (!fetch_queue_.empty()) {
     Fetch& fetch = fetches_.at(fetch_queue_.front());
-    for (auto& item : fetch.items)
-      if (item.bucket >= 0 && bucket(item.bucket).shown() < bucket(item.bucket).due) return did;
-    if (fetch.after && !is_off(TF_FETCH_ROOM)) fetch_->wait(fetch.after);
-    for (auto& item : fetch.items) {
+    if (fetch.next == 0) {
+      for (auto& item : fetch.items)
+        if (item.bucket >= 0 && bucket(item.bucket).shown() < bucket(item.bucket).due) return did;
+    }
+    for (; fetch.next < fetch.items.size(); ++fetch.next) {
+      const tf_fetch_item& item = fetch.items[fetch.next];
       const void* from = item.from;
-      if (item.bucket >= 0) {
+      if (item.record >= 0) {
+        from = weights_file_->try_read(item.record);
+        if (!from) return did;
+      } else if (item.bucket >= 0) {
         const Store& store = stores_.at(bucket(item.bucket).store);
         assert(store.record < 0 || store.keeps_weights);
         const tf_pointers& first = store.slices[0];
         from = first.weight ? first.weight : first.master;
       }
+      if (fetch.next == 0 && fetch.after && !is_off(TF_FETCH_ROOM)) fetch_->wait(fetch.after);
       fetch_->begin_span();
       fetch_->copy(item.into, from, item.num_bytes);
       fetch_->end_span(TF_SPAN_FETCH, static_cast<int32_t>(item.bucket));
       counters_.bytes_fetched += item.num_bytes;
+      if (item.record >= 0) fetched_.emplace_back(item.record, fetch_->record());
+      did = true;
     }
     fetch.event = fetch_->record();
     for (auto& item : fetch.items)  // the state must not change before the fetch has read it
-      if (item.bucket >= 0) bucket(item.bucket).weights_copied_event = fetch.event;
+      if (item.bucket >= 0 && item.record < 0) bucket(item.bucket).weights_copied_event = fetch.event;
     fetch_queue_.pop_front();
     did = true;
   }

@@ -90,7 +90,11 @@ bool Executor::prepare(Task& task) {
   // wait for a background checkpoint, which needs a buffer of the file.
   int64_t record = stores_.at(task.bucket->store).record;
   if (record >= 0 && !task.state) task.state = file_->try_hold(record);
-  return record < 0 || task.state;
+  if (record >= 0 && !task.state) return false;
+  // A buffer for weights comes after the state: fetches and writes give these buffers back without waiting for updates.
+  record = task.bucket->spec.weight_record;
+  if (record >= 0) task.new_weights = weights_file_->try_overwrite(record);
+  return record < 0 || task.new_weights;
 }
 
 void Executor::sum(Lock& lock, Task& task) {
@@ -171,24 +175,29 @@ void Executor::update(Lock& lock, Task& task) {
     const void* from;
     int64_t numel;
   };
-  std::vector<Copy> copies;
+  std::vector<Copy> copies, rounded;
   const Store& read = stores_.at(one.store);
   const Store& write = is_aside ? stores_.at(task.speculative_store) : read;
   int64_t size = task.is_summed ? 4 : bytes_of(one.spec.type);
+  char* sent_to = task.new_weights ? task.new_weights : task.weight_slot ? task.weight_slot->raw : nullptr;
   for (size_t i = 0; i < one.slices.size(); ++i) {
-    if (!task.present[i]) continue;
     const tf_slice& slice = one.slices[i];
+    tf_pointers from = read.at(i, task.state), into = write.at(i, task.state);
+    void* sent = sent_to ? sent_to + slice.offset * bytes_of(one.spec.type) : nullptr;
+    bool is_in_state = is_own_master || into.weight;
+    if (sent && is_in_state && (task.present[i] || task.new_weights))
+      copies.push_back({sent, is_own_master ? into.master : into.weight, slice.numel});
+    if (!task.present[i]) {  // the file has the weights of all slices
+      if (task.new_weights && !is_in_state) rounded.push_back({sent, into.master, slice.numel});
+      continue;
+    }
     int64_t step = one.spec.steps[i] + 1;
     const tf_hyper& row = hyper_of(task, slice.group, step);
     tf_segment segment{};
-    tf_pointers from = read.at(i, task.state), into = write.at(i, task.state);
     segment.grad = static_cast<const char*>(task.grads) + slice.offset * size;
     segment.weight_in = from.weight;
     segment.weight = into.weight;
-    void* sent = task.weight_slot ? task.weight_slot->raw + slice.offset * bytes_of(one.spec.type) : nullptr;
-    bool is_in_state = is_own_master || into.weight;
     if (sent && !is_in_state) segment.weight = sent;
-    if (sent && is_in_state) copies.push_back({sent, is_own_master ? into.master : into.weight, slice.numel});
     segment.master_in = from.master;
     segment.master = into.master;
     for (int k = 0; k < 2; ++k) {
@@ -215,6 +224,7 @@ void Executor::update(Lock& lock, Task& task) {
   if (!segments.empty()) tf_update(segments.data(), segments.size());
   // Weights in a state that leaves the memory before they are sent.
   for (auto& copy : copies) memcpy(copy.into, copy.from, copy.numel * bytes_of(one.spec.type));
+  for (auto& copy : rounded) tf_cast(copy.into, one.spec.type, copy.from, TF_F32, copy.numel);
   double end_s = now_s();
   lock.lock();
   log_if_long(TF_SPAN_LOCK, end_s);
@@ -222,6 +232,8 @@ void Executor::update(Lock& lock, Task& task) {
   if (!segments.empty())
     log_.add({is_ahead ? TF_SPAN_AHEAD : TF_SPAN_UPDATE, static_cast<int32_t>(task.bucket_index), start_s, end_s});
   free_state(task, !segments.empty());
+  if (task.new_weights) weights_file_->release_update(one.spec.weight_record, true);
+  task.new_weights = nullptr;
   updated(task, is_ahead);
   changed_.notify_all();
 }

@@ -16,6 +16,11 @@ namespace tf {
 StateFile::StateFile(const tf_file_settings& settings) : settings_(settings) {
   for (int32_t i = 0; i < settings.num_buffers; ++i) {
     auto made = std::make_unique<Buffer>();
+    if (settings.memory) {
+      made->raw = static_cast<char*>(settings.memory) + i * settings.buffer_bytes;
+      buffers_.push_back(std::move(made));
+      continue;
+    }
     void* raw = mmap(nullptr, settings.buffer_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED) {
       has_memory_ = false;
@@ -51,7 +56,8 @@ void StateFile::close() {
   threads_.clear();
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return num_users_ == 0; });
-  for (auto& buffer : buffers_) munmap(buffer->raw, settings_.buffer_bytes);
+  for (auto& buffer : buffers_)
+    if (!settings_.memory) munmap(buffer->raw, settings_.buffer_bytes);
   buffers_.clear();
 }
 
@@ -72,6 +78,46 @@ int64_t StateFile::add(int64_t offset, int64_t num_bytes) {
 
 char* StateFile::try_hold(int64_t index) {
   Lock lock(mutex_);
+  char* found = try_take(index);
+  if (!found) return nullptr;
+  if (last_ >= 0) records_[last_]->next = index;
+  last_ = index;
+  start_reads();
+  return found;
+}
+
+char* StateFile::try_read(int64_t index) {
+  Lock lock(mutex_);
+  return try_take(index);
+}
+
+char* StateFile::try_overwrite(int64_t index) {
+  Lock lock(mutex_);
+  if (is_over()) return nullptr;
+  Record& record = *records_[index];
+  if (!record.buffer) {
+    Buffer* buffer = free_buffer(kAhead);
+    if (!buffer) {
+      start_write_of_any();
+      return nullptr;
+    }
+    buffer->record = index;
+    record.buffer = buffer;
+  } else if (record.buffer->phase != Phase::kReady) {
+    return nullptr;
+  }
+  take(*record.buffer);
+  return record.buffer->raw;
+}
+
+void StateFile::expect(const int64_t* records, int64_t num_records) {
+  Lock lock(mutex_);
+  expected_.assign(records, records + num_records);
+  if (!is_over()) start_reads();
+}
+
+// The buffer with the record, with `mutex_` held; otherwise it will be read.
+char* StateFile::try_take(int64_t index) {
   if (is_over()) return nullptr;
   Buffer* buffer = records_[index]->buffer;
   if (!buffer) {
@@ -85,9 +131,6 @@ char* StateFile::try_hold(int64_t index) {
   }
   take(*buffer);
   counters_.num_updates += 1;
-  if (last_ >= 0) records_[last_]->next = index;
-  last_ = index;
-  start_reads();
   return buffer->raw;
 }
 
@@ -204,22 +247,29 @@ void StateFile::start_reads() {
     record.buffer = buffer;
     start(*buffer, Phase::kReading);
   }
+  for (int64_t index : expected_)
+    if (!read_ahead(index)) return;
   int64_t index = last_;
   for (size_t i = 0; i + 1 < buffers_.size() && index >= 0; ++i) {
     index = records_[index]->next;
-    if (index < 0 || index == last_) return;
-    Record& record = *records_[index];
-    if (record.buffer) {
-      record.buffer->use = std::max(record.buffer->use, kAhead);  // it must stay until it is used
-      continue;
-    }
-    Buffer* buffer = free_buffer(kUsed);
-    if (!buffer) return;
-    buffer->record = index;
-    buffer->use = kAhead;
-    record.buffer = buffer;
-    start(*buffer, Phase::kReading);
+    if (index < 0 || index == last_ || !read_ahead(index)) return;
   }
+}
+
+// Whether the record is in a buffer, or is read into one now.
+bool StateFile::read_ahead(int64_t index) {
+  Record& record = *records_[index];
+  if (record.buffer) {
+    record.buffer->use = std::max(record.buffer->use, kAhead);  // it must stay until it is used
+    return true;
+  }
+  Buffer* buffer = free_buffer(kUsed);
+  if (!buffer) return false;
+  buffer->record = index;
+  buffer->use = kAhead;
+  record.buffer = buffer;
+  start(*buffer, Phase::kReading);
+  return true;
 }
 
 // A buffer for another record: one that is not used soon, and of these the one that was used first.
@@ -437,6 +487,9 @@ int64_t tf_file_add(tf_state_file* f, int64_t offset, int64_t num_bytes) { retur
 void* tf_file_hold(tf_state_file* f, int64_t record) { return f->file->hold(record); }
 void tf_file_release(tf_state_file* f, int64_t record, int32_t is_changed) {
   f->file->release(record, is_changed != 0);
+}
+void tf_file_expect(tf_state_file* f, const int64_t* records, int64_t num_records) {
+  f->file->expect(records, num_records);
 }
 int32_t tf_file_flush(tf_state_file* f) { return f->file->flush(); }
 void tf_file_failed(tf_state_file* f, tf_file_failure* found) { *found = f->file->failure(); }

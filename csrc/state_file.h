@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// State of buckets in a file, which is read ahead of its updates and written back after them.
+// State or weights of buckets in a file, which are read ahead of their use and written back after updates.
 //
-// A record is the part of the file with the state of one bucket. A buffer is host memory for one record. The threads of
-// this class read records into buffers and write changed buffers back, block by block, around the page cache. The
-// checksum of each block is kept in memory when the block is written, and compared when it is read.
+// A record is the part of the file with the state, or with the weights, of one bucket. A buffer is host memory for one
+// record. The threads of this class read records into buffers and write changed buffers back, block by block, around
+// the page cache. The checksum of each block is kept in memory when the block is written, and compared when it is read.
 //
 // There are two kinds of threads, and a file has only one. `num_threads` threads read or write one block at a time.
 // Or, with `num_rings`, as many threads have an io_uring each (uring.h), and `num_threads` blocks of all rings together
@@ -15,15 +15,16 @@
 //   kEmpty     `start_reads`, with `mutex_` held       kReading
 //   kReading   the threads                             kReady
 //   kReady     `take`, `start_reads`, `start`           kHeld, kReading (another record), kWriting
-//   kHeld      the caller of `hold` or `try_hold`      kReady, by `release`
+//   kHeld      the caller of `hold`, `try_...`         kReady, by `release`
 //   kWriting   the threads                             kReady
 //
 // Every field is read and written under `mutex_`, except the memory of buffers: in kReading and kWriting it belongs to
 // the threads, in kHeld to the holder. The checksums of a record belong to the owner of its buffer.
 //
 // Order of reads: first the records that callers wait for, in the order in which they asked. The other buffers read
-// ahead: the updates of a step have the order of the step before, so the successor of each record is known. A buffer
-// that was read and not used yet is given to another record only if nothing else is free (`rank_of`).
+// ahead. The updates of a step have the order of the step before, so the successor of each record is known. The order
+// in which blocks need their weights is given by `expect`. A buffer that was read and not used yet is given to another
+// record only if nothing else is free (`free_buffer`).
 //
 // The first error of the disk stops everything: no record is read or written any more, and all callers get nullptr.
 #pragma once
@@ -57,11 +58,17 @@ class StateFile {
   int64_t add(int64_t offset, int64_t num_bytes);
   // The buffer with the record, if it is there; otherwise it will be read. Called for updates, in their order.
   char* try_hold(int64_t record);
+  // As `try_hold`, for weights: without notes about the order, which `expect` gives.
+  char* try_read(int64_t record);
+  // A buffer for the record, if one is free, for a caller that writes all of the record.
+  char* try_overwrite(int64_t record);
+  void expect(const int64_t* records, int64_t num_records);
   // The buffer with the record. Blocks. nullptr after an error or `close`. A record that was never written has zeros.
   char* hold(int64_t record);
   // Ends a `hold`. `is_changed`: the record will be written back when its buffer is needed.
   void release(int64_t record, bool is_changed);
-  // As `release`, after `try_hold`. The update has changed the record, and it is written back at once, or is unchanged.
+  // As `release`, after a `try_` function. The update has changed the record, and it is written back at once, or is
+  // unchanged.
   void release_update(int64_t record, bool is_changed);
   bool flush();  // waits until all changed records are in the file; false after an error or `close`
 
@@ -150,6 +157,8 @@ class StateFile {
   void start(Buffer& buffer, Phase phase);
   bool ask(int64_t record, bool is_first);
   void take(Buffer& buffer);
+  char* try_take(int64_t record);
+  bool read_ahead(int64_t record);
   int64_t num_blocks(const Record& record) const {
     return (record.num_bytes + settings_.block_bytes - 1) / settings_.block_bytes;
   }
@@ -168,6 +177,7 @@ class StateFile {
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::vector<std::unique_ptr<Record>> records_;
   std::deque<int64_t> asked_;
+  std::vector<int64_t> expected_;
   std::deque<Work> queue_;
   std::vector<std::unique_ptr<Ring>> rings_;
   std::vector<std::thread> threads_;

@@ -15,7 +15,7 @@ from twinflow.zero import Zero
 from twinflow.zero.compression import Compression
 
 
-def _engine(folder: Path | None, offloads_params: bool) -> Any:
+def _engine(folder: Path | None, params: str) -> Any:
     offload: dict[str, Any] = {"device": "cpu", "bucket_numel": 4096}
     if folder is not None:
         offload |= {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 2}
@@ -26,8 +26,11 @@ def _engine(folder: Path | None, offloads_params: bool) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_optimizer": offload},
     }
-    if offloads_params:
+    if params != "none":
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    if params == "nvme" and folder is not None:
+        there = {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 2, "max_in_cpu": 0}
+        config["zero_optimization"]["offload_param"] = there
     return twinflow.initialize(model=gpt(), config=config)[0]
 
 
@@ -50,17 +53,20 @@ def _state(engine: Any) -> list[Any]:
     return found
 
 
-def as_in_memory(rank: int, world: int, folder: str, offloads_params: bool = False) -> list[int]:
-    """Numbers of tensors, and of those that differ: after some steps, and after steps from a checkpoint of the disk."""
+def as_in_memory(rank: int, world: int, folder: str, params: str) -> list[int]:
+    """Numbers of tensors, and of those that differ: after some steps, and after steps from a checkpoint of the disk.
+
+    `params`: the device of `offload_param`.
+    """
     root, counts = Path(folder), []
-    memory, disk = _engine(None, offloads_params), _engine(root, offloads_params)
+    memory, disk = _engine(None, params), _engine(root, params)
     for engine in (memory, disk):
         _run(engine, rank, range(3))
     disk.save_checkpoint(root / "saved")
     pairs = list(zip(_state(memory), _state(disk), strict=True))
     counts += [len(pairs), sum(not torch.equal(a, b) for a, b in pairs)]
     disk.destroy()
-    loaded = _engine(None, offloads_params)
+    loaded = _engine(None, params)
     loaded.load_checkpoint(root / "saved")
     for engine in (memory, loaded):
         _run(engine, rank, range(3, 5))

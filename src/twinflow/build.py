@@ -20,14 +20,7 @@ from torch.optim.optimizer import Optimizer
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.activations.partitioned import Partition
 from twinflow.attention.patch import apply_section
-from twinflow.build_optimizer import (
-    TIMEOUT_S,
-    make_optimizer,
-    make_zero,
-    naming,
-    offloads_embeddings,
-    offloads_params,
-)
+from twinflow.build_optimizer import TIMEOUT_S, make_optimizer, make_zero, naming, offloads_params, weights_tuning
 from twinflow.build_parallel import (
     Spread,
     axes_of,
@@ -56,6 +49,7 @@ from twinflow.monitor.writers import CsvWriter, Fanout, TensorBoardWriter, Wandb
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
 from twinflow.offload.quantised import move_quantised, without_quantised
+from twinflow.offload.settings import Tuning
 from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
@@ -157,7 +151,7 @@ def initialize(
         if twin is not None and twin is not optimizer:
             undo.callback(twin.close)  # The model can have only one open optimizer.
         host_weights = (
-            HostWeights(module, offloads_embeddings(parsed)) if twin is None and offloads_params(parsed) else None
+            HostWeights(module, Tuning(**weights_tuning(parsed))) if twin is None and offloads_params(parsed) else None
         )
         if host_weights is not None:
             undo.callback(host_weights.close)

@@ -43,7 +43,7 @@ def offloads_params(config: Config) -> bool:
     """
     zero = config.zero_optimization
     group, optimizer = "Weights on the host", zero.offload_optimizer
-    if zero.offload_param is None or zero.offload_param.device != "cpu":
+    if zero.offload_param is None or zero.offload_param.device == "none":
         refuse(group, {"embeddings": zero.offload_param is not None and zero.offload_param.embeddings})
         return False
     refuse(group, {"stage": zero.stage != 3}, stage=zero.stage)
@@ -56,6 +56,22 @@ def offloads_embeddings(config: Config) -> bool:
     """Whether the embedding and output layers are on the host, with the blocks."""
     weights = config.zero_optimization.offload_param
     return offloads_params(config) and weights is not None and weights.embeddings
+
+
+def weights_tuning(config: Config) -> dict[str, Any]:
+    """Fields of `Tuning` for weights on the host or on a disk."""
+    param = config.zero_optimization.offload_param
+    found: dict[str, Any] = {"offload_embeddings": offloads_embeddings(config)}
+    if param is None or param.device != "nvme":
+        return found
+    there = {"param_nvme_path": param.nvme_path, "param_buffer_count": param.buffer_count}
+    return {**found, **there, "max_in_cpu": param.max_in_cpu, **_requests(config)}
+
+
+def _requests(config: Config) -> dict[str, int]:
+    aio = config.aio
+    num_requests = min(MAX_REQUESTS, aio.queue_depth * aio.intra_op_parallelism)
+    return {"disk_requests": num_requests, "disk_block_bytes": aio.block_size}
 
 
 def make_optimizer(
@@ -213,18 +229,15 @@ def offload_options(config: Config) -> dict[str, Any]:
     if offload is None:
         is_on_host = offloads_params(config)
         ratio = 1.0 if is_on_host else 0.0
-        tuning = Tuning(offload_embeddings=offloads_embeddings(config))
-        chosen = {"offload_params": is_on_host, "states": config.states, "tuning": tuning}
+        chosen = {"offload_params": is_on_host, "states": config.states, "tuning": Tuning(**weights_tuning(config))}
         return {"ratio": ratio, "early": "auto", **chosen}
     options = {name: getattr(offload, name) for name in offload.own_keys()} | {"states": config.states}
     given = {field.name: options.pop(field.name) for field in fields(Tuning) if field.name in options}
-    given["offload_embeddings"] = offloads_embeddings(config)
     if offload.device == "nvme":
-        aio = config.aio
-        num_requests = min(MAX_REQUESTS, aio.queue_depth * aio.intra_op_parallelism)
-        given |= {"disk_requests": num_requests, "disk_block_bytes": aio.block_size}
+        given |= _requests(config)
     else:
         given["nvme_path"] = None
+    given |= weights_tuning(config)
     options["tuning"] = Tuning(**{name: value for name, value in given.items() if value is not None})
     options["offload_params"] = offloads_params(config)
     if offload.device == "none":
@@ -259,8 +272,9 @@ def _as_given(
         raise invalid_value("gradient_clipping", config.gradient_clipping, [max_norm], remedy)
     if offloads_params(config) != given.offloads_params:
         remedy = f"The TwinOptimizer was built with offload_params={given.offloads_params}. Use the same setting."
-        value, expected = ("cpu", "none") if offloads_params(config) else ("none", "cpu")
-        raise invalid_value("zero_optimization.offload_param.device", value, [expected], remedy)
+        param = config.zero_optimization.offload_param
+        value, expected = (param.device, ["none"]) if param and offloads_params(config) else ("none", ["cpu", "nvme"])
+        raise invalid_value("zero_optimization.offload_param.device", value, expected, remedy)
     weights, has_embeddings = config.zero_optimization.offload_param, given.tuning.offload_embeddings
     is_said = weights is not None and "embeddings" in weights.model_fields_set
     if is_said and offloads_embeddings(config) != has_embeddings:

@@ -29,7 +29,7 @@ class Conflict:
 
 _LIST: Final = "parameters as the first argument"
 _ON_HOST: Final = "offload_params=True"
-_PARAM_KEY: Final = 'zero_optimization.offload_param.device "cpu"'
+_PARAM_KEY: Final = "zero_optimization.offload_param"
 _COMPRESSED: Final = "compressed communication"
 _ONE_BIT: Final = "optimizer.type OneBitAdam"
 _REPLICATED: Final = "optimizer.type ZeroOneAdam or OneBitLamb"
@@ -41,6 +41,7 @@ _USE_ULYSSES: Final = 'Use the mode "ulysses".'
 _GIVE_MODEL: Final = "Pass the model as the first argument."
 _NO_STREAMED: Final = "Use tuning.streamed=0."
 _ON_DISK: Final = "state on the disk (nvme_path)"
+_WEIGHTS_ON_DISK: Final = "weights on the disk (offload_param.device nvme, or tuning.param_nvme_path)"
 
 DIVISIONS: Final = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}  # config keys and their defaults
 
@@ -226,6 +227,27 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             _ON_DISK,
             "its ranks exchange differences to weights in the state, which must be in host memory",
             "Use AdamW, or leave nvme_path out.",
+        ),
+    },
+    "Weights on the disk": {
+        "offload_params": Conflict(
+            _WEIGHTS_ON_DISK,
+            "offload_params=False",
+            "only weights of blocks that are on the host can be on a disk",
+            "Use offload_params=True, or leave param_nvme_path out.",
+        ),
+        "ratio": Conflict(
+            'ratio="auto"',
+            _WEIGHTS_ON_DISK,
+            "blocks move to the device from memory",
+            "Use a number as ratio, such as 1.0.",
+        ),
+        "state": Conflict(
+            _WEIGHTS_ON_DISK,
+            "optimizer state in host memory, if no block has frozen weights",
+            "this state contains the weights, so that a copy of them on a disk would save no memory",
+            "Have the state on a disk too (offload_optimizer.device nvme, or tuning.nvme_path), or set "
+            "offload_param.device to cpu.",
         ),
     },
     "ZeRO stages 2 and 3": {

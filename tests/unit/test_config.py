@@ -166,7 +166,7 @@ def test_a_config_of_hugging_face_loads() -> None:
         (offload(super_offload=True), ["zero_optimization.offload_optimizer.super_offload"]),
         (
             {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            ["zero_optimization.offload_param.device", "NVMe"],
+            ["zero_optimization.offload_param.nvme_path", "None", "a folder on a local disk"],
         ),
         ({"zero_optimization": {"cpu_offload_param": 1}}, ["zero_optimization.cpu_offload_param", "true"]),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow", "delayed_update"]),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on the host and optimizer state on the disk: the bits of weights and state in host memory."""
+"""Optimizer state on the disk, with weights on the host or on the disk: the bits of weights and state in memory."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -13,7 +15,7 @@ import pytest
 import torch
 from param_offload_support import AWAY, HERE, SHAPE, gpt, loss_of, places, steps_of, train
 from support import NO_MEMORY, another_file
-from torch import nn
+from torch import Tensor, nn
 
 import twinflow
 from twinflow.models.gpt import GPT
@@ -21,9 +23,15 @@ from twinflow.offload.executor import WorkerError
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
 
-def tuning(folder: Path, **options: Any) -> Tuning:
-    disk = {"nvme_path": str(folder), "buffer_count": 2, "disk_block_bytes": 4096}
+def tuning(folder: Path, num_buffers: int = 0, **options: Any) -> Tuning:
+    """`num_buffers`: of weights on the disk; 0: these weights are in memory."""
+    disk: dict[str, Any] = {"nvme_path": str(folder), "buffer_count": 2, "disk_block_bytes": 4096}
+    if num_buffers:
+        disk |= {"param_nvme_path": str(folder), "param_buffer_count": num_buffers}
     return Tuning(**{"bucket_numel": 4096, **disk, **options})
+
+
+on_disk = pytest.mark.parametrize("num_buffers", [0, 2], ids=["weights in memory", "weights on the disk"])
 
 
 @pytest.mark.parametrize(
@@ -43,18 +51,103 @@ def tuning(folder: Path, **options: Any) -> Tuning:
     ids=str,
 )
 def test_the_disk_changes_no_bit(tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check_bits(tmp_path, dtype, options, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "num_buffers"),
+    [
+        (torch.bfloat16, {"accumulation_steps": 2}, 1),
+        (torch.float32, {"rule": "sgd"}, 5),
+        (torch.float16, {"max_grad_norm": None}, 2),
+        pytest.param(torch.float32, {}, 1, marks=pytest.mark.matrix),
+        pytest.param(torch.float32, {"rule": "lion", "lr": 1e-3}, 100, marks=pytest.mark.matrix),
+        pytest.param(torch.bfloat16, {"states": "4bit", "master": "none"}, 1, marks=pytest.mark.matrix),
+        pytest.param(
+            torch.bfloat16, {"states": "int8", "ratio": 0.5, "max_grad_norm": None}, 2, marks=pytest.mark.matrix
+        ),
+        pytest.param(torch.bfloat16, {"states": "bf16", "early": False}, 5, marks=pytest.mark.matrix),
+        pytest.param(torch.float16, {"states": "int8"}, 1, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_weights_on_the_disk_change_no_bit(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, Any], num_buffers: int
+) -> None:
+    check_bits(tmp_path, dtype, options, num_buffers)
+
+
+def check_bits(folder: Path, dtype: torch.dtype, options: dict[str, Any], num_buffers: int) -> None:
     options = {"ratio": 1.0, **options}
-    losses, weights = train(gpt(dtype, num_layers=2), True, steps=3, **options)
+    num_layers = 4 if num_buffers else 2  # so that there are blocks to read ahead
+    losses, weights = train(gpt(dtype, num_layers=num_layers), True, steps=3, **options)
 
     def watch(optimizer: TwinOptimizer) -> None:
-        assert optimizer.runtime.executor.file is not None
+        executor = optimizer.runtime.executor
+        assert executor.file is not None
+        assert (executor.weights is not None) == (num_buffers > 0)
+        if executor.weights is not None:
+            assert executor.weights.sizes.num_buffers == min(num_buffers, len(executor.weights._records))
+            assert all(bucket.nbytes == 0 for bucket in optimizer.runtime.buckets if not bucket.is_on_device)
 
-    options["tuning"] = tuning(tmp_path)
-    found, others = train(gpt(dtype, num_layers=2), True, steps=3, watch=watch, **options)
+    options["tuning"] = tuning(folder, num_buffers)
+    found, others = train(gpt(dtype, num_layers=num_layers), True, steps=3, watch=watch, **options)
     assert found == losses
     assert len(set(losses)) > 2
     assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
+
+
+class Half(nn.Module):
+    """A block that uses one of its weights only in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.is_whole = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x).tanh()
+        return self.sometimes(y).tanh() if self.is_whole else y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_without_a_gradient_stay(tmp_path: Path, dtype: torch.dtype) -> None:
+    """An update writes all weights of a bucket to the disk, also those that it does not change."""
+    found = []
+    for options in (Tuning(), tuning(tmp_path, 1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Half() for _ in range(3))).to(dtype)
+        made = TwinOptimizer(model, lr=1e-2, ratio=1.0, offload_params=True, early=True, tuning=options)
+        with closing(made) as optimizer:
+            for step in range(6):
+                for block in model:
+                    block.is_whole = step % 3 == 0
+                model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.wait()
+            found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert [name for name, value in found[0].items() if not torch.equal(value, found[1][name])] == []
+
+
+def test_records_are_read_ahead_of_their_blocks(tmp_path: Path) -> None:
+    model = gpt(num_layers=8)()
+    made = TwinOptimizer(model, ratio=1.0, early=True, offload_params=True, tuning=tuning(tmp_path, 24))
+    with closing(made) as optimizer:
+        file = optimizer.runtime.executor.weights
+        assert file is not None
+        assert file.sizes.num_buffers == 24 < len(file._records)
+        for step in range(4):
+            before = file.counters
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+            after = file.counters
+        uses, late = after.num_updates - before.num_updates, after.num_late - before.num_late
+        assert uses >= 2 * len(file._records) - 4  # the last block stays for its backward
+        assert late <= uses // 3
 
 
 def test_only_weights_of_blocks_are_in_memory(tmp_path: Path) -> None:
@@ -74,9 +167,10 @@ def test_only_weights_of_blocks_are_in_memory(tmp_path: Path) -> None:
         assert f"on the disk ({tmp_path}), {2 * numel / 1e3:.1f} kB on the host" in repr(made)
 
 
-def test_code_between_steps_reads_and_writes_weights(tmp_path: Path) -> None:
+@on_disk
+def test_code_between_steps_reads_and_writes_weights(tmp_path: Path, num_buffers: int) -> None:
     found = []
-    for options in ({"tuning": Tuning(bucket_numel=4096)}, {"tuning": tuning(tmp_path)}):
+    for options in ({"tuning": Tuning(bucket_numel=4096)}, {"tuning": tuning(tmp_path, num_buffers)}):
         model = gpt(torch.bfloat16)()
         with closing(TwinOptimizer(model, lr=1e-2, ratio=1.0, offload_params=True, early=True, **options)) as optimizer:
             weight = model.blocks[1].mlp.up.weight
@@ -98,11 +192,14 @@ def test_code_between_steps_reads_and_writes_weights(tmp_path: Path) -> None:
     assert len(set(map(float, found[:5]))) == 5
 
 
-def config(folder: Path | None, **more: Any) -> dict[str, Any]:
+def config(folder: Path | None, num_buffers: int = 0, **more: Any) -> dict[str, Any]:
     offload: dict[str, Any] = {"device": "cpu", "bucket_numel": 4096}
+    params: dict[str, Any] = {"device": "cpu"}
     if folder is not None:
         offload |= {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": 2}
-    section = {"stage": 3, "offload_optimizer": offload, "offload_param": {"device": "cpu"}}
+    if folder is not None and num_buffers:
+        params = {"device": "nvme", "nvme_path": str(folder / "disk"), "buffer_count": num_buffers, "max_in_cpu": 0}
+    section = {"stage": 3, "offload_optimizer": offload, "offload_param": params}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
     return {
         "train_batch_size": 4,
@@ -114,11 +211,12 @@ def config(folder: Path | None, **more: Any) -> dict[str, Any]:
     }
 
 
+@on_disk
 @pytest.mark.parametrize("background", [False, True])
-def test_a_checkpoint_continues_on_the_disk_and_in_memory(tmp_path: Path, background: bool) -> None:
+def test_a_checkpoint_continues_on_the_disk_and_in_memory(tmp_path: Path, background: bool, num_buffers: int) -> None:
     def engine_of(folder: Path | None) -> Any:
         return twinflow.initialize(
-            model=gpt(num_layers=2)(), config=config(folder, checkpoint={"background": background})
+            model=gpt(num_layers=2)(), config=config(folder, num_buffers, checkpoint={"background": background})
         )[0]
 
     engine = engine_of(tmp_path)
@@ -141,16 +239,20 @@ def step_until_error(model: nn.Module, optimizer: TwinOptimizer) -> None:
         optimizer.wait()
 
 
-def test_a_failing_disk_stops_the_run(tmp_path: Path) -> None:
+@on_disk
+def test_a_failing_disk_stops_the_run(tmp_path: Path, num_buffers: int) -> None:
     model: nn.Module = gpt()()
-    optimizer = TwinOptimizer(model, ratio=1.0, early=True, offload_params=True, tuning=tuning(tmp_path))
+    made = tuning(tmp_path, num_buffers)
+    optimizer = TwinOptimizer(model, ratio=1.0, early=True, offload_params=True, tuning=made)
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.wait()
-    file = optimizer.runtime.executor.file
+    executor = optimizer.runtime.executor
+    file = executor.weights if num_buffers else executor.file
     assert file is not None
     file.flush()
-    with another_file(file.fd, NO_MEMORY), pytest.raises(WorkerError, match="Input/output error"):
+    what = "weights of blocks" if num_buffers else "optimizer state"
+    with another_file(file.fd, NO_MEMORY), pytest.raises(WorkerError, match=f"the {what} in .*Input/output error"):
         step_until_error(model, optimizer)
     with pytest.raises(WorkerError, match="Input/output error"):
         loss_of(model, 0)
@@ -160,12 +262,104 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path) -> None:
     assert "twinflow-compute" in {thread.name for thread in before - set(threading.enumerate())}
 
 
-def test_a_model_that_is_built_by_the_optimizer(tmp_path: Path) -> None:
+@on_disk
+def test_a_model_that_is_built_by_the_optimizer(tmp_path: Path, num_buffers: int) -> None:
     """Each block is built, and its weights go into the state, before the next one."""
     found = []
     for folder in (None, tmp_path):
         torch.manual_seed(0)
-        engine = twinflow.initialize(model=lambda: GPT(replace(SHAPE, num_layers=2)), config=config(folder))[0]
+        given = config(folder, num_buffers)
+        engine = twinflow.initialize(model=lambda: GPT(replace(SHAPE, num_layers=2)), config=given)[0]
         found.append(steps_of(engine, 0, 3))
         engine.destroy()
     assert found[0] == found[1]
+
+
+# Frozen weights, whose state is not on a disk.
+
+
+def frozen_gpt(**changes: Any) -> nn.Module:
+    """A model that trains only norms and biases of its blocks."""
+    model = gpt(**changes)()
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 1)
+    return model
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3])
+def test_frozen_weights_are_on_the_disk(tmp_path: Path, num_buffers: int) -> None:
+    found = []
+    disk = tuning(tmp_path, num_buffers, nvme_path=None)
+    for options in (Tuning(bucket_numel=4096), disk):
+        losses, weights = train(frozen_gpt, True, steps=3, ratio=1.0, tuning=options)
+        found.append((losses, {name: value.tolist() for name, value in weights.items()}))
+    assert found[0] == found[1]
+    with closing(TwinOptimizer(frozen_gpt(), ratio=1.0, offload_params=True, tuning=disk)) as optimizer:
+        file = optimizer.runtime.executor.weights
+        assert file is not None
+        model = optimizer.model
+        assert model is not None
+        num_bytes = sum(4 * p.numel() for name, p in model.named_parameters() if "blocks" in name and p.dim() > 1)
+        assert num_bytes <= file.sizes.total_bytes <= num_bytes + 4096 * len(file._records)
+        weight = model.blocks[0].mlp.up.weight  # type: ignore[union-attr, index]
+        before = weight.clone()
+        with torch.no_grad():
+            weight.mul_(2)  # a write of the user
+        assert torch.equal(weight, 2 * before)
+        loss_of(model, 0)
+        assert torch.equal(weight, 2 * before)
+
+
+def test_state_in_memory_contains_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weights on the disk .* cannot be used with optimizer state in host memory"):
+        TwinOptimizer(gpt()(), ratio=1.0, offload_params=True, tuning=tuning(tmp_path, 1, nvme_path=None))
+
+
+def test_a_model_that_is_only_run(tmp_path: Path) -> None:
+    """Without an optimizer all weights of blocks are frozen."""
+    outputs = []
+    for folder in (None, tmp_path):
+        given = config(folder, 1, optimizer=None)
+        given["zero_optimization"].pop("offload_optimizer")
+        engine = twinflow.initialize(model=gpt()(), config=given)[0]
+        with torch.no_grad():
+            outputs.append([loss_of(engine, step).item() for step in range(2)])
+        engine.destroy()
+    assert outputs[0] == outputs[1]
+
+
+# What cannot be combined, and disks that are too small.
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"offload_params": False}, r"weights on the disk .* cannot be used with offload_params=False"),
+        ({"ratio": "auto", "tuning": {"nvme_path": None}}, 'ratio="auto" cannot be used with weights on the disk'),
+        ({"tuning": {"param_nvme_path": ""}}, r"tuning\.param_nvme_path is '', but must be a folder"),
+        ({"tuning": {"param_buffer_count": 0}}, r"tuning\.param_buffer_count is 0"),
+    ],
+)
+def test_conflicts_are_named(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    given = {"ratio": 1.0, "offload_params": True, **options}
+    given["tuning"] = tuning(tmp_path, 1, **options.get("tuning", {}))
+    with pytest.raises(ValueError, match=match):
+        TwinOptimizer(gpt()(), **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_space_for_weights_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = os.posix_fallocate
+
+    def full(fd: int, start: int, num_bytes: int) -> None:
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        calls.append(num_bytes)
+        reserve(fd, start, num_bytes)
+
+    calls: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="has too little space: the weights of blocks need") as caught:
+        TwinOptimizer(gpt()(), ratio=1.0, offload_params=True, tuning=tuning(tmp_path, 1))
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())

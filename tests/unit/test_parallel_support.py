@@ -9,7 +9,7 @@ from twinflow.parallel.support import LIMITS, Combination, broken, check
 
 REFUSED = {
     "zero_optimization.stage=3 cannot be used with tensor": Combination(model=2, stage=3),
-    "offload_param.device='cpu' cannot be used with pipeline": Combination(pipe=2, stage=3, offload_param=True),
+    "zero_optimization.offload_param cannot be used with pipeline": Combination(pipe=2, stage=3, offload_param=True),
     "delayed_update=True cannot be used with pipeline": Combination(pipe=2, delayed_update=True),
     "ratio='auto' cannot be used with pipeline": Combination(pipe=2, ratio="auto"),
     "sums='host' cannot be used with pipeline": Combination(pipe=2, sums="host"),

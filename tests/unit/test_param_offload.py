@@ -212,7 +212,7 @@ def config(**zero: Any) -> dict[str, Any]:
     [
         ({"stage": 2}, "zero_optimization.stage"),
         ({"offload_optimizer": {"device": "cpu", "delayed_update": True}}, "offload_optimizer.delayed_update"),
-        ({"offload_param": {"device": "nvme"}}, "offload_param.device"),
+        ({"offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path"),
     ],
     ids=str,
 )

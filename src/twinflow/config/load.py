@@ -340,10 +340,11 @@ def _check_together(config: Config) -> None:
     if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
         expected = '"bfloat16" or "float16" if torch_autocast.enabled is true'
         raise invalid_value("torch_autocast.dtype", None, expected, "Set it, or set torch_autocast.enabled to false.")
-    offload = config.zero_optimization.offload_optimizer
-    if offload is not None and offload.device == "nvme" and not offload.nvme_path:
-        expected = 'a folder on a local disk if device is "nvme"'
-        raise invalid_value("zero_optimization.offload_optimizer.nvme_path", offload.nvme_path, expected)
+    zero = config.zero_optimization
+    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload is not None and offload.device == "nvme" and not offload.nvme_path:
+            expected = 'a folder on a local disk if device is "nvme"'
+            raise invalid_value(f"zero_optimization.{name}.nvme_path", offload.nvme_path, expected)
     if config.optimizer is not None:
         _check_optimizer(config)
 

@@ -153,13 +153,16 @@ def notes(config: Config) -> list[str]:
             rule = rule_of(type(offload).model_fields[name])
             if rule is not None and rule.for_host:
                 lines.append(f"zero_optimization.offload_optimizer.{name}: {because}")
-    if offload is None or offload.device != "nvme":
-        given = offload.model_fields_set if offload is not None else set()
-        because = "no effect here, because device is not nvme"
-        names = [name for name in ("nvme_path", "buffer_count", "disk_io") if name in given]
-        lines += [f"zero_optimization.offload_optimizer.{name}: {because}" for name in names]
-        if "aio" in config.model_fields_set:
-            lines.append("aio: no effect here, because zero_optimization.offload_optimizer.device is not nvme")
+    param = config.zero_optimization.offload_param
+    sections = ("offload_optimizer", offload), ("offload_param", param)
+    for section, found in sections:
+        if found is None or found.device != "nvme":
+            given = found.model_fields_set if found is not None else set()
+            names = [name for name in ("nvme_path", "buffer_count", "max_in_cpu", "disk_io") if name in given]
+            because = "no effect here, because device is not nvme"
+            lines += [f"zero_optimization.{section}.{name}: {because}" for name in names]
+    if "aio" in config.model_fields_set and not any(one is not None and one.device == "nvme" for _, one in sections):
+        lines.append("aio: no effect here, because no device in zero_optimization is nvme")
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage
         lines.append(

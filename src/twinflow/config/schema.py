@@ -63,7 +63,6 @@ _FULLY_SHARD = (
 )
 _QUANTIZED = "leave it out: twinflow sends gradients without quantization"
 _ALL_ON_HOST = "with device cpu all weights of blocks are on the host, page-locked, as part of the optimizer's state"
-_NVME = "weights are not offloaded to a disk"
 _BUCKETS = "offload_optimizer.bucket_numel sets the size of the buckets"
 _TURNS_ON = "; like every true key of this section, this key turns checkpointing on"
 _COMET = "use tensorboard, csv_monitor or wandb: Comet is not supported"
@@ -242,7 +241,7 @@ class OffloadOptimizer(Section):
 
 
 class Aio(Section):
-    """`aio`: reads and writes with `offload_optimizer.device` nvme."""
+    """`aio`: reads and writes with the device nvme of `offload_optimizer` or `offload_param`."""
 
     block_size: Positive = honoured(1 << 20, "bytes of one read or write, rounded up to whole pages")
     queue_depth: Positive = honoured(
@@ -257,19 +256,23 @@ class Aio(Section):
 class OffloadParam(Section):
     """`zero_optimization.offload_param`: weights on the host."""
 
-    device: Literal["cpu", "none"] = honoured(
+    device: Literal["cpu", "nvme", "none"] = honoured(
         "none",
         "cpu: weights are on the host and are copied to the GPU block by block; needs stage 3; the optimizer state is "
-        "then on the host or a disk",
-        hints={"nvme": 'Weights on NVMe are not supported. Use "cpu"'},
+        "then on the host or a disk; nvme: as cpu, but frozen weights, and weights whose state is on a disk, are on a "
+        "disk too",
+    )
+    nvme_path: str | None = honoured(None, "device nvme: a folder on a local disk")
+    buffer_count: Positive = honoured(
+        5, "device nvme: least number of host buffers, each for the weights of one bucket, or for some frozen weights"
+    )
+    buffer_size: Whole = unused(100_000_000, "a buffer has room for the weights of one bucket; " + _BUCKETS)
+    max_in_cpu: Whole = honoured(
+        1_000_000_000, "device nvme: number of weights for which there are buffers, if these are more than buffer_count"
     )
     embeddings: bool = ours(
         False, "true: the embedding and output layers are on the host too, and are copied to the GPU when they run"
     )
-    nvme_path: str | None = unused(None, _NVME)
-    buffer_count: Whole = unused(5, _NVME)
-    buffer_size: Whole = unused(100_000_000, _NVME)
-    max_in_cpu: Whole = unused(1_000_000_000, _ALL_ON_HOST)
     pin_memory: bool = unused(True, _ALL_ON_HOST)
 
 

@@ -419,8 +419,9 @@ def weights(
             assert param_offload is not None
             for piece in param_offload.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
-                values = piece.read()  # a view of the present store, which an update may replace
-                leaves.append(Entry(name, tensor.dtype, (piece.numel,), values.detach, part))
+                # A view of the present store, which an update may replace. From a disk it is read when it is written.
+                read = piece.read if piece.is_on_disk else piece.read().detach
+                leaves.append(Entry(name, tensor.dtype, (piece.numel,), read, part))
         elif local is tensor:
             leaves.append(Entry(name, tensor.dtype, tuple(tensor.shape), tensor.detach))
         else:

@@ -24,13 +24,16 @@ class CSettings(Structure):
         (c_int32, "device holds_on_host sums_on_host is_external"),
         (c_int64, "slot_bytes"),
         (c_int32, "num_slots num_weight_slots"),
-        (c_void_p, "file"),
+        (c_void_p, "file weights"),
     )
 
 
 class CFileSettings(Structure):
     _fields_ = fields(
-        (c_int32, "fd num_buffers num_threads"), (c_int64, "buffer_bytes block_bytes"), (c_int32, "num_rings")
+        (c_int32, "fd num_buffers num_threads"),
+        (c_int64, "buffer_bytes block_bytes"),
+        (c_int32, "num_rings"),
+        (c_void_p, "memory"),
     )
 
 
@@ -57,6 +60,7 @@ class CBucket(Structure):
         (POINTER(CSlice), "slices"),
         (POINTER(c_int64), "steps"),
         (c_int32, "num_slices type rule format master_kind is_shared has_weight_slots"),
+        (c_int64, "weight_record"),
     )
 
 
@@ -89,7 +93,7 @@ class CUpdateTask(Structure):
 
 
 class CFetchItem(Structure):
-    _fields_ = fields((c_int64, "bucket"), (c_void_p, "from_ into"), (c_int64, "num_bytes"))
+    _fields_ = fields((c_int64, "bucket record"), (c_void_p, "from_ into"), (c_int64, "num_bytes"))
 
 
 class CCounters(Structure):
@@ -173,6 +177,7 @@ _QUICK: Signatures = {
     "tf_file_free": ([_FILE], None),
     "tf_file_add": ([_FILE, c_int64, c_int64], c_int64),
     "tf_file_release": ([_FILE, c_int64, c_int32], None),
+    "tf_file_expect": ([_FILE, POINTER(c_int64), c_int64], None),
     "tf_file_failed": ([_FILE, POINTER(CFileFailure)], None),
     "tf_file_count": ([_FILE, POINTER(CFileCounters)], None),
 }

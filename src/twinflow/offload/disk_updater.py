@@ -5,6 +5,7 @@ A bucket holds slices of parameters (ranges of their elements) that are copied a
 buffers of one bucket's optimizer state. A record is the part of the file with one store. It has the same bits as the
 store of `RuleUpdater`. The store in memory has no memory of its own: it only tells shapes and dtypes. There is one
 exception: weights that blocks fetch from the host (param_offload.py) are in page-locked memory, and not in the record.
+If these weights are on a disk too, they are in the record, and once more in a file of their own (weight_source.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from twinflow.offload import slices
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.plan import ROOT, BucketPlan
 from twinflow.offload.state_file import StateFile, in_pages
+from twinflow.offload.weight_source import OnDisk
 from twinflow.rules import Rule
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Pair, Store, is_own_master, new_states, room_of, views_in
@@ -47,10 +49,13 @@ class DiskUpdater:
         offloads_params: bool,
         master: str,
         file: StateFile,
+        weights: StateFile | None = None,
     ) -> None:
+        """`weights`: the file with the weights that blocks fetch; None: they are in memory."""
         self.rule = rule
         self.format = format
         self.file = file
+        self.weights = weights
         self._device = device
         self._keeps_states = keeps_states
         self._offloads_params = offloads_params
@@ -58,7 +63,10 @@ class DiskUpdater:
 
     def new_store(self, plan: BucketPlan) -> Store:
         """Adds a record with zeros, and returns a store without memory, except for weights that blocks fetch."""
-        new_weights = self._device.pinned if self._offloads_params and plan.block != ROOT else None
+        is_fetched = self._offloads_params and plan.block != ROOT
+        new_weights = self._device.pinned if is_fetched and self.weights is None else None
+        if is_fetched and self.weights is not None:
+            self.weights.add(plan.index, plan.numel * plan.dtype.itemsize)
         shape = shape_of(self.rule, self.format, self._keeps_states, self._master, plan, new_weights)
         self.file.add(plan.index, record_bytes(shape))
         return shape
@@ -87,7 +95,7 @@ class DiskUpdater:
     def write(self, bucket: Bucket, index: int, values: Mapping[str, object]) -> None:
         with self._slice(bucket, index, is_changed=True) as store:
             slices.write(self.rule, store, values)
-            _round(store)
+            self._show(bucket, index, store)
 
     def clear(self, bucket: Bucket, index: int, options: Sequence[Options]) -> None:
         with self._slice(bucket, index, is_changed=True) as store:
@@ -100,7 +108,24 @@ class DiskUpdater:
                     return
         with self._slice(bucket, index, is_changed=True) as store:
             slices.write_master(store, values, keep)
-            _round(store)
+            self._show(bucket, index, store)
+
+    def weights_on_disk(self, bucket: Bucket) -> OnDisk | None:
+        """The weights of a bucket, if blocks fetch them from a disk."""
+        if self.weights is None or not bucket.offloads_params:
+            return None
+        return OnDisk(self.weights, bucket.plan.index, bucket.plan.numel, bucket.plan.dtype)
+
+    def _show(self, bucket: Bucket, index: int, store: Store) -> None:
+        """Copies the new master of a slice to the weights that blocks fetch, if they are not a part of it."""
+        there = self.weights_on_disk(bucket)
+        if there is None:
+            if store.weight is not None:
+                _round(store.weight, store)
+            return
+        piece = bucket.slices[index]
+        with there.hold(is_changed=True) as weights:
+            _round(weights[piece.offset : piece.offset + piece.numel], store)
 
     def forget(self, bucket: Bucket) -> None:
         """Does nothing: the record stays for the case that the state moves back."""
@@ -171,7 +196,12 @@ def _parts(shape: Store) -> list[Tensor | None]:
     return [tensor if tensor is not None and tensor.is_meta else None for tensor in _tensors(shape)]
 
 
-def _round(store: Store) -> None:
-    """Rounds an fp32 master into separate weights, if there are any: those of an fp16 parameter that blocks fetch."""
-    if store.weight is not None and not store.is_split:
-        native.cast(store.weight, store.master)
+def _round(weights: Tensor, store: Store) -> None:
+    """Sets `weights` to the rounded master, unless they are a part of the store."""
+    if store.is_split:
+        if store.weight is not None and store.weight is not weights:
+            weights.copy_(store.weight)
+    elif store.master.dtype == weights.dtype:
+        weights.copy_(store.master)
+    else:
+        native.cast(weights, store.master)

@@ -69,6 +69,7 @@ from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan
 from twinflow.offload.state_file import StateFile
 from twinflow.offload.weight_guard import plain
+from twinflow.offload.weight_source import WeightSource
 from twinflow.rules import Rule
 from twinflow.rules.segment import Store
 from twinflow.trace import Span
@@ -121,10 +122,15 @@ class Executor:
         holds_on_host: bool,
         sums_on_host: bool,
         file: StateFile | None = None,
+        weights: StateFile | None = None,
     ) -> None:
-        """`file`: the file with the state of buckets on the disk. The executor closes it (`free_slots`)."""
+        """`file`: the file with the state of buckets on the disk. `weights`: the file with weights that blocks fetch.
+        The executor closes both (`free_slots`).
+        """
         self.device = device
         self.file = file
+        self.weights = weights
+        self._files = [one for one in (file, weights) if one is not None]
         self.flats = flats
         self.holds_on_host = holds_on_host  # gradients wait for the clipping decision on the host, in their slots
         self.sums_on_host = sums_on_host  # every backward of a step submits tasks, and their gradients are summed
@@ -152,9 +158,16 @@ class Executor:
         self._ids = (c_int64 * _MAX_RELEASED)()
         self._events = (c_void_p * _MAX_RELEASED)()
         index = -1 if device.kind == "cpu" else _index_of(device)
-        handle = file.handle if file is not None else None
         settings = CSettings(
-            index, holds_on_host, sums_on_host, rule is None, slot_bytes, num_slots, num_weight_slots, handle
+            index,
+            holds_on_host,
+            sums_on_host,
+            rule is None,
+            slot_bytes,
+            num_slots,
+            num_weight_slots,
+            file.handle if file is not None else None,
+            weights.handle if weights is not None else None,
         )
         self._handle = self._library.tf_executor_new(ctypes.byref(settings))
         if not self._handle:
@@ -177,7 +190,7 @@ class Executor:
 
     def check(self) -> None:
         """Raise WorkerError if a thread or a stream has failed, RuntimeError if the executor is closed or forked."""
-        failure = self.file.failure() if self.file is not None else None
+        failure = next((found for file in self._files if (found := file.failure()) is not None), None)
         if self.error is None and self.device.error is None and failure is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
                 return
@@ -219,8 +232,8 @@ class Executor:
         slots.
         """
         self._library.tf_executor_free_slots(self._handle)
-        if self.file is not None:
-            self.file.close()
+        for file in self._files:
+            file.close()
 
     def _ok(self, result: float) -> float:
         """Return the result of a native call that may block. Raise if it is negative: the executor failed or closed."""
@@ -383,8 +396,13 @@ class Executor:
             master_kind=MASTER_KINDS[bucket.first_store.master.dtype],
             is_shared=bucket.is_shared,
             has_weight_slots=bucket.updater.needs_weight_slot(plan),
+            weight_record=self._weight_record(bucket),
         )
         self._library.tf_bucket_set(self._handle, index, ctypes.byref(spec), store)
+
+    def _weight_record(self, bucket: Bucket) -> int:
+        is_there = self.weights is not None and self.weights.has(bucket.plan.index) and not bucket.is_on_device
+        return self.weights.record_of(bucket.plan.index) if is_there and self.weights is not None else -1
 
     def set_deadline(self, bucket: Bucket, deadline: int) -> None:
         """Set the position of a bucket in the order in which the next forward needs weights."""
@@ -762,18 +780,20 @@ class Executor:
         for i in found:  # not the other slices, because the user may have written to them
             bucket.params[i].note_write()
 
-    def fetch(self, items: Sequence[tuple[Bucket | None, Tensor, Tensor]], after: Event) -> int:
+    def fetch(self, items: Sequence[tuple[Bucket | None, WeightSource, Tensor]], after: Event) -> int:
         """Request copies of weights from the host to the device, each after the update of its bucket. Returns a handle.
 
-        `items`: bucket (None for frozen weights), memory on the host, memory on the device. `after`: the event after
+        `items`: bucket (None for frozen weights), weights on the host, memory on the device. `after`: the event after
         which the memory on the device may be overwritten.
         """
         table = (CFetchItem * len(items))()
         for entry, (bucket, host, into) in zip(table, items, strict=True):
             entry.bucket = bucket.plan.index if bucket is not None else -1
-            entry.from_ = host.data_ptr()
+            entry.record = host.record
+            if entry.record < 0:
+                entry.from_ = host.read(0, host.numel).data_ptr()
             entry.into = into.data_ptr()
-            entry.num_bytes = host.numel() * host.element_size()
+            entry.num_bytes = host.numel * into.element_size()
         found: int = self._library.tf_fetch(self._handle, table, len(items), after.handle)
         return found
 

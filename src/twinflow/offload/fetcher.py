@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,6 +28,7 @@ from twinflow.device import Device, Event
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.sync import FETCH_ROOM
+from twinflow.offload.weight_source import WeightSource
 
 
 class Gather(Protocol):
@@ -44,7 +46,7 @@ class Gather(Protocol):
 class WeightBuffer:
     """Weights of one block that are copied together."""
 
-    host: Callable[[], Tensor]  # returns the weights on the host: all of them, or this rank's part
+    host: WeightSource  # all of the weights, or this rank's part
     flat: Tensor  # the device buffer; its storage is empty while the block does not run
     views: list[tuple[nn.Parameter, Tensor]]  # the parameters that begin here, and their views in the storage of `flat`
     bucket: Bucket | None  # the bucket whose state contains the weights; None for frozen weights
@@ -87,7 +89,7 @@ class NativeFetcher:
 
     def ask(self, buffers: Sequence[WeightBuffer], after: Event) -> NativeFetch:
         """Queues a fetch. The copy starts after the event `after`, from which on the device buffers are free."""
-        items = [(buffer.bucket, buffer.host(), buffer.flat) for buffer in buffers]
+        items = [(buffer.bucket, buffer.host, buffer.flat) for buffer in buffers]
         return NativeFetch(self._executor, self._executor.fetch(items, after), buffers)
 
 
@@ -157,18 +159,15 @@ class SharedFetcher:
         stream.wait(fetch.after, FETCH_ROOM)
         for buffer in fetch.buffers:
             index = buffer.bucket.plan.index if buffer.bucket is not None else -1
-            stream.run(self._work(buffer), span="fetch", bucket=index)
-            host = buffer.host()
-            self.fetched_bytes += host.numel() * host.element_size()
+            part = self._part(buffer)
+            with buffer.host.hold() as host:
+                stream.run(partial(part.copy_, host, non_blocking=True), span="fetch", bucket=index)
+                if buffer.host.record >= 0:
+                    stream.record().synchronize()  # another record will be read into this memory
+            stream.run(partial(self._gather.all_gather, buffer.flat), span="fetch", bucket=index)
+            self.fetched_bytes += part.numel() * part.element_size()
         return stream.record()
 
-    def _work(self, buffer: WeightBuffer) -> Callable[[], None]:
-        host, gather = buffer.host(), self._gather
-        start = host.numel() * gather.rank
-        part = buffer.flat[start : start + host.numel()]
-
-        def work() -> None:
-            part.copy_(host, non_blocking=True)
-            gather.all_gather(buffer.flat)
-
-        return work
+    def _part(self, buffer: WeightBuffer) -> Tensor:
+        start = buffer.host.numel * self._gather.rank
+        return buffer.flat[start : start + buffer.host.numel]

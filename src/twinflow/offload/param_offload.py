@@ -5,7 +5,9 @@ A block is a member of the model's outermost ModuleLists and Sequentials, usuall
 slices of parameters (ranges of their elements) that are copied and updated together.
 
 The trainable weights of a block are part of the optimizer state on the host. If that state is on a disk, they are the
-part of it that stays in memory (disk_updater.py). Frozen weights have page-locked buffers of their own. On the device a
+part of it that stays in memory (disk_updater.py). Frozen weights have page-locked buffers of their own. Frozen weights,
+and those whose state is on a disk, can be in a file of their own instead (weight_source.py). Its records are read some
+blocks ahead of the fetches (`_expect`). On the device a
 block has one buffer for each bucket. The storage of the buffer has memory only from the fetch until the block has run:
 it is resized to 0 after the block has run, and to its full size before the next fetch. Views that autograd has saved
 are therefore valid again in the block's backward. While the block does not run, its parameters have no values (they are
@@ -30,6 +32,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import torch
@@ -41,15 +44,17 @@ from twinflow.device import Device, to_host
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket
-from twinflow.offload.disk_updater import weights_of
+from twinflow.offload.disk_updater import DiskUpdater, weights_of
 from twinflow.offload.executor import Executor
 from twinflow.offload.fetch_hooks import check_transform, put_hooks
 from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, SharedFetcher, WeightBuffer
 from twinflow.offload.hooks import Hook, in_backward
 from twinflow.offload.plan import padded
 from twinflow.offload.quantised import inner_tensors, is_wrapper, rebuilt
+from twinflow.offload.state_file import StateFile
 from twinflow.offload.sync import FORWARD
 from twinflow.offload.weight_guard import cover, plain, uncover
+from twinflow.offload.weight_source import InMemory, OnDisk, WeightSource, frozen_groups
 
 BLOCKS_AHEAD = 2  # blocks that are fetched while one runs
 
@@ -82,6 +87,7 @@ class Piece(NamedTuple):
     numel: int
     read: Callable[[], Tensor]  # returns the present values, flat
     write: Callable[[Tensor], None]
+    is_on_disk: bool = False  # `read` copies the values from a disk; otherwise it returns a view
 
 
 class _Engine(Protocol):
@@ -107,10 +113,16 @@ class ParamOffload:
         on_write: Callable[[Tensor, Tensor, bool, bool], None],
         before_error: Callable[[], None],
         can_move: bool = False,
+        file: StateFile | None = None,
+        max_frozen_bytes: int | None = None,
     ) -> None:
         """`frozen`: the frozen weights of each block. `values`: the values of all weights for the host. A block stays
         on the device if the weights of its buckets do. `can_move`: blocks may move later (`bring`, `send_away`).
+        `file`: for frozen weights, with records of `max_frozen_bytes`.
         """
+        assert file is None or not can_move
+        self._file = file
+        self._max_frozen_bytes = max_frozen_bytes
         self._device = device
         self._executor = executor
         self._where = where
@@ -118,6 +130,7 @@ class ParamOffload:
         self._wrappers = {p for params in frozen.values() for p in params if is_wrapper(p)}
         self._can_move = can_move
         self._world, self._rank = (gather.world, gather.rank) if gather is not None else (1, 0)
+        self._num_frozen = 0  # records of frozen weights
         self._blocks: dict[int, BlockWeights] = {}
         self._owner_of: dict[int, int] = {}  # by block whose weights are tied to those of another one: that block
         self._places: dict[Tensor, tuple[WeightBuffer, Tensor]] = {}
@@ -198,7 +211,7 @@ class ParamOffload:
         buffers: list[WeightBuffer] = []
         for start, bucket in zip(starts, buckets, strict=False):
             flat = storage[start : start + bucket.gathered.numel]
-            buffer = _new_buffer(_host_of(bucket), flat, bucket)
+            buffer = _new_buffer(host_of(bucket), flat, bucket)
             for piece in bucket.gathered.slices:
                 tensor = next(p for p in bucket.members if p.index == piece.param).tensor
                 if piece.start == 0:
@@ -209,16 +222,13 @@ class ParamOffload:
         return buffers
 
     def _frozen_buffers(self, block: int, values: Mapping[nn.Parameter, Tensor]) -> Iterator[WeightBuffer]:
-        """A buffer for each dtype of the block's frozen weights. Quantised ones are represented by their tensors."""
-        given = self._frozen.get(block, ())
-        params = [param for param in given if param not in self._wrappers]
-        inner = [one for param in given if param in self._wrappers for _, one in inner_tensors(param)]
-        params += [one for one in inner if isinstance(one, nn.Parameter) and one in values]
-        for dtype in dict.fromkeys(param.dtype for param in params):
-            yield self._frozen_buffer([param for param in params if param.dtype == dtype], values)
+        """Buffers for the block's frozen weights, each for one dtype."""
+        params = plain_params(self._frozen.get(block, ()), values)
+        for group in frozen_groups(params, self._max_frozen_bytes if self._file is not None else None):
+            yield self._frozen_buffer(group, values)
 
     def _frozen_buffer(self, params: Sequence[nn.Parameter], values: Mapping[nn.Parameter, Tensor]) -> WeightBuffer:
-        """Copies this rank's part of frozen weights into page-locked memory."""
+        """Copies this rank's part of frozen weights into page-locked memory, or into the file."""
         world, rank = self._world, self._rank
         dtype, starts, used = params[0].dtype, [], 0
         for param in params:
@@ -228,12 +238,21 @@ class ParamOffload:
         whole = torch.zeros(size * world, dtype=dtype)
         for param, start in zip(params, starts, strict=True):
             whole[start : start + param.numel()] = values[param].reshape(-1)
-        host = self._device.pinned(size, dtype)
-        host.copy_(whole[rank * size : (rank + 1) * size])
-        buffer = _new_buffer(lambda: host, _new_flat(size * world, dtype, self._where), None)
+        host = self._new_host(size, dtype)
+        with host.hold(is_changed=True) as part:
+            part.copy_(whole[rank * size : (rank + 1) * size])
+        buffer = _new_buffer(host, _new_flat(size * world, dtype, self._where), None)
         for param, start in zip(params, starts, strict=True):
             _put(buffer, param, start)
         return buffer
+
+    def _new_host(self, numel: int, dtype: torch.dtype) -> WeightSource:
+        if self._file is None:
+            memory = self._device.pinned(numel, dtype)
+            return InMemory(lambda: memory)
+        self._num_frozen += 1
+        self._file.add(-self._num_frozen, numel * dtype.itemsize)
+        return OnDisk(self._file, -self._num_frozen, numel, dtype)
 
     # Moves of whole blocks between steps (ratio "auto"), in a process whose weights no other rank shares.
 
@@ -270,7 +289,7 @@ class ParamOffload:
             self._storages.discard(buffer.flat.untyped_storage()._cdata)
             self._spoil_graphs(buffer)
             if buffer.bucket is None:
-                self._device.release(buffer.host())
+                self._device.release(buffer.host.read(0, buffer.host.numel))
             for param, _ in buffer.views:
                 del self._places[param]
                 self._divided.pop(param, None)
@@ -356,7 +375,7 @@ class ParamOffload:
         buffer, view = self._places[param]
         self._check_whole(buffer)
         if param not in self._divided:
-            return host_view(buffer, view).to(buffer.flat.device, copy=True)
+            return host_view(buffer, view).to(buffer.flat.device, copy=buffer.host.record < 0)
         copied = torch.empty(param.shape, dtype=param.dtype, device=buffer.flat.device)
         self._read_into(copied, param)
         return copied
@@ -474,7 +493,7 @@ class ParamOffload:
         self._in_graphs = [it for it in self._in_graphs if it[0] != storage]
 
     def _check_whole(self, buffer: WeightBuffer) -> None:
-        if buffer.host().numel() != buffer.flat.numel():
+        if buffer.host.numel != buffer.flat.numel():
             raise wrong_state(
                 "A weight cannot be used outside the forward of its block",
                 "with offload_param and several ranks, each rank has only a part of the weight outside of the block",
@@ -485,7 +504,7 @@ class ParamOffload:
         """The parts of a parameter's weights that this process has."""
         buffer, view = self._places[param]
         host, at, bucket = buffer.host, int(view.storage_offset() - buffer.flat.storage_offset()), buffer.bucket
-        size = host().numel()
+        size = host.numel
         if bucket is not None:
             found = [(one, one.bucket) for one in self._divided.get(param, [buffer]) if one.bucket is not None]
             return [piece for one, own in found for piece in _pieces_in(one.host, own, param)]
@@ -493,8 +512,8 @@ class ParamOffload:
         start, stop = max(at, low), min(at + param.numel(), low + size)
         if start >= stop:
             return []
-        read = _reader(host, start - low, stop - start)
-        return [Piece(start - at, stop - start, read, _copier(read))]
+        read = partial(host.read, start - low, stop - start)
+        return [Piece(start - at, stop - start, read, _copier(host, start - low), host.record >= 0)]
 
     def _hide(self, module: nn.Module, *_: object) -> None:
         """Removes the guard before state_dict() reads the parameters. `_show` then replaces the values in the dict."""
@@ -517,7 +536,7 @@ class ParamOffload:
             if prefix + name not in state:
                 continue
             buffer, view = self._places[param]
-            is_whole = buffer.host().numel() == buffer.flat.numel()
+            is_whole = buffer.host.numel == buffer.flat.numel()
             state[prefix + name] = self._on_host(param) if is_whole else NoValues.like(view)
 
     # Calls by hooks on the model.
@@ -554,6 +573,7 @@ class ParamOffload:
         self.leave_all()
         for block in self._order[:BLOCKS_AHEAD]:
             self._ask_for(block)
+        self._expect(self._order[BLOCKS_AHEAD:])
 
     def before_block(self, block: int) -> None:
         """Before a block runs, in a forward or again in a backward: waits for its weights and fetches the next ones."""
@@ -567,6 +587,9 @@ class ParamOffload:
         at = self._order.index(block) if block in self._order else len(self._order)
         for other in self._order[at + 1 : at + 1 + BLOCKS_AHEAD]:
             self._ask_for(other)
+        if self._file is not None:
+            back = reversed(self._order[:-1]) if torch.is_grad_enabled() else ()
+            self._expect([*self._order[at + 1 + BLOCKS_AHEAD :], *back])
 
     def after_block(self, block: int, is_needed: bool = True) -> None:
         """After a block has run in a forward: releases its weights, unless it is the last block before a backward.
@@ -614,6 +637,18 @@ class ParamOffload:
             self._trail.pop()
         for other in reversed(self._trail[-1 - BLOCKS_AHEAD : -1]):
             self._ask_for(other)
+        self._expect(self._trail[: -1 - BLOCKS_AHEAD][::-1])
+
+    def _expect(self, blocks: Iterable[int]) -> None:
+        """Lets the file read the weights of these blocks, which will be fetched next, in this order."""
+        if self._file is None:
+            return
+        found: list[int] = []
+        for weights in (self._blocks[block] for block in blocks if block in self._blocks):
+            found += [buffer.host.key for buffer in weights.buffers if isinstance(buffer.host, OnDisk)]
+            if len(found) >= self._file.sizes.num_buffers:
+                break
+        self._file.expect(found)
 
     def _at_first_gradient(self) -> None:
         """Registers `_end_backward` with autograd at the first hook of a backward."""
@@ -741,16 +776,18 @@ class ParamOffload:
         self.settle()
         for weights in self._blocks.values():
             for buffer in weights.buffers:
-                host = buffer.host()
+                is_whole, is_in_memory = buffer.host.numel == buffer.flat.numel(), buffer.host.record < 0
                 for param, _ in buffer.views:
-                    if keep_weights and host.numel() == buffer.flat.numel():
+                    if keep_weights and is_whole:
+                        found = self._on_host(param)
                         with plain():
-                            param.data = self._on_host(param).clone()
+                            param.data = found.clone() if is_in_memory else found
                     else:
                         _LOST[param] = None
                 if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
-                    self._device.release(host)
-                    buffer.host = _no_host
+                    if is_in_memory:
+                        self._device.release(buffer.host.read(0, buffer.host.numel))
+                    buffer.host = InMemory(_no_host)
         for module in [module for reference in self._owners if (module := reference()) is not None]:
             if module not in _REFUSING and any(param in _LOST for param in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(_refuse)
@@ -824,9 +861,9 @@ class NoValues(Tensor):
 
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:
-    """A view of a parameter's weights on the host. This process must have all of them."""
+    """A parameter's weights on the host: a view, or a copy if they are on a disk. This process has all of them."""
     start = int(view.storage_offset() - buffer.flat.storage_offset())
-    return buffer.host()[start : start + view.numel()].view(view.shape)
+    return buffer.host.read(start, view.numel()).view(view.shape)
 
 
 def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
@@ -849,7 +886,7 @@ def _put(buffer: WeightBuffer, param: nn.Parameter, offset: int) -> None:
     buffer.views.append((param, buffer.flat.as_strided(param.shape, _strides(param.shape), offset)))
 
 
-def _new_buffer(host: Callable[[], Tensor], flat: Tensor, bucket: Bucket | None) -> WeightBuffer:
+def _new_buffer(host: WeightSource, flat: Tensor, bucket: Bucket | None) -> WeightBuffer:
     return WeightBuffer(host, flat, [], bucket, flat.untyped_storage().nbytes())
 
 
@@ -860,19 +897,27 @@ def _resize(buffer: WeightBuffer, num_bytes: int) -> None:
         storage.resize_(num_bytes)
 
 
-def _pieces_in(host: Callable[[], Tensor], bucket: Bucket, param: Tensor) -> list[Piece]:
+def _pieces_in(host: WeightSource, bucket: Bucket, param: Tensor) -> list[Piece]:
     """The parts of a parameter that a bucket has."""
     own = [(i, p) for i, p in enumerate(bucket.slices) if bucket.params[i].tensor is param]
-    return [Piece(p.start, p.numel, _reader(host, p.offset, p.numel), _writer(bucket, i)) for i, p in own]
+    reads = (partial(host.read, p.offset, p.numel) for _, p in own)
+    return [
+        Piece(p.start, p.numel, read, _writer(bucket, i), host.record >= 0)
+        for (i, p), read in zip(own, reads, strict=True)
+    ]
 
 
-def _reader(host: Callable[[], Tensor], start: int, numel: int) -> Callable[[], Tensor]:
-    return lambda: host()[start : start + numel]
+def plain_params(given: Iterable[nn.Parameter], values: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+    """Frozen weights of a block. Quantised ones are replaced by the parameters of which they consist."""
+    params = [param for param in given if not is_wrapper(param)]
+    inner = [one for param in given if is_wrapper(param) for _, one in inner_tensors(param)]
+    return params + [one for one in inner if isinstance(one, nn.Parameter) and one in values]
 
 
-def _copier(read: Callable[[], Tensor]) -> Callable[[Tensor], None]:
+def _copier(host: WeightSource, start: int) -> Callable[[Tensor], None]:
     def write(values: Tensor) -> None:
-        read().copy_(values.reshape(-1))
+        with host.hold(is_changed=True) as whole:
+            whole[start : start + values.numel()].copy_(values.reshape(-1))
 
     return write
 
@@ -885,13 +930,10 @@ def _due(weights: BlockWeights) -> int:
     return sum(buffer.bucket.due for buffer in weights.buffers if buffer.bucket is not None)
 
 
-def _host_of(bucket: Bucket) -> Callable[[], Tensor]:
-    """A function that returns the weights in the bucket's store at the time of the call, because stores are swapped."""
-
-    def host() -> Tensor:
-        return weights_of(bucket.store)
-
-    return host
+def host_of(bucket: Bucket) -> WeightSource:
+    """The weights of a bucket that blocks fetch: in its store, or on a disk."""
+    there = bucket.updater.weights_on_disk(bucket) if isinstance(bucket.updater, DiskUpdater) else None
+    return there if there is not None else InMemory(lambda: weights_of(bucket.store))
 
 
 def _new_flat(numel: int, dtype: torch.dtype, where: torch.device) -> Tensor:

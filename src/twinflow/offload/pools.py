@@ -30,10 +30,12 @@ def new_executor(
     settings: Settings,
     tensor_device: torch.device,
     file: StateFile | None,
+    weights: StateFile | None = None,
 ) -> Executor:
     """An executor with empty pools whose limits fit the buckets.
 
-    `rule` is the rule of updates on the host, or None for a user's optimizer. `file`: the state on the disk.
+    `rule` is the rule of updates on the host, or None for a user's optimizer. `file`: the state on the disk. `weights`:
+    the weights of blocks on the disk.
     """
     num_hosted = sum(plan.place == HOST for plan in plans)
     return Executor(
@@ -46,6 +48,7 @@ def new_executor(
         settings.hold_on_host,
         settings.sums_on_host,
         file,
+        weights,
     )
 
 

@@ -63,6 +63,7 @@ from twinflow.offload.pools import new_executor
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
 from twinflow.offload.speculative_stores import SpeculativeStores
+from twinflow.offload.state_file import StateFile
 from twinflow.offload.step_timer import StepTimer
 from twinflow.offload.steps import Steps
 from twinflow.offload.taken_gradient import TakenGradient
@@ -70,6 +71,7 @@ from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.torch_worker import TorchWorker
 from twinflow.offload.updater import RuleUpdater
 from twinflow.offload.weight_guard import plain
+from twinflow.offload.weight_source import max_frozen_bytes
 from twinflow.offload.weight_waits import WeightWaits
 from twinflow.rules.rule import Options
 from twinflow.rules.segment import Store
@@ -100,11 +102,13 @@ class Runtime:
         owner: Callable[[], object | None] | None = None,
         where: torch.device | None = None,
         on_bucket: Callable[[Bucket], None] | None = None,
+        weights: StateFile | None = None,
     ) -> None:
         """`options` returns the options of each param group. `option_names`: the options that an update depends on;
         None means all of them. `owner`: a weak reference to the optimizer, so that the model's hooks do not keep the
         optimizer alive. `where`: the device of the model, needed only without trained parameters. `on_bucket` is called
-        with each bucket before the state of the next one is allocated."""
+        with each bucket before the state of the next one is allocated. `weights`: the file with weights that blocks
+        fetch, if they are on a disk."""
         self.device = device
         self._where = where
         self.updaters = updaters
@@ -116,7 +120,7 @@ class Runtime:
         host = updaters[HOST]
         rule = host.rule if isinstance(host, (RuleUpdater, DiskUpdater)) else None
         file = host.file if isinstance(host, DiskUpdater) else None
-        self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device, file)
+        self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device, file, weights)
         self.buckets: list[Bucket] = []
         for plan, whole in zip(plans, wholes, strict=True):
             bucket = new_bucket(params, plan, whole, updaters[plan.updater], self._offloads_params(plan), executor)
@@ -251,10 +255,12 @@ class Runtime:
         values: Mapping[nn.Parameter, Tensor],
         gather: Gather | None,
         can_move: bool = False,
+        file: StateFile | None = None,
     ) -> None:
         """Keep the weights of blocks on the host, if their state is there. Called once, before all other methods.
 
-        `can_move`: blocks may move between host and device later (`reconfigure.move_block`).
+        `can_move`: blocks may move between host and device later (`reconfigure.move_block`). `file`: for frozen weights
+        on a disk.
         """
         where = self._tensor_device
         me = weakref.ref(self)
@@ -270,7 +276,18 @@ class Runtime:
                 runtime.complete_written()
 
         self.param_offload = ParamOffload(
-            self.device, self.executor, self.buckets, frozen, values, gather, where, on_write, before_error, can_move
+            self.device,
+            self.executor,
+            self.buckets,
+            frozen,
+            values,
+            gather,
+            where,
+            on_write,
+            before_error,
+            can_move,
+            file,
+            max_frozen_bytes(self.settings.tuning),
         )
         self._waits.offload_params(self.param_offload)
         self._threads += self.param_offload.threads

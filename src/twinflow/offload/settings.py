@@ -33,9 +33,13 @@ class Tuning:
     offload_embeddings: bool = False  # with offload_params: the embedding and output layers are blocks too (blocks.py)
     nvme_path: str | None = None  # folder on a disk for the state that is on the host otherwise; None: host memory
     buffer_count: Positive = NUM_BUFFERS  # with nvme_path: number of host buffers, each for the state of one bucket
-    disk_requests: Threads = 8  # with nvme_path: number of reads and writes at the same time
-    disk_block_bytes: Positive = 1 << 20  # with nvme_path: bytes of one read or write
-    disk_io: DiskIo = "auto"  # with nvme_path: how the file is read and written (`num_rings` in state_file.py)
+    # Folder on a disk for weights of blocks (`offload_params`): frozen ones, and those whose state is on a disk too.
+    param_nvme_path: str | None = None
+    param_buffer_count: Positive = 5  # with param_nvme_path: least number of host buffers, each for one record
+    max_in_cpu: Whole = 0  # with param_nvme_path: elements for which there are buffers, if these are more
+    disk_requests: Threads = 8  # with a disk: number of reads and writes at the same time
+    disk_block_bytes: Positive = 1 << 20  # with a disk: bytes of one read or write
+    disk_io: DiskIo = "auto"  # with a disk: how the files are read and written (`num_rings` in state_file.py)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file with the optimizer state of buckets on the disk, and its buffers in memory (csrc/state_file.h).
+"""A file with the optimizer state of buckets, or with weights (weight_source.py), and its buffers in memory
+(csrc/state_file.h).
 
 A bucket holds slices of parameters (ranges of their elements) that are copied and updated together. A record is the
 part of the file with the state of one bucket.
@@ -8,8 +9,9 @@ The file is scratch: checkpoints are the only copy of a run that outlives it. It
 in use, so the system frees its space when the process ends, also by SIGKILL. All of its space is reserved before
 training begins.
 
-Threads: the native executor asks for records in the order of updates. Other threads hold one record at a time (`hold`).
-The library reads and writes with a few threads that have an io_uring each, or with a thread for each request.
+Threads: the native executor asks for records in the order of updates or of fetches. Other threads hold one record at a
+time (`hold`). The library reads and writes with a few threads that have an io_uring each, or with a thread for each
+request.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,7 @@ class Reserved:
     num_threads: int  # number of reads and writes at the same time
     block_bytes: int  # bytes of one read or write
     io: DiskIo = "auto"
+    what: str = "optimizer state"  # the content of the file, for errors
 
     @property
     def memory_bytes(self) -> int:
@@ -68,7 +71,15 @@ class Reserved:
 class StateFile:
     """A file in `sizes.folder`. Raises OSError, before anything is written, if there is too little space."""
 
-    def __init__(self, sizes: Reserved) -> None:
+    def __init__(
+        self,
+        sizes: Reserved,
+        new_memory: Callable[[int], Tensor] | None = None,
+        release: Callable[[Tensor], None] = lambda memory: None,
+    ) -> None:
+        """`new_memory` allocates the buffers, if they must be page-locked. `release` is called with this memory at the
+        end.
+        """
         self.sizes = sizes
         _check_space(sizes)
         fd, self.path, self.is_direct = new_file(sizes.folder)
@@ -80,27 +91,30 @@ class StateFile:
         try:
             self._reserve(0, sizes.total_bytes)
             self._num_reserved = sizes.total_bytes
+            memory = new_memory(sizes.memory_bytes) if new_memory is not None else None
             rings = num_rings(sizes.io, sizes.num_threads, self.is_direct)
             numbers = fd, sizes.num_buffers, sizes.num_threads, sizes.buffer_bytes, sizes.block_bytes, rings
-            settings = CFileSettings(*numbers)
+            settings = CFileSettings(*numbers, memory.data_ptr() if memory is not None else None)
             self.handle = library.tf_file_new(ctypes.byref(settings))
             if not self.handle:
                 needed = f"{sizes.num_buffers * sizes.buffer_bytes} bytes"
                 remedy = "Use fewer buffers (buffer_count) or smaller buckets (bucket_numel)."
-                raise not_enough("host memory", "the buffers of the state on the disk", needed, "fewer", remedy)
+                raise not_enough("host memory", f"the buffers of the {sizes.what} on the disk", needed, "fewer", remedy)
         except BaseException:
             os.close(fd)
             raise
         self.io = IO_URING if library.tf_file_num_rings(self.handle) else THREADS
         self._open, self._pid = [fd], os.getpid()
-        weakref.finalize(self, _free, library, self.handle, self._open, self._pid)
+        self._memory = [memory] if memory is not None else []
+        self._release = release
+        weakref.finalize(self, _free, library, self.handle, self._open, self._pid, self._memory, release)
 
     def _reserve(self, start: int, num_bytes: int) -> None:
         try:
             if num_bytes:
                 os.posix_fallocate(self.fd, start, num_bytes)
         except OSError as error:
-            raise _full(self.sizes.folder, start + num_bytes, error) from error
+            raise _full(self.sizes, start + num_bytes, error) from error
 
     def add(self, bucket: int, num_bytes: int) -> None:
         """Adds the record of a bucket, with zeros. Has no effect if the bucket has one. Raises OSError if the disk is
@@ -113,6 +127,9 @@ class StateFile:
             self._num_reserved = self._end + num_bytes
         self._records[bucket] = (self._library.tf_file_add(self.handle, self._end, num_bytes), num_bytes)
         self._end += num_bytes
+
+    def has(self, bucket: int) -> bool:
+        return bucket in self._records
 
     def record_of(self, bucket: int) -> int:
         """The number of the record of a bucket, for the native executor."""
@@ -128,12 +145,19 @@ class StateFile:
         address = self._library.tf_file_hold(self.handle, record)
         if not address:
             raise self.failure(_RESTART) or wrong_state(
-                "The optimizer state cannot be read", "it is closed", "Build a new one to go on training."
+                f"The {self.sizes.what} on the disk cannot be read",
+                "the file is closed",
+                "Build a new one to go on training.",
             )
         try:
             yield torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
         finally:
             self._library.tf_file_release(self.handle, record, is_changed)
+
+    def expect(self, keys: Sequence[int]) -> None:
+        """Tells which records will be used next, in this order. They are read ahead."""
+        records = [self._records[key][0] for key in keys[: self.sizes.num_buffers]]
+        self._library.tf_file_expect(self.handle, (ctypes.c_int64 * len(records))(*records), len(records))
 
     def flush(self) -> None:
         """Blocks until all changed records are in the file. Raises OSError if the disk has failed."""
@@ -146,7 +170,7 @@ class StateFile:
         self._library.tf_file_failed(self.handle, ctypes.byref(found))
         if not found.kind:
             return None
-        where = f"the optimizer state in {self.path} failed at byte {found.offset}"
+        where = f"the {self.sizes.what} in {self.path} failed at byte {found.offset}"
         if found.kind == _CHECKSUM:
             reason = "the checksum of the data is not that of the data that was written"
         else:
@@ -162,18 +186,34 @@ class StateFile:
 
     def close(self) -> None:
         """Ends the threads and frees buffers and file. State that is not in a checkpoint is lost."""
-        _close(self._library, self.handle, self._open, self._pid)
+        _close(self._library, self.handle, self._open, self._pid, self._memory, self._release)
 
 
-def _close(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
+def _close(
+    library: ExecutorLibrary,
+    handle: int | None,
+    open_fds: list[int],
+    pid: int,
+    memory: list[Tensor],
+    release: Callable[[Tensor], None],
+) -> None:
     if os.getpid() == pid:  # a forked process has neither the threads nor the buffers
         library.tf_file_close(handle)
+        while memory:
+            release(memory.pop())
     while open_fds:
         os.close(open_fds.pop())
 
 
-def _free(library: ExecutorLibrary, handle: int | None, open_fds: list[int], pid: int) -> None:
-    _close(library, handle, open_fds, pid)
+def _free(
+    library: ExecutorLibrary,
+    handle: int | None,
+    open_fds: list[int],
+    pid: int,
+    memory: list[Tensor],
+    release: Callable[[Tensor], None],
+) -> None:
+    _close(library, handle, open_fds, pid, memory, release)
     if os.getpid() == pid:
         library.tf_file_free(handle)  # the native executor keeps what it still needs
 
@@ -211,15 +251,17 @@ def _check_space(sizes: Reserved) -> None:
     except OSError as error:
         raise unusable_path("nvme_path", sizes.folder, "a folder in which files can be created", error) from error
     if found.f_bavail * found.f_frsize < sizes.total_bytes:
-        raise _full(sizes.folder, sizes.total_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise _full(sizes, sizes.total_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-def _full(folder: Path, num_bytes: int, error: OSError) -> OSError:
+def _full(sizes: Reserved, num_bytes: int, error: OSError) -> OSError:
+    folder, what = sizes.folder, sizes.what
     found = os.statvfs(folder)
+    needs = "need" if what.endswith("blocks") else "needs"
     free = found.f_bavail * found.f_frsize
     return OSError(
         error.errno,
-        f"nvme_path {str(folder)!r} has too little space: the optimizer state needs {num_bytes / 1e9:.3f} GB, and "
+        f"nvme_path {str(folder)!r} has too little space: the {what} {needs} {num_bytes / 1e9:.3f} GB, and "
         f"{free / 1e9:.3f} GB are free ({error.strerror}). Use another disk, a smaller format of the states, or a "
         "smaller ratio.",
     )

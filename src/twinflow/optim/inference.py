@@ -18,7 +18,7 @@ from twinflow.dist.meeting import Meeting
 from twinflow.offload.blocks import find_blocks
 from twinflow.offload.param_offload import check_values
 from twinflow.offload.runtime import Runtime
-from twinflow.offload.settings import Settings
+from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.weight_guard import check_free
 from twinflow.optim.twin_build import StateKind, own_device, set_aside
 from twinflow.rules import SGD
@@ -31,37 +31,43 @@ LOGGER = logging.getLogger("twinflow")
 class HostWeights:
     """The weights of a model's blocks, on the host until `close`. Its parameters require no gradients until then.
 
-    Every rank keeps all weights. Other parts of the model are on the GPU, if there is one. `with_embeddings`: the
-    embedding and output layers are blocks too.
+    Every rank keeps all weights. Other parts of the model are on the GPU, if there is one.
     """
 
-    def __init__(self, model: nn.Module, with_embeddings: bool = False) -> None:
+    def __init__(self, model: nn.Module, tuning: Tuning | None = None) -> None:
+        """`tuning.offload_embeddings`: the embedding and output layers are blocks too. `param_nvme_path`: a folder for
+        weights on a disk.
+        """
+        tuning = tuning or Tuning()
         check_values(model.named_parameters())
         check_free(model.named_parameters())
         self._trained = [param for param in model.parameters() if param.requires_grad]
         model.requires_grad_(False)
-        aside, where = set_aside(model, None, True, with_embeddings=with_embeddings), own_device()
+        aside, where = set_aside(model, None, True, with_embeddings=tuning.offload_embeddings), own_device()
         make_whole(model.parameters())
         device = device_for(where)
+        kind = StateKind(SGD, None, "fp32", is_stateless=True, offloads_params=True, tuning=tuning)
+        file = kind.weights_file([], aside, 1, device)
         self.runtime = Runtime(
             device,
-            StateKind(SGD, None, "fp32", is_stateless=True, offloads_params=True).new_updaters(device, where),
+            kind.new_updaters(device, where),
             [],
             [],
-            Settings(offload_params=True),
+            Settings(offload_params=True, tuning=tuning),
             list,
             lambda: 1.0,
             owner=weakref.ref(self),
             where=where,
+            weights=file,
         )
         if not aside.frozen:
             LOGGER.warning(
                 "offload_param has no effect: the model has no blocks (members of ModuleLists and Sequentials), whose "
                 "weights are fetched from the host"
             )
-        self.runtime.offload_params(aside.frozen, aside.values, None)
+        self.runtime.offload_params(aside.frozen, aside.values, None, file=file)
         aside.clear()
-        self.runtime.attach(model, find_blocks(model, False, with_embeddings))
+        self.runtime.attach(model, find_blocks(model, False, tuning.offload_embeddings))
         add_homes(model, alone(), Meeting(alone()), self.runtime)
 
     def close(self) -> None:

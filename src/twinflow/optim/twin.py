@@ -34,6 +34,7 @@ from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
+from twinflow.offload.state_file import StateFile
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.offload.torch_state import host_options
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
@@ -107,6 +108,8 @@ class TwinOptimizer(Outcomes):
       the GPU before the block runs. The module may be on the CPU; it computes on the GPU if there is one. `ratio` and
       `placement` then place whole blocks.
     - `tuning.nvme_path`: a folder on a disk. The state that would be on the host is in a file there.
+    - `tuning.param_nvme_path`: a folder on a disk. With `offload_params`, the weights of blocks are in a file there:
+      frozen weights, and those whose state is on a disk too.
 
     How a step works:
 
@@ -305,10 +308,10 @@ class TwinOptimizer(Outcomes):
         plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts, divided)
         plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
-        file = kind.state_file(plans)
+        file, weights = kind.state_file(plans), kind.weights_file(plans, aside, world, device)
         sizes = [kind.nbytes(plan) for plan in plans]
         self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
-        others = bytes_of_gradients(self._settings, plans) + (file.sizes.memory_bytes if file is not None else 0)
+        others = bytes_of_gradients(self._settings, plans) + _buffers_of(file) + _buffers_of(weights)
         build.check_room(plans, sizes, room, self.ratio, others, aside is not None)
         if aside is not None:
             resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
@@ -317,7 +320,9 @@ class TwinOptimizer(Outcomes):
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
-            kind.new_updaters(device, where, self.team.row_exchange() if has_rows and self.team else None, file),
+            kind.new_updaters(
+                device, where, self.team.row_exchange() if has_rows and self.team else None, file, weights
+            ),
             params,
             plans,
             self._settings,
@@ -326,13 +331,14 @@ class TwinOptimizer(Outcomes):
             shards,
             option_names=frozenset(self.defaults) if self.rule is not None else None,
             owner=me,
+            weights=weights,
             on_bucket=aside.fill if aside is not None else None,
         )
         if aside is not None:
             gather = self.team.fetch if self.team and self.team.world > 1 else None
             # Only "auto" on a GPU moves blocks later.
             can_move = isinstance(self.ratio, str) and room.device_bytes is not None
-            runtime.offload_params(aside.frozen, aside.values, gather, can_move)
+            runtime.offload_params(aside.frozen, aside.values, gather, can_move, weights)
         # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
         runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
@@ -462,13 +468,19 @@ class TwinOptimizer(Outcomes):
             f"memory of gradient slots on the host: {build.in_bytes(bytes_of_gradients(self._settings, plans))}",
             f"memory of speculative stores: {build.in_bytes(runtime.speculative_stores.num_bytes)}",
         ]
-        if file is not None:
-            lines.append(f"memory of buffers for the disk: {build.in_bytes(file.sizes.memory_bytes)}")
-            lines.append(f"reads and writes of the disk: {file.sizes.num_threads} at the same time, by {file.io}")
+        weights = runtime.executor.weights
+        files = [one for one in (file, weights) if one is not None]
+        if files:
+            io = f"{files[0].sizes.num_threads} at the same time, by {files[0].io}"
+            lines.append(f"memory of buffers for the disk: {build.in_bytes(sum(map(_buffers_of, files)))}")
+            lines.append(f"reads and writes of the disk: {io}")
         if self._settings.offload_params:
             blocks = {bucket.plan.block: bucket.offloads_params for bucket in runtime.buckets}
             blocks.pop(ROOT, None)
-            lines.append(f"weights: those of {sum(blocks.values())} of {len(blocks)} blocks are on the host")
+            where = "on the host"
+            if weights is not None:
+                where += f", {build.in_bytes(weights.sizes.total_bytes)} of them on the disk ({weights.sizes.folder})"
+            lines.append(f"weights: those of {sum(blocks.values())} of {len(blocks)} blocks are {where}")
         if self.team is not None:
             lines.append(f"rank: {self.team.rank} of {self.team.world}, which share this model; sizes are of this rank")
         return f"{type(self).__name__}(\n" + "".join(f"    {line}\n" for line in lines) + groups
@@ -755,6 +767,10 @@ class TwinOptimizer(Outcomes):
     def export_trace(self, path: str | Path) -> None:
         """Writes the spans since `optimizer.trace.start()` as a Chrome/Perfetto timeline."""
         write_chrome_trace(self.trace.spans(), Path(path))
+
+
+def _buffers_of(file: StateFile | None) -> int:
+    return file.sizes.memory_bytes if file is not None else 0
 
 
 def _held(me: weakref.ref[TwinOptimizer]) -> TwinOptimizer:

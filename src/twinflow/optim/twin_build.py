@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from twinflow.conflicts import refuse
 from twinflow.device import Device, device_for
 from twinflow.errors import not_enough
 from twinflow.offload.blocks import Block, experts_of, find_blocks, num_owners, owners
@@ -24,7 +25,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of, without_memory
 from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
-from twinflow.offload.param_offload import take_aside
+from twinflow.offload.param_offload import plain_params, take_aside
 from twinflow.offload.placement import place_by_ratio, whole_blocks
 from twinflow.offload.plan import HOST, MATRICES, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
@@ -36,6 +37,7 @@ from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
+from twinflow.offload.weight_source import bytes_of, frozen_groups, max_frozen_bytes, new_file
 from twinflow.optim.auto import first_ratio
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import expert_shard, is_copy, shard_of
@@ -76,12 +78,12 @@ class StateKind:
 
         Includes `weight_bytes`, because the weights of a block take device memory only with its state. A user's
         optimizer counts as fp32 with two states. Of state on the disk, only the weights that blocks fetch are in host
-        memory.
+        memory, unless they are on a disk too.
         """
         if self.rule is None:
             return int(formats.state_bytes("fp32").host * plan.numel)
         if self.tuning.nvme_path is not None and plan.place == HOST:
-            return plan.numel * plan.dtype.itemsize if self._fetches(plan) else 0
+            return plan.numel * plan.dtype.itemsize if self._fetches(plan) and not self.has_weights_file else 0
         rule = self.rule if plan.is_matrix else self.rule.elementwise or self.rule
         num_states = 0 if self.is_stateless else sum(name is not None for name in rule.states)
         keeps_weights = self.keeps_weights or not plan.can_alias
@@ -90,6 +92,11 @@ class StateKind:
         if plan.place == RESIDENT:
             extra = int(self.weight_bytes.get(plan.block, 0.0) * plan.numel)
         return int(getattr(each, plan.place) * plan.numel) + extra
+
+    @property
+    def has_weights_file(self) -> bool:
+        """Whether weights that blocks fetch are on a disk if their state is there too, or if they are frozen."""
+        return self.tuning.param_nvme_path is not None
 
     def _fetches(self, plan: BucketPlan) -> bool:
         """Whether blocks fetch the weights of this bucket from the host."""
@@ -101,10 +108,12 @@ class StateKind:
         where: torch.device,
         exchange: MatrixExchange | None = None,
         file: StateFile | None = None,
+        weights: StateFile | None = None,
     ) -> dict[str, Updater]:
         """The updaters by name (`BucketPlan.updater`). An updater allocates, reads and writes the state of buckets.
 
-        `exchange`: see `MuonUpdater`. `file`: for the state that is on the host otherwise.
+        `exchange`: see `MuonUpdater`. `file`: for the state that is on the host otherwise. `weights`: for the weights
+        that blocks fetch.
         """
         if self.recipe is not None:
             return {
@@ -121,7 +130,8 @@ class StateKind:
             STREAMED: StreamedUpdater(rule, self.format, device, where, keeps_states, master=master),
         }
         if file is not None:
-            updaters[HOST] = DiskUpdater(rule, self.format, device, keeps_states, self.offloads_params, master, file)
+            of_disk = self.format, device, keeps_states, self.offloads_params, master, file, weights
+            updaters[HOST] = DiskUpdater(rule, *of_disk)
         if rule is not self.rule:
             there = MuonUpdater(self.rule, self.format, where, programs, exchange)
             streamed = StreamedUpdater(self.rule, self.format, device, where, there=there)
@@ -134,7 +144,8 @@ class StateKind:
         if tuning.nvme_path is None:
             return None
         assert self.rule is not None
-        kept = [without_memory if self._fetches(plan) else None for plan in plans]
+        in_memory = [self._fetches(plan) and not self.has_weights_file for plan in plans]
+        kept = [without_memory if is_kept else None for is_kept in in_memory]
         given = self.rule, self.format, not self.is_stateless, self.master
         sizes = [record_bytes(shape_of(*given, plan, new)) for plan, new in zip(plans, kept, strict=True)]
         total = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == HOST and plan.numel)
@@ -144,6 +155,28 @@ class StateKind:
         return StateFile(
             Reserved(Path(tuning.nvme_path), total, largest, num_buffers, num_requests, block_bytes, tuning.disk_io)
         )
+
+    def weights_file(
+        self, plans: Sequence[BucketPlan], aside: Aside | None, world: int, device: Device
+    ) -> StateFile | None:
+        """The file for the weights of blocks, with all of its space; None: they are in memory.
+
+        Raises ValueError if nothing would be in the file. `world`: number of ranks that share the weights.
+        """
+        if aside is None or not self.has_weights_file:
+            return None
+        tuning, most = self.tuning, max_frozen_bytes(self.tuning)
+        kept = {plan.block for plan in plans if not self._fetches(plan)}
+        there = [plan for plan in plans if self._fetches(plan)] if tuning.nvme_path is not None else []
+        buckets = [(plan.numel, plan.dtype.itemsize) for plan in there]
+        frozen = [
+            bytes_of(group, world)
+            for block, params in aside.frozen.items()
+            if block not in kept
+            for group in frozen_groups(plain_params(params, aside.values), most)
+        ]
+        refuse("Weights on the disk", {"state": bool(plans) and not buckets and not frozen})
+        return new_file(tuning, buckets, frozen, device)
 
 
 @dataclass(frozen=True)

@@ -369,8 +369,12 @@ def check_param_offload(
 
 
 def check_disk(settings: Settings, ratio: float | str, zero: Zero | None, rule: Rule | None) -> None:
-    """Raises ValueError for options that conflict with state on the disk."""
+    """Raises ValueError for options that conflict with state or weights on the disk."""
     tuning = settings.tuning
+    if tuning.param_nvme_path is not None:
+        if not tuning.param_nvme_path:
+            raise invalid_value("tuning.param_nvme_path", "", "a folder on a local disk, or None")
+        refuse("Weights on the disk", {"offload_params": not settings.offload_params, "ratio": ratio == "auto"})
     if tuning.nvme_path is None:
         return
     if not tuning.nvme_path:

@@ -19,6 +19,7 @@ from torch import Tensor
 from twinflow.errors import invalid_value
 from twinflow.offload import reconfigure, slices
 from twinflow.offload.bucket import Bucket, Param
+from twinflow.offload.param_offload import host_of
 from twinflow.offload.updater import RuleUpdater
 from twinflow.optim import loss_scale
 from twinflow.optim.muon_groups import check_unchanged
@@ -281,8 +282,7 @@ def restore(
             is_known = param.name in known
             piece, before = bucket.slices[i], None
             if bucket.offloads_params and weights_win:  # offloaded weights are part of the state
-                host = bucket.store.weight if bucket.store.weight is not None else bucket.store.master
-                before = host[piece.offset : piece.offset + piece.numel].clone()
+                before = host_of(bucket).read(piece.offset, piece.numel).clone()
             bucket.steps[i] = source.step(param.name) if is_known else 0
             if is_known:
                 values = source.cut(param.name, param.first + piece.start, piece.numel)

@@ -60,7 +60,7 @@ LIMITS: Final = (
         "Set zero_optimization.stage to 2, which also partitions the optimizer state.",
     ),
     Limit(
-        "zero_optimization.offload_param.device='cpu'",
+        "zero_optimization.offload_param",
         _BOTH,
         lambda c: c.offload_param,
         "weights are fetched whole and in the order of one forward, but tensor ranks split them, and a pipeline runs "
