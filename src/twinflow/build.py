@@ -50,6 +50,7 @@ from twinflow.offload.blocks import find_blocks
 from twinflow.offload.materialize import build as build_model
 from twinflow.offload.quantised import move_quantised, without_quantised
 from twinflow.offload.settings import Tuning
+from twinflow.offload.weight_source import home_of_weights
 from twinflow.optim.inference import HostWeights
 from twinflow.optim.schedules import build_scheduler
 from twinflow.optim.twin import TwinOptimizer
@@ -318,7 +319,8 @@ def place(model: Model, config: Config) -> nn.Module:
     dtype = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
     is_for_host = offloads_params(config)
     if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
-        return build_model(model, device, dtype, home=torch.device("cpu") if is_for_host else None)
+        home = home_of_weights(Tuning(**weights_tuning(config))) if is_for_host else None
+        return build_model(model, device, dtype, home=home)
     move(model, None if is_for_host else device, dtype)
     with without_quantised(model):
         model.to(dtype=dtype) if is_for_host else model.to(device=device, dtype=dtype)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import twinflow
 from twinflow.models.gpt import GPT
 from twinflow.offload.executor import WorkerError
 from twinflow.optim.twin import Tuning, TwinOptimizer
+from twinflow.optim.twin_build import materialised
 
 
 def tuning(folder: Path, num_buffers: int = 0, **options: Any) -> Tuning:
@@ -263,9 +266,12 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, num_buffers: int) -> None:
 
 
 @on_disk
-def test_a_model_that_is_built_by_the_optimizer(tmp_path: Path, num_buffers: int) -> None:
+def test_a_model_that_is_built_by_the_optimizer(
+    tmp_path: Path, num_buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each block is built, and its weights go into the state, before the next one."""
-    found = []
+    found, files = [], Mock(wraps=tempfile.TemporaryFile)
+    monkeypatch.setattr(tempfile, "TemporaryFile", files)
     for folder in (None, tmp_path):
         torch.manual_seed(0)
         given = config(folder, num_buffers)
@@ -273,6 +279,30 @@ def test_a_model_that_is_built_by_the_optimizer(tmp_path: Path, num_buffers: int
         found.append(steps_of(engine, 0, 3))
         engine.destroy()
     assert found[0] == found[1]
+    assert (files.call_count > 0) == (num_buffers > 0)
+
+
+def mapped(address: int) -> str:
+    """The file whose pages are at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= address < high:
+            return " ".join(line.split()[5:])
+    raise AssertionError("no memory")
+
+
+def test_a_model_is_built_on_the_disk(tmp_path: Path) -> None:
+    """Its weights are in files without names, and not in host memory, until they are in the records."""
+    torch.manual_seed(0)
+    expected, _ = materialised(lambda: GPT(SHAPE), True)
+    torch.manual_seed(0)
+    made, _ = materialised(lambda: GPT(SHAPE), True, tuning=tuning(tmp_path, 2))
+    assert isinstance(made, nn.Module)
+    assert isinstance(expected, nn.Module)
+    for param, other in zip(made.parameters(), expected.parameters(), strict=True):
+        assert mapped(param.data_ptr()).startswith(str(tmp_path))
+        assert torch.equal(param, other)
+    assert not list(tmp_path.iterdir())
 
 
 # Frozen weights, whose state is not on a disk.

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from twinflow.device import to_host
 from twinflow.errors import invalid_value
 
 Init = Callable[[nn.Module], None]
+Home = Callable[[Tensor], Tensor]  # moves values to the place where they stay; returns those unchanged that are there
 
 
 def build(
@@ -35,7 +35,7 @@ def build(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     init: Init | None = None,
-    home: torch.device | None = None,
+    home: torch.device | Home | None = None,
     stays: Collection[Tensor] = (),
 ) -> nn.Module:
     """Return a model with memory. `model`: a module on the meta device, or a function such as `lambda: GPT(config)`.
@@ -77,7 +77,7 @@ def materialize(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     init: Init | None = None,
-    home: torch.device | None = None,
+    home: torch.device | Home | None = None,
     stays: Collection[Tensor] = (),
 ) -> nn.Module:
     """Allocate and initialise on `device` every tensor of `model` that is on the meta device. Returns `model`.
@@ -91,11 +91,11 @@ def materialize(
     `dtype` is the dtype of floating-point parameters. They are initialised in fp32 and then cast. Buffers keep their
     dtype. Tensors that are not on the meta device do not change.
 
-    With `home`, parameters are initialised on `device` and then move to the device `home`, so that `device` never has
-    all of them. The members of the outermost ModuleLists and Sequentials move one after the other, when they are
-    complete, and the other parameters at the end. If the initialiser of an enclosing module changes parameters that
-    have moved, it computes their values on `home`. `stays`: parameters (on the
-    meta device) that do not move.
+    With `home`, parameters are initialised on `device` and then move to the device `home`, or to where the function
+    `home` moves their values, so that `device` never has all of them. The members of the outermost ModuleLists and
+    Sequentials move one after the other, when they are complete, and the other parameters at the end. If the
+    initialiser of an enclosing module changes parameters that have moved, it computes their values there. `stays`:
+    parameters (on the meta device) that do not move.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -133,7 +133,7 @@ class _Builder:
     device: torch.device
     dtype: torch.dtype | None
     init: Init | None
-    home: torch.device | None
+    home: torch.device | Home | None
     real: set[Tensor]  # tensors that had memory before
     stays: Collection[Tensor]  # meta tensors that do not move to `home`
     made: dict[Tensor, Tensor] = field(default_factory=dict)  # new tensors by their meta tensor; tied weights stay tied
@@ -234,7 +234,7 @@ class _Builder:
         stays = {self.made[meta] for meta in self.stays if meta in self.made}
         for param in module.parameters():
             if param not in self.real and param not in stays:
-                param.data = to_host(param.data) if self.home.type == "cpu" else param.data.to(self.home)
+                param.data = self.home(param.data) if callable(self.home) else param.data.to(self.home)
 
 
 def _init_weights(module: nn.Module) -> Init | None:

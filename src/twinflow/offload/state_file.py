@@ -89,7 +89,7 @@ class StateFile:
         self._records: dict[int, tuple[int, int]] = {}  # by bucket: the record and its bytes
         self.handle = None
         try:
-            self._reserve(0, sizes.total_bytes)
+            reserve(fd, 0, sizes.total_bytes, sizes.folder, sizes.what)
             self._num_reserved = sizes.total_bytes
             memory = new_memory(sizes.memory_bytes) if new_memory is not None else None
             rings = num_rings(sizes.io, sizes.num_threads, self.is_direct)
@@ -109,13 +109,6 @@ class StateFile:
         self._release = release
         weakref.finalize(self, _free, library, self.handle, self._open, self._pid, self._memory, release)
 
-    def _reserve(self, start: int, num_bytes: int) -> None:
-        try:
-            if num_bytes:
-                os.posix_fallocate(self.fd, start, num_bytes)
-        except OSError as error:
-            raise _full(self.sizes, start + num_bytes, error) from error
-
     def add(self, bucket: int, num_bytes: int) -> None:
         """Adds the record of a bucket, with zeros. Has no effect if the bucket has one. Raises OSError if the disk is
         full."""
@@ -123,7 +116,8 @@ class StateFile:
             return
         num_bytes = in_pages(num_bytes)
         if self._end + num_bytes > self._num_reserved:
-            self._reserve(self._num_reserved, self._end + num_bytes - self._num_reserved)
+            missing = self._end + num_bytes - self._num_reserved
+            reserve(self.fd, self._num_reserved, missing, self.sizes.folder, self.sizes.what)
             self._num_reserved = self._end + num_bytes
         self._records[bucket] = (self._library.tf_file_add(self.handle, self._end, num_bytes), num_bytes)
         self._end += num_bytes
@@ -239,6 +233,18 @@ def num_rings(io: DiskIo, num_requests: int, is_direct: bool) -> int:
     return 0
 
 
+def reserve(fd: int, start: int, num_bytes: int, folder: Path, what: str) -> None:
+    """Reserves space of a file in `folder`, from the byte `start` on. Raises OSError if there is too little.
+
+    `what`: the content of the file, for the error.
+    """
+    try:
+        if num_bytes:
+            os.posix_fallocate(fd, start, num_bytes)
+    except OSError as error:
+        raise _full(folder, what, start + num_bytes, error) from error
+
+
 def in_pages(num_bytes: int) -> int:
     """`num_bytes`, rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
@@ -251,11 +257,10 @@ def _check_space(sizes: Reserved) -> None:
     except OSError as error:
         raise unusable_path("nvme_path", sizes.folder, "a folder in which files can be created", error) from error
     if found.f_bavail * found.f_frsize < sizes.total_bytes:
-        raise _full(sizes, sizes.total_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise _full(sizes.folder, sizes.what, sizes.total_bytes, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-def _full(sizes: Reserved, num_bytes: int, error: OSError) -> OSError:
-    folder, what = sizes.folder, sizes.what
+def _full(folder: Path, what: str, num_bytes: int, error: OSError) -> OSError:
     found = os.statvfs(folder)
     needs = "need" if what.endswith("blocks") else "needs"
     free = found.f_bavail * found.f_frsize

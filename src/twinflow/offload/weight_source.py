@@ -11,6 +11,8 @@ The buffers of the file are page-locked, because blocks are copied from them to 
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,10 +22,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.device import Device
+from twinflow.device import Device, to_host
+from twinflow.errors import unusable_path
 from twinflow.offload.plan import padded
 from twinflow.offload.settings import Tuning
-from twinflow.offload.state_file import PAGE, Reserved, StateFile, in_pages
+from twinflow.offload.state_file import PAGE, Reserved, StateFile, in_pages, reserve
 
 Frozen = TypeVar("Frozen", bound=Tensor)
 WHAT = "weights of blocks"  # the content of the file, for errors
@@ -135,6 +138,36 @@ def new_file(
         WHAT,
     )
     return StateFile(reserved, lambda num_bytes: _aligned(device, num_bytes), device.release)
+
+
+def home_of_weights(tuning: Tuning) -> Callable[[Tensor], Tensor]:
+    """A function that moves values of a model that is being built to the host: into memory, or into files, each without
+    a name, in the folder for weights on a disk. The space of a file is freed with its tensor.
+    """
+    if not tuning.param_nvme_path:
+        return to_host
+    folder = Path(tuning.param_nvme_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unusable_path("nvme_path", folder, "a folder in which files can be created", error) from error
+    there: set[int] = set()  # addresses of values that are in a file
+
+    def move(values: Tensor) -> Tensor:
+        if not values.numel() or values.data_ptr() in there:
+            return values
+        num_bytes = values.numel() * values.element_size()
+        with tempfile.TemporaryFile(prefix="twinflow-weights-", dir=folder) as file:
+            reserve(file.fileno(), 0, num_bytes, folder, WHAT)
+            pages = mmap.mmap(file.fileno(), num_bytes)
+        found = torch.frombuffer(pages, dtype=values.dtype).view(values.shape)
+        found.copy_(values)
+        pages.flush()
+        pages.madvise(mmap.MADV_DONTNEED)  # read again from the file when they are copied into the state
+        there.add(found.data_ptr())
+        return found
+
+    return move
 
 
 def max_frozen_bytes(tuning: Tuning) -> int:

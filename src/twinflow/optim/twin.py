@@ -175,8 +175,7 @@ class TwinOptimizer(Outcomes):
         if isinstance(ratio, (int, float)) and param_groups is None and zero is None and isinstance(rule, str):
             checks.check_ratio(ratio, placement, None)
             known_ratio = float(ratio)
-        with_embeddings = offload_params and tuning is not None and tuning.offload_embeddings
-        made, self._stays = build.materialised(model, offload_params, known_ratio, placement, with_embeddings)
+        made, self._stays = build.materialised(model, offload_params, known_ratio, placement, tuning)
         self.model = made if isinstance(made, nn.Module) else None
         groups = checks.groups_of(made, param_groups)
         self.rule = None

@@ -37,7 +37,7 @@ from twinflow.offload.streamed import StreamedUpdater
 from twinflow.offload.torch_streamed import StreamedTorchUpdater
 from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
-from twinflow.offload.weight_source import bytes_of, frozen_groups, max_frozen_bytes, new_file
+from twinflow.offload.weight_source import bytes_of, frozen_groups, home_of_weights, max_frozen_bytes, new_file
 from twinflow.optim.auto import first_ratio
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import expert_shard, is_copy, shard_of
@@ -490,13 +490,13 @@ def materialised(
     is_for_host: bool = False,
     ratio: float = 1.0,
     placement: str = "auto",
-    with_embeddings: bool = False,
+    tuning: Tuning | None = None,
 ) -> tuple[nn.Module | Iterable[ParamEntry], set[Tensor]]:
     """The model with memory: builds it if `model` is a function or a module on the meta device.
 
-    `is_for_host`: each block is initialised on the GPU, which is faster, and moved to the host. A block that has its
-    state on the device with this `ratio` and `placement` stays there, because the host may not have room for the whole
-    model. The trained parameters of these blocks are the second result.
+    `is_for_host`: each block is initialised on the GPU, which is faster, and moved to the host, or to a disk. A block
+    that has its state on the device with this `ratio` and `placement` stays there, because the host may not have room
+    for the whole model. The trained parameters of these blocks are the second result.
     """
     if not isinstance(model, nn.Module) and not callable(model):
         return model, set()
@@ -506,9 +506,10 @@ def materialised(
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not is_for_host:
         return build(shapes, where), set()
-    names = _resident_names(shapes, ratio, placement, with_embeddings) if ratio < 1.0 else []
+    tuning = tuning or Tuning()
+    names = _resident_names(shapes, ratio, placement, tuning.offload_embeddings) if ratio < 1.0 else []
     stays = {shapes.get_parameter(name) for name in names}
-    made = build(shapes, where, home=torch.device("cpu"), stays=stays)
+    made = build(shapes, where, home=home_of_weights(tuning), stays=stays)
     return made, {made.get_parameter(name) for name in names}
 
 
