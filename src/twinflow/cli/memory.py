@@ -25,7 +25,17 @@ from twinflow.launch.environment import RankEnvironment
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.native.shares import share_of_memory
 from twinflow.optim.auto import first_ratio
-from twinflow.planner.costs import FLAT_BYTES, Bytes, Memory, Run, bytes_of, file_bytes, placed_at, without_gpu
+from twinflow.planner.costs import (
+    FLAT_BYTES,
+    Bytes,
+    Memory,
+    Run,
+    bytes_of,
+    file_bytes,
+    placed_at,
+    step_bytes,
+    without_gpu,
+)
 from twinflow.planner.formats import AUTOMATIC, STATES, WEIGHT_BYTES
 from twinflow.rules import ALL_RULES
 
@@ -83,7 +93,8 @@ class MemoryPlan:
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
     recompute: str | int = "none"  # what backward computes again
-    file_bytes: int | None = None  # state of all ranks on a disk; None: it is in memory
+    file_bytes: int | None = None  # state and weights of all ranks on a disk; None: they are in memory
+    step_bytes: int = 0  # bytes of the files that a step reads and writes
 
     def disk_line(self, folder: str, rate: float, io: str | None) -> str:
         """The state on the disk. `rate`: bytes that the disk reads and writes in a second. `io`: how it does that."""
@@ -91,7 +102,7 @@ class MemoryPlan:
         free = _gb(self.available.disk_bytes or 0)
         return (
             f"{self.file_bytes / 1e9:,.2f} GB of {self.states} state{_on_ranks(self.num_ranks)} in {folder}, {free} "
-            f"free: {2 * self.file_bytes / rate:,.2f} s a step to read and write it at {rate / 1e9:.2f} GB/s"
+            f"free: {self.step_bytes / rate:,.2f} s a step to read and write it at {rate / 1e9:.2f} GB/s"
             f"{f', by {io}' if io else ''}"
         )
 
@@ -163,8 +174,10 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
-        offload_params=weights is not None and weights.device == "cpu",
+        offload_params=weights is not None and weights.device != "none",
         on_disk=offload.device == "nvme",
+        weights_on_disk=weights is not None and weights.device == "nvme",
+        max_in_cpu=weights.max_in_cpu if weights is not None else 0,
     )
     return Case(
         run=run,
@@ -229,8 +242,12 @@ def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
     choices = case.recompute[:-1]
     first = bisect_left(choices, True, key=lambda choice: _is_roomy(_recomputing(case, choice), available))
     used = bytes_at(_recomputing(case, case.recompute[first]), available)
-    on_disk = _file_bytes(case) if case.run.on_disk else None
-    return replace(plan, used=used, recompute=case.recompute[first], file_bytes=on_disk)
+    plan = replace(plan, used=used, recompute=case.recompute[first])
+    if not case.run.on_disk:
+        return plan
+    assert not isinstance(case.ratio, str)
+    num_bytes = step_bytes(case.run, placed_at(case.run, case.ratio)) * case.num_copies
+    return replace(plan, file_bytes=_file_bytes(case), step_bytes=num_bytes)
 
 
 def _file_bytes(case: Case) -> int:

@@ -94,13 +94,13 @@ def _show(options: PlanOptions) -> int:
 def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any]) -> Plan:
     """The chosen run beside the other ways to place its state, with the same batch."""
     formats = formats_of(wish)
-    run, ratio = replace(fit.case.run, on_disk=False), config_ratio(config)
+    run, ratio = replace(fit.case.run, on_disk=False, weights_on_disk=False), config_ratio(config)
     given = None
     if ratio is not None:
         zero = config.get("zero_optimization") or {}
         offload = zero.get("offload_optimizer") or {}
         placement = "spread" if offload.get("placement") == "spread" else "auto"  # the only ones that the planner knows
-        on_host = (zero.get("offload_param") or {}).get("device") == "cpu"
+        on_host = (zero.get("offload_param") or {}).get("device") in ("cpu", "nvme")
         states = offload.get("states", "fp32")
         theirs = replace(run, states=states, offload_params=on_host, placement=placement)
         given = case_at("config's", theirs, setting, ratio)
@@ -151,6 +151,8 @@ def config_of(case: Case, config: Mapping[str, Any], disk: Path | None = None) -
     if run.offload_params:
         zero["stage"] = 3
         zero["offload_param"] = {**(zero.get("offload_param") or {}), "device": "cpu"}
+    if run.weights_on_disk:
+        zero["offload_param"] |= {"device": "nvme", "nvme_path": str(disk), "max_in_cpu": 0}
     zero.setdefault("stage", run.stage if run.world > 1 else 2)
     offload = zero["offload_optimizer"] = dict(zero.get("offload_optimizer") or {})
     offload |= {"device": "cpu", "states": run.states, "ratio": round(case.ratio, 3)}

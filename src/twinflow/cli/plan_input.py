@@ -525,7 +525,7 @@ def make_wish(
     waits = weights == "fp16" or (config.get("bf16") or {}).get("check_grad_overflow", False)
     parks = options.offload_params
     if parks is None and "offload_param" in (config.get("zero_optimization") or {}):
-        parks = zero.offload_param is not None and zero.offload_param.device == "cpu"
+        parks = zero.offload_param is not None and zero.offload_param.device != "none"
     if _is_foreign(checked) or matrix_steps:
         parks = False  # weights on the host need one of twinflow's rules, and not Muon
     experts = _expert_ranks(model, options, config, checked, place.num_gpus, bool(parks))

@@ -159,6 +159,7 @@ def chosen(fit: Fit) -> list[str]:
     ratio += f', "placement": "{fit.case.run.placement}"' if fit.case.run.placement != "auto" else ""
     long = long_sequence(fit.case.run) if fit.case.run.is_tiled else []
     others = ["state on the disk"] if fit.case.run.on_disk else []
+    others += ["weights on the disk"] if fit.case.run.weights_on_disk else []
     size = fit.case.run.expert_parallel
     others += [f'"expert_parallel_size": {size}'] if size > 1 else []
     others += [] if fit.clips else ["no gradient clipping"]

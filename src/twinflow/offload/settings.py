@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from twinflow.config.fields import Buckets, DiskIo, Positive, Share, Side, Threads, Whole
 from twinflow.offload.clipping import Limits
-from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_BUFFERS, NUM_SLOTS
+from twinflow.planner.costs import BUCKET_NUMEL, FLAT_BYTES, NUM_BUFFERS, NUM_SLOTS, NUM_WEIGHT_BUFFERS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tuning:
     buffer_count: Positive = NUM_BUFFERS  # with nvme_path: number of host buffers, each for the state of one bucket
     # Folder on a disk for weights of blocks (`offload_params`): frozen ones, and those whose state is on a disk too.
     param_nvme_path: str | None = None
-    param_buffer_count: Positive = 5  # with param_nvme_path: least number of host buffers, each for one record
+    param_buffer_count: Positive = NUM_WEIGHT_BUFFERS  # with param_nvme_path: least number of host buffers
     max_in_cpu: Whole = 0  # with param_nvme_path: elements for which there are buffers, if these are more
     disk_requests: Threads = 8  # with a disk: number of reads and writes at the same time
     disk_block_bytes: Positive = 1 << 20  # with a disk: bytes of one read or write

@@ -55,8 +55,13 @@ class Case:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the state on the disk, of all GPUs. 0 if it is in memory."""
-        return costs.file_bytes(self.run, costs.placed_at(self.run, self.ratio)) if self.run.on_disk else 0
+        """Bytes of state and weights on the disk, of all GPUs. 0 if they are in memory."""
+        return costs.file_bytes(self.run, costs.placed_at(self.run, self.ratio))
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that a step reads from the disk and writes to it."""
+        return costs.step_bytes(self.run, costs.placed_at(self.run, self.ratio))
 
     @property
     def tokens_s(self) -> float:
@@ -136,7 +141,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     used = costs.bytes_of(run, placed, setting.memory)
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
     items = at_ratio(costs.items_of(run, timing), ratio, run.placement)
-    rates = _of_disk(run, placed, setting) if run.on_disk else setting.rates
+    rates = _of_disk(run, placed, setting) if run.on_disk or run.weights_on_disk else setting.rates
     prediction = predict(
         items, timing, rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)
     )
@@ -146,10 +151,10 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
 
 
 def _of_disk(run: Run, placed: costs.Placed, setting: Setting) -> Rates:
-    """The rates with updates on the host that are as slow as the disk, which reads and writes their state."""
+    """The rates with updates on the host that are as slow as the disk, which reads and writes state and weights."""
     rates, disk = setting.rates, setting.disk
     assert disk is not None
-    num_bytes = 2 * costs.file_bytes(run, placed)
+    num_bytes = costs.step_bytes(run, placed)
     if not num_bytes:
         return rates
     most = disk.rate * placed.host / num_bytes

@@ -25,6 +25,7 @@ BUCKET_NUMEL: Final = 1 << 26  # 128 MiB in bf16; a copy over PCIe and an update
 FLAT_BYTES: Final = 3 << 29  # device memory for gradients before their copy
 NUM_SLOTS: Final = 4  # page-locked slots of one bucket each
 NUM_BUFFERS: Final = 4  # with state on a disk: host buffers for the state of one bucket each
+NUM_WEIGHT_BUFFERS: Final = 5  # with weights on a disk: host buffers for the weights of one bucket each
 PROCESS_BYTES: Final = 17 * 10**8  # interpreter, torch and CUDA on the host: 2.0 to 2.7 GB with the next one
 CPU_PROCESS_BYTES: Final = 10**9  # interpreter and torch without CUDA, measured as 0.4 GB
 _LOOSE_BYTES: Final = 6 * 10**8  # small allocations that grow during training, measured as -0.7 to 2 GB
@@ -84,6 +85,8 @@ class Run:
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
     placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     on_disk: bool = False  # the state that would be in host memory is in files on a disk
+    weights_on_disk: bool = False  # with offload_params: weights that are not a part of state in memory are on the disk
+    max_in_cpu: int = 0  # with weights_on_disk: weights for which there are buffers, if these are more than a few
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
@@ -288,9 +291,14 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     # Trained weights on the host are the upper halves of their masters. Only fp16 weights have separate masters.
     is_separate = run.weights == "fp16" or run.on_disk
     fetched = sum(run.frozen_bytes[num_here:]) + width * sum(run.trained_blocks[num_here:]) * is_separate
+    if run.weights_on_disk:
+        is_in_memory = run.weights == "fp16" and not run.on_disk
+        buffers = width * max(NUM_WEIGHT_BUFFERS * bucket_numel(run), run.max_in_cpu) * run.world
+        fetched = min(buffers, weights_file_bytes(run, placed))
+        fetched += width * sum(run.trained_blocks[num_here:]) * is_in_memory
     state = int(placed.host * size.host + placed.streamed * size.streamed)
     if run.on_disk:  # buffers for the state of some buckets
-        state = min(int(NUM_BUFFERS * bucket_numel(run) * size.host), file_bytes(run, placed) // run.world)
+        state = min(int(NUM_BUFFERS * bucket_numel(run) * size.host), state_file_bytes(run, placed) // run.world)
     host = {
         "weights": fetched // run.world if run.offload_params else 0,
         "state": state,
@@ -308,9 +316,34 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
 
 
 def file_bytes(run: Run, placed: Placed) -> int:
-    """Bytes of the files of all GPUs, with `Run.on_disk`. Weights that blocks fetch are in host memory instead."""
+    """Bytes of the files of all GPUs: of state, with `Run.on_disk`, and of weights, with `Run.weights_on_disk`."""
+    return state_file_bytes(run, placed) + weights_file_bytes(run, placed)
+
+
+def step_bytes(run: Run, placed: Placed) -> int:
+    """Bytes of the files that a step reads and writes. Weights are read in each forward and backward."""
+    weights = weights_file_bytes(run, placed)
+    num_here = run.num_blocks_here(placed.resident) if run.offload_params else 0
+    written = weights - sum(run.frozen_bytes[num_here:]) * run.weights_on_disk
+    return 2 * state_file_bytes(run, placed) + 2 * run.micro_batches * weights + written
+
+
+def weights_file_bytes(run: Run, placed: Placed) -> int:
+    """Bytes of the files with weights that blocks fetch, of all GPUs. State in memory contains the trained ones."""
+    if not (run.offload_params and run.weights_on_disk):
+        return 0
+    num_here = run.num_blocks_here(placed.resident)
+    trained = WEIGHT_BYTES[run.weights] * sum(run.trained_blocks[num_here:]) * run.on_disk
+    return sum(run.frozen_bytes[num_here:]) + trained
+
+
+def state_file_bytes(run: Run, placed: Placed) -> int:
+    """Bytes of the files with state, of all GPUs. Weights that blocks fetch from memory are not in them."""
+    if not run.on_disk:
+        return 0
     found = placed.host * run.size.host
-    if run.offload_params and run.weights != "fp16":  # an fp16 weight is not a part of its master
+    # An fp16 weight is not a part of its master. Weights on the disk are in the state too.
+    if run.offload_params and run.weights != "fp16" and not run.weights_on_disk:
         num_here = run.num_blocks_here(placed.resident)
         found -= WEIGHT_BYTES[run.weights] * sum(run.trained_blocks[num_here:]) / run.world
     return int(found) * run.world

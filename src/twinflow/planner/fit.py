@@ -69,6 +69,7 @@ class Wish:
     num_sequence: int = 1  # GPUs that share each sequence
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
     on_disk: bool = False  # the state that would be on the host is on the disk of the setting
+    weights_on_disk: bool = False  # with on_disk, and weights on the host: these weights too
     expert_parallel: int | None = 1  # GPUs that have all experts together. None: as many as a run needs to fit
 
     def __post_init__(self) -> None:
@@ -133,8 +134,13 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
     milder = _milder(wish)
     can_use_disk = setting.disk is not None and not wish.delayed
     for changed, changes in milder:
-        for on_disk in (False, True) if can_use_disk and not wish.on_disk else (wish.on_disk,):
-            if (best := _best_with_experts(replace(changed, on_disk=on_disk), setting)) is not None:
+        on_disks = [(wish.on_disk, wish.weights_on_disk)]  # state and weights
+        if can_use_disk and not wish.on_disk:
+            on_disks += [(True, False), (True, True)] if True in places(wish) else [(True, False)]
+        for state, weights in on_disks:
+            if (
+                best := _best_with_experts(replace(changed, on_disk=state, weights_on_disk=weights), setting)
+            ) is not None:
                 notes = () if wish.expert_parallel else _expert_note(best.run.expert_parallel)
                 notes += () if wish.on_disk else _disk_note(best, setting)
                 return _fit_of(best, (*changes, *notes), ())
@@ -288,9 +294,10 @@ def _disk_note(case: Case, setting: Setting) -> tuple[str, ...]:
     disk, num_bytes = setting.disk, case.file_bytes
     if not num_bytes or disk is None:
         return ()
+    what = "The optimizer state and the weights of blocks are" if case.run.weights_on_disk else "The optimizer state is"
     return (
-        f"The optimizer state is on the disk of {disk.folder}: {num_bytes / GB:,.1f} GB, which a step reads and writes "
-        f"in {2 * num_bytes / disk.rate:,.1f} s.",
+        f"{what} on the disk of {disk.folder}: {num_bytes / GB:,.1f} GB, of which a step reads and writes "
+        f"{case.disk_bytes / GB:,.1f} GB in {case.disk_bytes / disk.rate:,.1f} s.",
     )
 
 
@@ -325,6 +332,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         four_bits=wish.method == "qlora",
                         num_sequence=wish.num_sequence,
                         on_disk=wish.on_disk,
+                        weights_on_disk=wish.weights_on_disk and offload_params,
                         expert_parallel=wish.expert_parallel or 1,
                     )
                     yield run
