@@ -65,9 +65,12 @@ def test_a_run_is_that_in_memory_and_keeps_its_disk_when_it_is_resumed(tmp_path:
     assert saved["nvme_path"] == str(disk)
 
 
-def test_a_config_file_names_the_disk(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("weights", ["cpu", "nvme"])
+def test_a_config_file_names_the_disk(tmp_path: Path, text: Path, weights: str) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "states": "int8", "ratio": 0.5}
-    section = {"stage": 3, "offload_optimizer": offload, "offload_param": {"device": "cpu"}}
+    section = {"stage": 3, "offload_optimizer": offload, "offload_param": {"device": weights}}
+    if weights == "nvme":
+        section["offload_param"] |= {"nvme_path": str(tmp_path / "disk")}
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"zero_optimization": section, "bf16": {"enabled": True}}))
     result = train(text, tmp_path / "run", "--steps", 2, "--no-save", "--deepspeed_config", config)

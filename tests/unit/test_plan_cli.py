@@ -450,6 +450,27 @@ def test_a_disk_is_recommended_if_nothing_fits_without_it(tmp_path: Path, monkey
     assert any(f"The optimizer state is on the disk of {tmp_path}:" in change for change in found["changes"])
 
 
+def test_weights_on_the_disk_are_recommended_if_they_fit_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twinflow.cli.plan.measure_disk", measured(2e9, 1e12))
+    large = ("--gpu", "h200", "--params", "30b", "--gpu-memory", "24GB", "--ram", "20GB")
+    found = plan_json(*large, "--disk", str(tmp_path))
+    case, numel = found["cases"][found["recommended"]], found["model"]["params"]
+    assert (case["kind"], case["fits"], case["bound_by"]) == ("state on disk", True, "disk")
+    zero = found["config"]["zero_optimization"]
+    assert (zero["offload_param"]["device"], zero["offload_param"]["nvme_path"]) == ("nvme", str(tmp_path))
+    load_config(found["config"])
+    state = {"fp32": 12.0, "bf16": 8.0, "int8": 6.05}[case["states"]] * case["ratio"] * numel
+    weights = case["file_bytes"] - state
+    assert 1.5 * numel < weights < 2.0 * numel  # those of blocks that are not on the GPU
+    # A step reads and writes the state, writes the weights, and reads them in each forward and backward.
+    traffic = 2 * state + (1 + 2 * found["run"]["micro_batches"]) * weights
+    assert case["step_s"] >= 0.99 * traffic / 2e9
+    assert case["host_bytes"] < 20e9
+    assert any("state and the weights of blocks are on the disk" in change for change in found["changes"])
+
+
 @pytest.mark.parametrize(("options", "free_bytes"), [(SMALL, 1e9), pytest.param(H200, 1e12, marks=pytest.mark.matrix)])
 def test_a_disk_is_not_recommended_without_space_or_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], free_bytes: float
