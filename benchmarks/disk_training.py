@@ -3,8 +3,9 @@
 
 The weights are on the GPU, and gradients wait for their updates in a few slots on the host. A step cannot be shorter
 than forward and backward alone, or than its state needs to be read and written: the bytes of the state over the rate of
-a plain copy (each block of a file is read and written back, around the page cache), which is measured before and after
-the training steps. Random weights, bf16, activation checkpointing for each block, the loss in chunks, AdamW, no
+a plain copy (each block of the file of the state is read and written back, around the page cache). It is measured after
+the first step and after the last, for the whole file and for its first bytes, so that the figures show whether the size
+of the file matters. Random weights, bf16, activation checkpointing for each block, the loss in chunks, AdamW, no
 clipping. Each figure is printed as soon as it is known. `--save` writes a dated file in benchmarks/results.
 
 python benchmarks/disk_training.py --path /local_nvme --shape qwen2.5-7b --gpu-memory 24 --save    # 40 GB of disk
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import statistics
 import sys
 import threading
@@ -30,7 +30,7 @@ from weights_on_host import checkpoint_blocks, data_of, limit_memory, memory_ava
 from twinflow.bench.disk import copy_in_place
 from twinflow.bench.machine import describe, read_machine
 from twinflow.offload.materialize import build
-from twinflow.offload.state_file import new_file
+from twinflow.offload.state_file import StateFile
 from twinflow.optim.twin import Tuning, TwinOptimizer
 
 
@@ -55,18 +55,19 @@ class HostMemory:
         self._thread.join()
 
 
-def plain_copy(path: Path, num_bytes: int, tuning: Tuning) -> float:
-    """Bytes per second, read and written."""
-    fd, _, is_direct = new_file(path)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-        copy_in_place(fd, num_bytes, tuning.disk_requests, tuning.disk_block_bytes)  # unwritten blocks need no disk
-        seconds = copy_in_place(fd, num_bytes, tuning.disk_requests, tuning.disk_block_bytes)
-    finally:
-        os.close(fd)
-    rate = 2 * num_bytes / seconds
-    print(f"plain copy: {rate / 1e9:.2f} GB/s, {'around' if is_direct else 'through'} the page cache", flush=True)
-    return rate
+def plain_copies(file: StateFile, part_bytes: int) -> tuple[float, float]:
+    """Bytes per second, read and written: of the whole file in place, and of its first bytes. No update may run."""
+    sizes = file.sizes
+    rates = []
+    for num_bytes in (sizes.total_bytes, min(part_bytes, sizes.total_bytes)):
+        copied = num_bytes // sizes.block_bytes * sizes.block_bytes
+        rates.append(2 * copied / copy_in_place(file.fd, copied, sizes.num_threads, sizes.block_bytes))
+        way = "around" if file.is_direct else "through"
+        print(
+            f"plain copy of {copied / 1e9:.2f} GB in place: {rates[-1] / 1e9:.2f} GB/s, {way} the page cache",
+            flush=True,
+        )
+    return rates[0], rates[1]
 
 
 def main() -> None:
@@ -77,14 +78,13 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--gpu-memory", type=float, default=24.0, metavar="GB")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--copy-bytes", type=float, default=12e9 if CUDA else 64e6, help="of the plain copy's file")
+    parser.add_argument("--part-bytes", type=float, default=3e9, help="of the plain copy of a part of the file")
+    parser.add_argument("--disk-io", default="auto", choices=["auto", "io_uring", "threads"])
     parser.add_argument("--buffers", type=int, default=4)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
     args = parser.parse_args()
-    tuning = Tuning(nvme_path=str(args.path), buffer_count=args.buffers)
-    copied = int(args.copy_bytes) // tuning.disk_block_bytes * tuning.disk_block_bytes
-    rates = [plain_copy(args.path, copied, tuning)]
+    tuning = Tuning(nvme_path=str(args.path), buffer_count=args.buffers, disk_io=args.disk_io)
     limit_memory(args.gpu_memory)
     data = data_of(args.shape, args.sequences)
     model: Any = prepared(build(lambda: bare(args.shape), DEVICE))
@@ -107,7 +107,8 @@ def main() -> None:
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     losses, seconds, moved = [], [], []
-    for _ in range(1 + args.steps):
+    copies: list[tuple[float, float]] = []
+    for step in range(1 + args.steps):
         before, start = file.counters, time.perf_counter()
         loss = model(input_ids=data, labels=data).loss
         loss.backward()
@@ -123,13 +124,16 @@ def main() -> None:
         gpu_gb = torch.cuda.max_memory_allocated() / 1e9 if CUDA else 0.0
         used = f"GPU {gpu_gb:.2f} GB, host {memory.taken() / 1e9:.2f} GB"
         print(f"loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, {moved[-1] / 1e9:.2f} GB moved, {used}", flush=True)
+        if step in (0, args.steps):
+            copies.append(plain_copies(file, int(args.part_bytes)))  # all blocks of the file have been written
     memory.stop()
     host_gb = memory.taken() / 1e9
     numel = sum(p.numel() for p in model.parameters())
     state_gb = file.sizes.total_bytes / 1e9
+    io = file.io
     optimizer.close()
-    rates.append(plain_copy(args.path, copied, tuning))
-    step_s, rate = statistics.median(seconds[1:]), statistics.mean(rates)
+    step_s = statistics.median(seconds[1:])
+    rate, part_rate = (statistics.mean(rates) for rates in zip(*copies, strict=True))
     disk_s = statistics.median(moved[1:]) / rate
     bound_s = max(gpu_s, disk_s)
     tokens = data.numel()
@@ -141,7 +145,7 @@ def main() -> None:
             f"`python benchmarks/disk_training.py {' '.join(sys.argv[1:])}` on {gpu}; "
             f"{describe(read_machine())}; torch {torch.__version__}",
             "",
-            f"{numel / 1e9:.2f} B parameters, AdamW, {args.states} state: {state_gb:.1f} GB in a file, {tokens:,} "
+            f"{numel / 1e9:.2f} B parameters, AdamW, {args.states} state: {state_gb:.1f} GB in a file, by {io}, {tokens:,} "
             f"tokens a step, at most {args.gpu_memory:g} GB of the GPU. The first step is not counted.",
             "",
             "| | |",
@@ -150,8 +154,12 @@ def main() -> None:
             f"| tokens/s | {tokens / step_s:.0f} |",
             f"| s of forward and backward alone | {gpu_s:.3f} |",
             f"| GB that a step reads and writes | {statistics.median(moved[1:]) / 1e9:.2f} |",
-            f"| GB/s of a plain copy, before and after | {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} |",
-            f"| s of that copy for the bytes of a step | {disk_s:.2f} |",
+            f"| GB/s of a plain copy of the whole file in place, after the first step and the last | "
+            f"{', '.join(f'{whole / 1e9:.2f}' for whole, _ in copies)} |",
+            f"| the same of its first {args.part_bytes / 1e9:.1f} GB | "
+            f"{', '.join(f'{part / 1e9:.2f}' for _, part in copies)} |",
+            f"| s of the copy of the whole file for the bytes of a step | {disk_s:.2f} |",
+            f"| s of the copy of its first bytes for the bytes of a step | {statistics.median(moved[1:]) / part_rate:.2f} |",
             f"| s/step beside the larger of both | {step_s / bound_s:.2f} |",
             f"| GB of the GPU in use at most | {gpu_gb:.2f} |",
             f"| GB of the host in use at most, beyond those in use before the optimizer was built | {host_gb:.2f} |",

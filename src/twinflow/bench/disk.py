@@ -58,7 +58,7 @@ def measure_disk(
         except OSError as error:
             raise unusable_path(option, folder, f"a folder with {num_bytes} free bytes", error) from error
         # First, because blocks that were never written are read without the disk.
-        write = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_write,))
+        write = num_bytes / write_blocks(fd, num_bytes, num_requests, block_bytes)
         read = num_bytes / _move_blocks(fd, num_bytes, num_requests, block_bytes, (_read,))
         update = 2 * num_bytes / copy_in_place(fd, num_bytes, num_requests, block_bytes)
     finally:
@@ -75,6 +75,11 @@ def _io(num_requests: int, is_direct: bool) -> str:
     if refusal is not None:
         return f"{THREADS}, because the kernel refuses io_uring: {refusal}"
     return f"{THREADS}, because the file system has no direct I/O"
+
+
+def write_blocks(fd: int, num_bytes: int, num_requests: int, block_bytes: int) -> float:
+    """Writes each block of a file. Returns the seconds."""
+    return _move_blocks(fd, num_bytes, num_requests, block_bytes, (_write,))
 
 
 def copy_in_place(fd: int, num_bytes: int, num_requests: int, block_bytes: int) -> float:
