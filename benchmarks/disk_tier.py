@@ -75,8 +75,9 @@ class Steps:
     def copy(self, num_copies: int) -> float:
         """The rate of plain copies of the file in place. No update may run."""
         sizes = self.file.sizes
-        copied = sizes.total_bytes // sizes.block_bytes * sizes.block_bytes
-        given = self.file.fd, copied, sizes.num_threads, sizes.block_bytes
+        block_bytes = min(sizes.block_bytes, sizes.total_bytes)
+        copied = sizes.total_bytes // block_bytes * block_bytes
+        given = self.file.fd, copied, sizes.num_threads, block_bytes
         return 2 * copied * num_copies / sum(copy_in_place(*given) for _ in range(num_copies))
 
 
@@ -134,6 +135,7 @@ def main() -> None:
     sizes, is_direct = runs[0].file.sizes, runs[0].file.is_direct
     copy_rate = statistics.median(plain)
     shares = " | ".join(f"{statistics.median(run.rates) / copy_rate:.0%}" for run in runs)
+    way = "around" if is_direct else "through"
     options = f"{args.buffers} buffers of {sizes.buffer_bytes / 1e6:.0f} MB, {args.requests} requests"
     lines = [
         f"# State on a disk by io_uring and by threads, {datetime.date.today()}",
@@ -142,8 +144,8 @@ def main() -> None:
         f"{args.states} --dtype {args.dtype} --steps {args.steps} --windows {args.windows}` on "
         f"{describe(read_machine())}",
         "",
-        f"{args.params / 1e6:.0f} M parameters, AdamW, {args.states} state: {sizes.total_bytes / 1e9:.2f} GB in each of "
-        f"two files ({'around' if is_direct else 'through'} the page cache), {options} of {args.block_bytes / 1e6:.2f} MB. "
+        f"{args.params / 1e6:.0f} M parameters, AdamW, {args.states} state: {sizes.total_bytes / 1e9:.2f} GB in each "
+        f"of two files ({way} the page cache), {options} of {args.block_bytes / 1e6:.2f} MB. "
         f"{args.dtype} weights. Medians of {args.windows} windows, and the least and the most. {args.note}".rstrip(),
         "",
         "| | io_uring | threads | plain copy |",

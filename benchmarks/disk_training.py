@@ -60,13 +60,11 @@ def plain_copies(file: StateFile, part_bytes: int) -> tuple[float, float]:
     sizes = file.sizes
     rates = []
     for num_bytes in (sizes.total_bytes, min(part_bytes, sizes.total_bytes)):
-        copied = num_bytes // sizes.block_bytes * sizes.block_bytes
-        rates.append(2 * copied / copy_in_place(file.fd, copied, sizes.num_threads, sizes.block_bytes))
+        block_bytes = min(sizes.block_bytes, num_bytes)
+        copied = num_bytes // block_bytes * block_bytes
+        rates.append(2 * copied / copy_in_place(file.fd, copied, sizes.num_threads, block_bytes))
         way = "around" if file.is_direct else "through"
-        print(
-            f"plain copy of {copied / 1e9:.2f} GB in place: {rates[-1] / 1e9:.2f} GB/s, {way} the page cache",
-            flush=True,
-        )
+        print(f"copy of {copied / 1e9:.2f} GB in place: {rates[-1] / 1e9:.2f} GB/s, {way} the page cache", flush=True)
     return rates[0], rates[1]
 
 
@@ -135,6 +133,7 @@ def main() -> None:
     step_s = statistics.median(seconds[1:])
     rate, part_rate = (statistics.mean(rates) for rates in zip(*copies, strict=True))
     disk_s = statistics.median(moved[1:]) / rate
+    part_s = statistics.median(moved[1:]) / part_rate
     bound_s = max(gpu_s, disk_s)
     tokens = data.numel()
     gpu = torch.cuda.get_device_name() if CUDA else "no GPU"
@@ -145,8 +144,8 @@ def main() -> None:
             f"`python benchmarks/disk_training.py {' '.join(sys.argv[1:])}` on {gpu}; "
             f"{describe(read_machine())}; torch {torch.__version__}",
             "",
-            f"{numel / 1e9:.2f} B parameters, AdamW, {args.states} state: {state_gb:.1f} GB in a file, by {io}, {tokens:,} "
-            f"tokens a step, at most {args.gpu_memory:g} GB of the GPU. The first step is not counted.",
+            f"{numel / 1e9:.2f} B parameters, AdamW, {args.states} state: {state_gb:.1f} GB in a file, by {io}, "
+            f"{tokens:,} tokens a step, at most {args.gpu_memory:g} GB of the GPU. The first step is not counted.",
             "",
             "| | |",
             "|---|---:|",
@@ -159,7 +158,7 @@ def main() -> None:
             f"| the same of its first {args.part_bytes / 1e9:.1f} GB | "
             f"{', '.join(f'{part / 1e9:.2f}' for _, part in copies)} |",
             f"| s of the copy of the whole file for the bytes of a step | {disk_s:.2f} |",
-            f"| s of the copy of its first bytes for the bytes of a step | {statistics.median(moved[1:]) / part_rate:.2f} |",
+            f"| s of the copy of its first bytes for the bytes of a step | {part_s:.2f} |",
             f"| s/step beside the larger of both | {step_s / bound_s:.2f} |",
             f"| GB of the GPU in use at most | {gpu_gb:.2f} |",
             f"| GB of the host in use at most, beyond those in use before the optimizer was built | {host_gb:.2f} |",
