@@ -2,10 +2,10 @@
 // One io_uring of Linux: a queue of reads and writes that the kernel makes while the thread that owns the queue goes
 // on.
 //
-// There are no threads here, and one thread at a time may use a ring. Only what state_file.cpp needs is there: requests
-// are submitted one by one, because each is large. Files and buffers are not registered with the kernel: that saves
-// less than 1% of the time of such a request, and registered buffers count as locked memory, of which containers and
-// users may have little.
+// There are no threads here, and one thread at a time may use a ring. Only what state_file.cpp needs is there. Requests
+// are submitted one by one, because each is large. Files and buffers are not registered with the kernel: all system time
+// of a ring was 13 us for a block of 1 MiB, of which registering could save only a part, and registered buffers count
+// as locked memory, of which users and containers may have little.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
