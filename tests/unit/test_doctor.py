@@ -269,7 +269,7 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(state_file, "ring_refusal", lambda: "Operation not permitted")
     monkeypatch.setattr(disk, "ring_refusal", state_file.ring_refusal)
     refused = measure_disk(tmp_path, num_bytes=1 << 20, num_requests=3, block_bytes=1 << 16)
-    assert refused.io == "threads, because the kernel refuses io_uring: Operation not permitted"
+    assert refused.io == "threads; the kernel refuses io_uring: Operation not permitted"
     assert to_dict(replace(GOOD, disk=found), [])["disk"]["read"] == found.read
 
 

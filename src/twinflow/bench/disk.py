@@ -69,12 +69,9 @@ def measure_disk(
 def _io(num_requests: int, is_direct: bool) -> str:
     if load().library is None:
         return ""
-    if num_rings("auto", num_requests, is_direct):
-        return IO_URING
     refusal = ring_refusal()
-    if refusal is not None:
-        return f"{THREADS}, because the kernel refuses io_uring: {refusal}"
-    return f"{THREADS}, because the file system has no direct I/O"
+    ring = f"{IO_URING} can be chosen with disk_io" if refusal is None else f"the kernel refuses {IO_URING}: {refusal}"
+    return IO_URING if num_rings("auto", num_requests, is_direct) else f"{THREADS}; {ring}"
 
 
 def write_blocks(fd: int, num_bytes: int, num_requests: int, block_bytes: int) -> float:

@@ -221,8 +221,7 @@ class OffloadOptimizer(Section):
     disk_io: DiskIo = ours(
         "auto",
         "device nvme: what reads and writes; io_uring: the io_uring of Linux, or threads with a warning if the kernel "
-        "refuses it; threads: a thread for each read or write at the same time; auto: io_uring if the kernel has it "
-        "and the file system has direct I/O, otherwise threads",
+        "refuses it; threads: a thread for each read or write at the same time; auto: threads",
     )
     bucket_numel: Buckets | None = ours(
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
