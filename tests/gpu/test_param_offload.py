@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,29 @@ def test_no_bit_changes(stream: str, is_checkpointed: bool) -> None:
     make = gpt(torch.bfloat16, recompute="full" if is_checkpointed else "none", **LARGE)
     tuning = Tuning(bucket_numel=1 << 20)  # a block is one bucket
     check_same(make, watch=slow, steps=3, accumulation_steps=2, states="bf16", tuning=tuning)
+
+
+@pytest.mark.parametrize("stream", ["", "fetch", "out", "in"])
+@pytest.mark.parametrize("num_buffers", [1, 3])
+def test_weights_on_a_disk_change_no_bit(tmp_path: Path, stream: str, num_buffers: int) -> None:
+    """A buffer of the file gets another record only when its copy to the device has ended."""
+
+    def slow(optimizer: TwinOptimizer) -> None:
+        assert optimizer.runtime.executor.weights is not None
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.002)
+
+    make = gpt(torch.bfloat16, **LARGE)
+    state = {"nvme_path": str(tmp_path), "shadow_bytes": 0, "buffer_count": 2}
+    weights = {"param_nvme_path": str(tmp_path), "param_buffer_count": num_buffers}
+    options: dict[str, Any] = {"states": "bf16", "accumulation_steps": 2, "steps": 3, "ratio": 1.0}
+    losses, expected = train(make, True, tuning=Tuning(bucket_numel=1 << 18), **options)
+    tuning = Tuning(bucket_numel=1 << 18, **state, **weights)  # a block has several records
+    found, others = train(make, True, watch=slow, tuning=tuning, **options)
+    assert found == losses
+    assert len(set(losses)) > 2
+    assert [name for name, value in expected.items() if not torch.equal(value, others[name])] == []
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
