@@ -13,11 +13,12 @@ and on the device and must have the same losses, bit for bit.
 python benchmarks/weights_on_host.py --rows llama3-8b:bf16:24:4 llama3-8b:bf16:16:16 --save
 
 A row is SHAPE:STATES:GB:SEQUENCES, with shapes of real_models.py and sequences of 2,048 tokens. A ":clipped" at its
-end clips every step, a ":host" keeps the inputs of blocks on the host, and an ":auto" lets `ratio="auto"` keep a part
-of the blocks on the GPU. Otherwise all state is on the host, or the share `--ratio`. Rows with the same shape and
-states train one model after each other, because building it takes most of the time. It is built in the memory of the
-first row. Rows with ":auto" share a model only if they have the same memory too. `--rows tiny:fp32:0:2` runs on any
-machine. SHAPE@16 is the shape with 16 layers. STATES may be "4bit-none": 4-bit states and no master weights.
+end clips every step, a ":host" keeps the inputs of blocks on the host, an ":embeddings" puts the weights of the
+embedding and output layers on the host too, and an ":auto" lets `ratio="auto"` keep a part of the blocks on the GPU.
+Otherwise all state is on the host, or the share `--ratio`. Rows with the same shape, states and ":embeddings" train
+one model after each other, because building it takes most of the time. It is built in the memory of the first row.
+Rows with ":auto" share a model only if they have the same memory too. `--rows tiny:fp32:0:2` runs on any machine.
+SHAPE@16 is the shape with 16 layers. STATES may be "4bit-none": 4-bit states and no master weights.
 
 For 70 B parameters on one GPU see largest_model.py.
 """
@@ -48,7 +49,7 @@ from twinflow.bench.machine import describe, read_machine
 from twinflow.integrations.chunked_loss import chunk_loss
 from twinflow.offload.materialize import build
 from twinflow.offload.plan import RESIDENT
-from twinflow.optim.twin import TwinOptimizer
+from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.planner.formats import UPDATE_BYTES
 from twinflow.planner.probe import load_or_measure
 
@@ -155,6 +156,7 @@ def trained(shape: str, states: str, cases: list[str], options: Any) -> None:
         early=True,
         max_grad_norm=NEVER,
         offload_params=True,
+        tuning=Tuning(offload_embeddings="embeddings" in cases[0].split(":")),
     )
     profile.disable()
     prepared(model)
@@ -272,14 +274,21 @@ def write_trace(model: Any, optimizer: Any, data: torch.Tensor, path: Path) -> N
 
 
 def have_same_bits() -> bool:
-    """Losses of some steps of a tiny model, weights on the host and on the device."""
+    """Losses of some steps of a tiny model, weights on the device, on the host, and those of all layers there."""
     found = []
-    for offloads in (False, True):
+    for offloads, embeddings in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
         model: Any = prepared(build(lambda: bare("tiny"), DEVICE))
         checkpoint_blocks(model, keeps_inputs_on_host=False)
         optimizer = TwinOptimizer(
-            model, "adamw", lr=1e-3, ratio=1.0, early=True, max_grad_norm=1.0, offload_params=offloads
+            model,
+            "adamw",
+            lr=1e-3,
+            ratio=1.0,
+            early=True,
+            max_grad_norm=1.0,
+            offload_params=offloads,
+            tuning=Tuning(offload_embeddings=embeddings),
         )
         data = data_of("tiny", 2)
         losses = []
@@ -291,7 +300,7 @@ def have_same_bits() -> bool:
             losses.append(loss.item())
         optimizer.close()
         found.append(losses)
-    return found[0] == found[1]
+    return found[0] == found[1] == found[2]
 
 
 def in_process(*args: str) -> list[dict[str, Any]]:
@@ -330,13 +339,14 @@ def main() -> None:
     given = ["--windows", str(options.windows), "--steps", str(options.steps), "--ratio", options.ratio]
     given += ["--profile"] if options.profile else []
     given += ["--trace", options.trace] if options.trace else []
-    groups: dict[tuple[str, str, str], list[str]] = {}  # the cases of each optimizer
+    groups: dict[tuple[str, str, str, bool], list[str]] = {}  # the cases of each optimizer
     batches: dict[str, dict[str, None]] = {}
     formats: dict[str, dict[str, None]] = {}
     for name in options.rows:
         shape, states, case = name.split(":", 2)
         cap, batch, *more = case.split(":")
-        groups.setdefault((shape, states, f"auto {cap}" if "auto" in more else ""), []).append(case)
+        kind = (f"auto {cap}" if "auto" in more else "", "embeddings" in more)
+        groups.setdefault((shape, states, *kind), []).append(case)
         batches.setdefault(shape, {})[batch] = None
         formats.setdefault(shape, {})[states.partition("-")[0]] = None
     bases: dict[str, Any] = {}
