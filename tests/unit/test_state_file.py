@@ -3,25 +3,36 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
+from fork_support import fork_context
 from support import NO_MEMORY, another_file, use_disk_io
 
+from twinflow.native.executor import CFileSettings, executor_library
 from twinflow.offload import state_file
-from twinflow.offload.state_file import IO_URING, PAGE, THREADS, Reserved, StateFile, in_pages, num_rings
+from twinflow.offload.state_file import (
+    IO_URING,
+    PAGE,
+    THREADS,
+    Reserved,
+    StateFile,
+    in_pages,
+    num_rings,
+    ring_refusal,
+)
 
 BYTES = 5 * PAGE  # three blocks of two pages, the last of one page
 
@@ -257,30 +268,28 @@ def test_close_ends_a_caller_that_waits(tmp_path: Path) -> None:
     assert "closed" in str(found)
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-from twinflow.offload.state_file import Reserved, StateFile
-file = StateFile(Reserved(Path(sys.argv[1]), 1 << 24, 1 << 20, 2, 2, 1 << 18, sys.argv[2]))
-assert file.io == sys.argv[2]
-for record in range(16):
-    file.add(record, 1 << 20)
-for step in range(10**9):
-    with file.hold(step % 16, is_changed=True) as raw:
-        raw.fill_(step % 251)
-    if step == 20:
-        print("runs", flush=True)
-"""
+def write_forever(folder: Path, io: str, runs: Event) -> None:
+    file = StateFile(Reserved(folder, 1 << 24, 1 << 20, 2, 2, 1 << 18, io))
+    assert file.io == io
+    for record in range(16):
+        file.add(record, 1 << 20)
+    for step in range(10**9):
+        with file.hold(step % 16, is_changed=True) as raw:
+            raw.fill_(step % 251)
+        if step == 20:
+            runs.set()
 
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), state_file.AUTO]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "runs\n"
-        descriptors = Path(f"/proc/{process.pid}/fd")
-        assert any("twinflow-state-" in os.readlink(one) for one in descriptors.iterdir())
-        process.send_signal(signal.SIGKILL)
+    context = fork_context()
+    runs = context.Event()
+    process = context.Process(target=write_forever, args=(tmp_path, state_file.AUTO, runs), daemon=True)
+    process.start()
+    assert runs.wait(60)
+    descriptors = Path(f"/proc/{process.pid}/fd")
+    assert any("twinflow-state-" in os.readlink(one) for one in descriptors.iterdir())
+    process.kill()
+    process.join()
     assert not list(tmp_path.iterdir())
 
 
@@ -324,38 +333,35 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_rings("auto", 8, is_direct=True) == (2 if state_file.AUTO == IO_URING else 0)
 
 
-BLOCKED = """
-import ctypes, errno, struct, sys
-from pathlib import Path
-# A filter of system calls, as a container has it: io_uring_setup returns EPERM.
-steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
-program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program)))
-assert libc.prctl(22, 2, header, 0, 0) == 0, ctypes.get_errno()
-from twinflow.native.executor import CFileSettings, executor_library
-from twinflow.offload.state_file import Reserved, StateFile, num_rings, ring_refusal
-assert ring_refusal() == "Operation not permitted", ring_refusal()
-file = StateFile(Reserved(Path(sys.argv[1]), 8192, 4096, 1, 2, 4096))
-for record in range(2):
-    file.add(record, 4096)
-for record in range(2):
-    with file.hold(record, True) as raw:
-        raw.fill_(record + 1)
-for record in range(2):
-    with file.hold(record, False) as raw:
-        assert raw.unique().tolist() == [record + 1]
-assert file.io == "threads"
-# Also if it was not asked before.
-library, settings = executor_library(), CFileSettings(file.fd, 1, 2, 4096, 4096, 2)
-handle = library.tf_file_new(ctypes.byref(settings))
-assert handle and library.tf_file_num_rings(handle) == 0
-library.tf_file_close(handle)
-print("works")
-"""
+def write_without_rings(folder: Path) -> None:
+    """In a process with a filter of system calls, as a container has it: io_uring_setup returns EPERM."""
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program)))
+    assert libc.prctl(22, 2, header, 0, 0) == 0, ctypes.get_errno()
+    assert ring_refusal() == "Operation not permitted", ring_refusal()
+    file = StateFile(Reserved(folder, 8192, 4096, 1, 2, 4096))
+    for record in range(2):
+        file.add(record, 4096)
+    for record in range(2):
+        with file.hold(record, True) as raw:
+            raw.fill_(record + 1)
+    for record in range(2):
+        with file.hold(record, False) as raw:
+            assert raw.unique().tolist() == [record + 1]
+    assert file.io == THREADS
+    # Also if it was not asked before.
+    library, settings = executor_library(), CFileSettings(file.fd, 1, 2, 4096, 4096, 2)
+    handle = library.tf_file_new(ctypes.byref(settings))
+    assert handle
+    assert library.tf_file_num_rings(handle) == 0
+    library.tf_file_close(handle)
 
 
 def test_a_filter_of_system_calls_leaves_the_threads(tmp_path: Path) -> None:
-    found = subprocess.run([sys.executable, "-c", BLOCKED, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert found.stdout == "works\n", found.stderr
+    process = fork_context().Process(target=write_without_rings, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
