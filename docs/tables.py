@@ -626,7 +626,7 @@ def fit_cell(name: str, card: str, ram_gb: int, method: str) -> str:
     if not fit.fits:
         return "-"
     marks = [fit.states] if method == "full" else []
-    marks += ["W"] if fit.offload_params else []
+    marks += ["WE" if fit.offload_embeddings else "W"] if fit.offload_params else []
     marks += ["C"] if fit.checkpointing else []
     marks += [] if fit.clips else ["N"]
     count = fit.micro_batch * fit.accumulation

@@ -133,6 +133,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "the embedding and output layers are on the host only if the blocks are there too",
             "Use offload_params=True.",
         ),
+        "--offload-embeddings": Conflict(
+            "weights on the GPU",
+            "--offload-embeddings",
+            "the embedding and output layers are on the host only if the blocks are there too",
+            "Use --offload-params, or leave --offload-embeddings out.",
+        ),
         "zero": Conflict(
             _ON_HOST,
             "Zero(parks=False)",

@@ -31,6 +31,7 @@ from twinflow.cli.finetune_settings import FinetuneOptions, make_settings
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
+from twinflow.offload.param_offload import ParamOffload
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -290,14 +291,34 @@ def test_every_method_on_every_model(kind: str, method: str, folder: Path, tmp_p
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("method", ["sft", "dpo"])
-def test_weights_on_the_host_give_the_same_bits(method: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "placed"),
+    [
+        pytest.param("sft", "--offload-params", marks=pytest.mark.matrix),
+        pytest.param("dpo", "--offload-params", marks=pytest.mark.matrix),
+        ("sft", "--offload-embeddings"),
+        pytest.param("dpo", "--offload-embeddings", marks=pytest.mark.matrix),
+        pytest.param("lora", "--offload-embeddings", marks=pytest.mark.matrix),
+    ],
+)
+def test_weights_on_the_host_give_the_same_bits(
+    method: str, placed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[tuple[int, ...]] = []
+    copy_of = ParamOffload.copy_of
+    monkeypatch.setattr(ParamOffload, "copy_of", lambda self, param: copied.append(param.shape) or copy_of(self, param))
     data = folder / ("pairs.jsonl" if method == "dpo" else "train.jsonl")
     options = ("--method", method, "--steps", 2, "--lr", 1e-2, "--batch-size", 2, "--accumulation", 2, "--samples", 1)
-    for name in ("offload-params", "no-offload-params"):
-        finished(folder / "qwen", data, *options, f"--{name}", "--out", tmp_path / name)
-    assert ending(tmp_path / "offload-params") == ending(tmp_path / "no-offload-params")
+    for name in (placed, "--no-offload-params"):
+        finished(folder / "qwen", data, *options, name, "--out", tmp_path / name)
+    assert copied == []  # nothing has read a weight outside of its layer
+    (records, weights), (others, expected) = (ending(tmp_path / name) for name in (placed, "--no-offload-params"))
+    assert weights == expected
+    assert [record[:2] for record in records] == [record[:2] for record in others]  # the losses
+    # Norms of gradients are summed in the order of the buckets, which embeddings on the host change.
+    assert [record[2:] for record in records] == [
+        record[2:] if placed == "--offload-params" else pytest.approx(record[2:], rel=1e-14) for record in others
+    ]
 
 
 def test_without_a_master_a_run_is_planned_and_resumed_to_the_same_bits(folder: Path, tmp_path: Path) -> None:

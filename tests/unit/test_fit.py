@@ -15,11 +15,11 @@ import pytest
 
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.planner.cases import Setting, case_at
-from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, placed_at, timing_of, usable
+from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, items_of, placed_at, timing_of, usable
 from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.formats import UPDATE_BYTES
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
-from twinflow.planner.models import from_hf, with_fused_head
+from twinflow.planner.models import ModelCost, from_counts, from_hf, with_fused_head
 
 LLAMA_8B = from_hf(planner_support.LLAMA_8B, "llama3-8b")
 
@@ -203,6 +203,105 @@ def test_blocks_with_state_on_the_gpu_are_not_copied(clips: bool) -> None:
     # Only the update of the GPU is left, which reads and writes all state.
     rest_s = found[2].prediction.step_s - timing_of(run, setting.rates).gpu_s
     assert rest_s == pytest.approx(run.own_numel * UPDATE_BYTES["bf16"] / setting.rates.device_bytes, rel=0.01)
+
+
+TIED = from_hf({**planner_support.LLAMA_8B, "tie_word_embeddings": True}, "tied")
+TABLE = 128256 * 4096  # elements of the embedding, and of an output layer that is not tied
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("model", [LLAMA_8B, TIED], ids=["untied", "tied"])
+def test_embedding_and_output_layers_by_hand(model: ModelCost, world: int) -> None:
+    stays = Run(model, 1, 2048, world=world, stage=3, offload_params=True)
+    moved = replace(stays, offload_embeddings=True)
+    memory, block = Memory(60 * GB, 200 * GB), 2 * model.blocks[0]
+    num_layers = 1 if model is TIED else 2
+    used = [bytes_of(run, Placed(run.own_numel), memory) for run in (stays, moved)]
+    # One of the four blocks that are there at a time may be the output layer.
+    assert used[0].gpu["weights"] - used[1].gpu["weights"] == 2 * (num_layers - 1) * TABLE + block
+    assert used[0].host["weights"] == used[1].host["weights"] == 0  # they are a part of the state
+    assert used[0].host["state"] == used[1].host["state"]
+    timing = timing_of(moved, setting_of("h200", 200).rates)
+    fetches = fetches_of(moved, timing)
+    assert [fetch.owner for fetch in fetches] == [None] * 33 + [0 if model is TIED else None]
+    assert [k for k, fetch in enumerate(fetches) if fetch.backward_s is None] == [0, 33]
+    assert fetches[0].nbytes == 2 * TABLE // world
+    assert fetches[33].nbytes == (2 * TABLE + 8192 * (model is LLAMA_8B)) // world
+    assert fetches[1:33] == tuple(replace(f) for f in fetches_of(stays, timing))
+    items = [items_of(run, timing) for run in (stays, moved)]
+    assert sum(item.numel for item in items[0]) == pytest.approx(sum(item.numel for item in items[1]), rel=1e-6)
+    # Updates of the output layer have the whole forward before they are needed.
+    assert [it.need > 0.8 * timing.forward_s for it in items[1] if it.block == 33] == [True] * (
+        0 if model is TIED else 8 // world
+    )
+    # The embedding is the first block, and the output layer the last one.
+    assert moved.num_blocks_here(TABLE // world + 8 + 3 * block // 2 // world) == 4
+    every = bytes_of(moved, placed_at(moved, 0.0), memory)
+    assert every.gpu["weights"] == 2 * model.numel
+
+
+def test_frozen_embeddings_take_memory_on_the_host() -> None:
+    memory = Memory(60 * GB, 200 * GB)
+    run = Run(LLAMA_8B, 1, 2048, adapter_rank=16, offload_params=True, offload_embeddings=True)
+    stays = replace(run, offload_embeddings=False)
+    for ratio in (1.0, 0.5, 0.0):
+        used = [bytes_of(each, placed_at(each, ratio), memory) for each in (stays, run)]
+        assert used[1].host["weights"] - used[0].host["weights"] == 2 * (LLAMA_8B.embedding_numel + LLAMA_8B.head_numel)
+        assert used[1].gpu["weights"] < used[0].gpu["weights"]
+
+
+def test_embeddings_on_the_host_are_copied_once_a_forward() -> None:
+    setting = setting_of("rtx4090", 256)
+    for batches in (1, 3):
+        found = []
+        for embeddings in (False, True):
+            run = Run(LLAMA_8B, 1, 512, batches, states="bf16", clips=False, offload_params=True)
+            run = replace(run, offload_embeddings=embeddings)
+            found.append(case_at("", run, setting, 1.0).prediction)
+        more = batches * (4 * TABLE + run.layer_bytes[-1])  # the last block is not the last one of a forward any more
+        less = 4 * TABLE  # weights that stay on the GPU are copied there after their update
+        # The units copy at different rates, by the number of directions that copy.
+        least, most = ((more - less) / rate for rate in (setting.rates.in_bytes, setting.rates.duplex_bytes))
+        assert 0.8 * least - 0.02 <= found[1].in_s - found[0].in_s <= 1.2 * most + 0.02
+
+
+def test_embeddings_are_on_the_host_only_where_a_run_does_not_fit_or_becomes_faster() -> None:
+    wish = Wish(LLAMA_8B, 2048, sequences=1, states="bf16", clips=True)
+    kept, moved = (choose_fit(wish, setting_of("rtx4090", 256, gpu_gb)) for gpu_gb in (10, 8))
+    assert kept.fits
+    assert kept.offload_params
+    assert not kept.offload_embeddings
+    assert moved.fits
+    assert moved.offload_embeddings
+    assert moved.changes == ()
+    assert moved.gpu_bytes < kept.gpu_bytes
+    never = choose_fit(replace(wish, offload_embeddings=False), setting_of("rtx4090", 256, 8))
+    assert not never.fits
+    always = choose_fit(replace(wish, offload_embeddings=True), setting_of("rtx4090", 256, 10))
+    assert always.offload_embeddings
+    # With more room for sequences, a step has fewer micro-batches.
+    four = replace(wish, sequences=4)
+    faster = choose_fit(four, setting_of("rtx4090", 256, 12))
+    slower = choose_fit(replace(four, offload_embeddings=False), setting_of("rtx4090", 256, 12))
+    assert faster.offload_embeddings
+    assert faster.micro_batch > slower.micro_batch
+    assert 1.01 * faster.step_s < slower.step_s
+
+
+def test_several_gpus_may_have_their_embeddings_on_the_host() -> None:
+    wish = Wish(LLAMA_8B, 2048, sequences=1, states="bf16", clips=True, ratio=1.0, world=4, stage=2)
+    machine = Machine(GPUS["rtx4090"], Host(256 * GB, 16, 150e9), 4)
+    for gpu_gb, expected in ((10, False), (8, True)):
+        fit = choose_fit(wish, Setting(rates_of(machine), Memory(gpu_gb * GB, 256 * GB), 25e9))
+        assert fit.fits
+        assert (fit.offload_params, fit.offload_embeddings, fit.case.run.stage) == (True, expected, 3)
+
+
+def test_models_without_large_layers_outside_of_their_blocks() -> None:
+    small = from_counts("small", [10_000_000] * 8, 1000, 1000, 512, 2)
+    assert small.ends == (0, 0)
+    fit = choose_fit(Wish(small, 512, offload_params=True, offload_embeddings=True), setting_of("rtx4090", 64))
+    assert not fit.offload_embeddings
 
 
 def test_more_gpu_memory_takes_more_blocks_and_makes_steps_shorter() -> None:

@@ -226,6 +226,46 @@ def test_eight_billion_parameters_on_a_desktop_card(tmp_path: Path) -> None:
     assert "Gradients are not clipped: those that wait for their norm would not fit." in words
 
 
+def test_embedding_and_output_layers_on_the_host(tmp_path: Path) -> None:
+    model, written = tmp_path / "config.json", tmp_path / "ds.json"
+    model.write_text(json.dumps(LLAMA_8B))
+    card = ("--model", str(tmp_path), "--gpu", "rtx4090", "--ram", "256GB", "--sequences", "1")
+    options = (*card, "--gpu-memory", "8GB", "--write-config", str(written))
+    result = plan(*options, columns=300)
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert 'weights on the host with those of the embedding and output layers ("embeddings": true)' in words
+    config = json.loads(written.read_text())
+    assert config["zero_optimization"]["offload_param"] == {"device": "cpu", "embeddings": True}
+    assert load_config(config).zero_optimization.offload_param.embeddings  # type: ignore[union-attr]
+    found = plan_json(*options)
+    cases = [case for case in found["cases"] if case["kind"] == "weights on host"]
+    assert [(case["states"], case["fits"], case["offload_embeddings"]) for case in cases] == [
+        (states, True, True) for states in ("fp32", "bf16", "int8")
+    ]
+    assert found["run"]["offload_embeddings"]
+    # Its own config is planned as it is, and --no-offload-embeddings replaces what the config says.
+    again = plan_json(*options[:-2], "--config", str(written))
+    assert again["run"]["offload_embeddings"]
+    assert "zero_optimization.offload_param.embeddings" not in again["unused_keys"]
+    refused = plan(*options[:-2], "--config", str(written), "--no-offload-embeddings")
+    assert refused.exit_code == 1
+    assert "Nothing fits" in refused.stdout
+    config["zero_optimization"]["offload_param"]["embeddings"] = False
+    written.write_text(json.dumps(config))
+    assert plan(*options[:-2], "--config", str(written)).exit_code == 1
+    # With more memory they stay on the GPU.
+    larger = (*card, "--gpu-memory", "10GB")
+    kept = plan_json(*larger)
+    assert kept["cases"][kept["recommended"]]["kind"] == "weights on host"
+    assert not kept["run"]["offload_embeddings"]
+    assert kept["config"]["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert plan_json(*larger, "--offload-embeddings")["run"]["offload_embeddings"]
+    result = plan(*larger, "--offload-embeddings", "--no-offload-params")
+    assert result.exit_code != 0
+    assert "Use --offload-params" in " ".join(result.output.split())
+
+
 def test_any_card_by_its_memory_and_speed() -> None:
     found = plan_json("--preset", "gpt2-1.5b", "--gpu-memory", "11GB", "--gpu-tflops", "100", "--ram", "32GiB")
     assert found["machine"]["gpu_bytes"] == 11 * 10**9

@@ -316,6 +316,7 @@ def _filled(settings: FinetuneSettings, choice: Choice, data: Any) -> FinetuneSe
         states=choice.states,
         ratio=choice.ratio,
         offload_params=choice.offload_params,
+        offload_embeddings=choice.offload_embeddings,
         checkpoint_activations=choice.checkpointing,
     )
 
@@ -510,7 +511,7 @@ def _tune_settings(settings: FinetuneSettings) -> Any:
 def _twin(settings: FinetuneSettings) -> dict[str, Any]:
     """Arguments of TwinOptimizer that the settings determine."""
     return {
-        "tuning": Tuning(nvme_path=settings.nvme_path),
+        "tuning": Tuning(nvme_path=settings.nvme_path, offload_embeddings=bool(settings.offload_embeddings)),
         "states": settings.states,
         "master": settings.master,
         "host_threads": settings.threads,

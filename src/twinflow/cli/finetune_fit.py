@@ -30,6 +30,7 @@ class Choice:
     states: str
     ratio: float
     offload_params: bool
+    offload_embeddings: bool
     rows: list[tuple[str, str]]  # rows of the header that report the choice
     notes: list[str]
 
@@ -74,6 +75,7 @@ def choose(
         master=settings.master,
         ratio=settings.ratio,
         offload_params=settings.offload_params,
+        offload_embeddings=settings.offload_embeddings,
         world=world,
         stage=STAGE if world > 1 else 0,
         on_disk=rates is not None,
@@ -83,7 +85,7 @@ def choose(
         from twinflow.integrations.finetune import has_bitsandbytes
 
         # The weights of bitsandbytes stay on the GPU. Its kernels are faster than weights of torchao on the host.
-        on_gpu_fit = choose_fit(replace(wish, offload_params=False), setting)
+        on_gpu_fit = choose_fit(replace(wish, offload_params=False, offload_embeddings=None), setting)
         fit = on_gpu_fit if on_gpu_fit.fits and has_bitsandbytes() else fit
     if not fit.fits:
         raise MemoryError(_short(fit, place.text))
@@ -95,6 +97,7 @@ def choose(
     share = f", {fit.ratio:.0%} of it on the host" if on_gpu else ""
     weights = ", no fp32 master" if settings.master == "none" else ""
     weights += ", weights on the host" if fit.offload_params else ""
+    weights += ", with the embedding and output layers" if fit.offload_embeddings else ""
     each, together = (" each", " together") if world > 1 else ("", "")
     gpu = f"GPU {_gb(fit.gpu_bytes)}{each}, " if on_gpu else ""
     return Choice(
@@ -105,6 +108,7 @@ def choose(
         states=fit.states,
         ratio=fit.ratio,
         offload_params=fit.offload_params,
+        offload_embeddings=fit.offload_embeddings,
         rows=[
             ("machine", place.text),
             *_rank_rows(world, fit.offload_params),
@@ -148,7 +152,7 @@ def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_len
     """Settings that need little memory, for a model that the planner does not know."""
     batch = settings.batch_size or 1
     parts = settings.accumulation or max(1, _sequences(num_rows, settings.world) // batch)
-    offload_params = bool(settings.offload_params)
+    offload_params = bool(settings.offload_params or settings.offload_embeddings)
     checkpointing = settings.checkpoint_activations is not False
     note = (
         f"The planner does not know models of type {model_type!r}, so the settings are those that need little memory. "
@@ -162,6 +166,7 @@ def _unplanned(settings: FinetuneSettings, model_type: str, clip: float, seq_len
         states=settings.states or "fp32",
         ratio=1.0 if settings.ratio is None else settings.ratio,
         offload_params=offload_params,
+        offload_embeddings=bool(settings.offload_embeddings),
         rows=[
             *_rank_rows(settings.world, offload_params),
             ("batch", _batch_text(batch, parts, seq_length, settings.world)),

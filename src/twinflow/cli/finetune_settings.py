@@ -18,6 +18,7 @@ import typer
 
 from twinflow.cli import check_whole, option
 from twinflow.cli.settings import PRECISIONS, check_masters, option_name, parse_bytes, parse_ratio
+from twinflow.conflicts import refuse
 from twinflow.errors import incompatible, invalid_value
 from twinflow.files import read_json
 from twinflow.native import get_threads
@@ -109,6 +110,12 @@ class FinetuneOptions:
     offload_params: bool | None = option(
         None, "Keep the weights on the host. Default: chosen for the machine.", "--offload-params/--no-offload-params"
     )
+    offload_embeddings: bool | None = option(
+        None,
+        "With the weights on the host, keep those of the embedding and output layers there too. Default: chosen for "
+        "the machine.",
+        "--offload-embeddings/--no-offload-embeddings",
+    )
     checkpoint_activations: bool | None = option(
         None,
         "Recompute activations in backward. Default: chosen for the machine.",
@@ -174,6 +181,7 @@ class FinetuneSettings:
     ratio: float | None
     nvme_path: str | None
     offload_params: bool | None
+    offload_embeddings: bool | None
     checkpoint_activations: bool | None
     compile: bool
     precision: str
@@ -337,9 +345,12 @@ def check_settings(settings: FinetuneSettings) -> None:
         raise ValueError(f"--gpu-memory is given, but this machine has no GPU. {remedy}")
     if settings.merge and settings.method not in ADAPTERS:
         raise incompatible("--merge", f"--method {settings.method}", "it trains no adapters", "Leave --merge out.")
-    if settings.method == "qlora" and settings.offload_params and settings.world > 1:
+    is_on_host = settings.offload_params or settings.offload_embeddings
+    if settings.method == "qlora" and is_on_host and settings.world > 1:
         reason = "a base in 4 bits stays whole on each GPU then"
         raise incompatible("--offload-params", "--method qlora on several ranks", reason, "Leave --offload-params out.")
+    is_on_gpu = settings.offload_params is False
+    refuse("Weights on the host", {"--offload-embeddings": bool(settings.offload_embeddings) and is_on_gpu})
     if settings.packing and settings.method == "dpo":
         raise incompatible("--packing", "--method dpo", "TRL does not pack pairs of answers", "Leave --packing out.")
     if settings.compile and settings.method == "qlora":

@@ -33,7 +33,7 @@ from twinflow.errors import unusable_path
 from twinflow.files import write_whole
 from twinflow.planner.cases import Case, Disk, Plan, Setting, case_at, make_plan
 from twinflow.planner.costs import Memory, Placed, Run, bytes_of, file_bytes
-from twinflow.planner.fit import Fit, Wish, choose_fit, formats_of, place_blocks, places
+from twinflow.planner.fit import Fit, Wish, choose_fit, embedding_places, formats_of, place_blocks, places
 from twinflow.rules import ALL_RULES, RULES
 
 LEARNING_RATE: Final = {False: 1e-5, True: 1e-4}  # of a config without an optimizer: for all parameters, for adapters
@@ -100,11 +100,19 @@ def plan_around(fit: Fit, wish: Wish, setting: Setting, config: Mapping[str, Any
         zero = config.get("zero_optimization") or {}
         offload = zero.get("offload_optimizer") or {}
         placement = "spread" if offload.get("placement") == "spread" else "auto"  # the only ones that the planner knows
-        on_host = (zero.get("offload_param") or {}).get("device") in ("cpu", "nvme")
+        weights = zero.get("offload_param") or {}
+        on_host = weights.get("device") in ("cpu", "nvme")
         states = offload.get("states", "fp32")
-        theirs = replace(run, states=states, offload_params=on_host, placement=placement)
+        theirs = replace(
+            run,
+            states=states,
+            offload_params=on_host,
+            offload_embeddings=on_host and bool(weights.get("embeddings")),
+            placement=placement,
+        )
         given = case_at("config's", theirs, setting, ratio)
-    made = make_plan(run, setting, formats, given, places(replace(wish, expert_parallel=run.expert_parallel)))
+    ways = places(replace(wish, expert_parallel=run.expert_parallel))
+    made = make_plan(run, setting, formats, given, ways, embedding_places(wish))
     # The search may have found another ratio than `best_case`, so its case takes the place of the same kind.
     cases = [fit.case if (c.kind, c.run.states) == (fit.case.kind, fit.states) else c for c in made.cases]
     cases += [fit.case] if fit.case.run.on_disk else []
@@ -151,6 +159,8 @@ def config_of(case: Case, config: Mapping[str, Any], disk: Path | None = None) -
     if run.offload_params:
         zero["stage"] = 3
         zero["offload_param"] = {**(zero.get("offload_param") or {}), "device": "cpu"}
+        if run.offload_embeddings:
+            zero["offload_param"]["embeddings"] = True
     if run.weights_on_disk:
         zero["offload_param"] |= {"device": "nvme", "nvme_path": str(disk), "max_in_cpu": 0}
     zero.setdefault("stage", run.stage if run.world > 1 else 2)
@@ -198,6 +208,7 @@ def case_dict(case: Case) -> dict[str, Any]:
         "kind": case.kind,
         "states": case.run.states,
         "ratio": case.ratio,
+        "offload_embeddings": case.run.offload_embeddings,
         "fits": case.fits,
         "missing_gpu_bytes": case.missing.gpu_bytes,
         "missing_host_bytes": case.missing.host_bytes,

@@ -122,6 +122,12 @@ class PlanOptions:
     offload_params: bool | None = option(
         None, "Keep the weights on the host too. Default: the plan chooses.", "--offload-params/--no-offload-params"
     )
+    offload_embeddings: bool | None = option(
+        None,
+        "With the weights on the host, keep those of the embedding and output layers there too. Default: the plan "
+        "chooses.",
+        "--offload-embeddings/--no-offload-embeddings",
+    )
     expert_parallel: int | None = option(
         None,
         "GPUs that have all experts of a layer together (expert_parallel_size). Default: 1, or as many as a run needs "
@@ -478,6 +484,7 @@ _USED_KEYS: Final = (
     "zero_optimization.offload_optimizer.master",
     "zero_optimization.offload_optimizer.delayed_update",
     "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.embeddings",
     "activation_checkpointing",
     "expert_parallel_size",
 )
@@ -528,6 +535,10 @@ def make_wish(
         parks = zero.offload_param is not None and zero.offload_param.device != "none"
     if _is_foreign(checked) or matrix_steps:
         parks = False  # weights on the host need one of twinflow's rules, and not Muon
+    embeddings = options.offload_embeddings
+    if embeddings is None and parks and zero.offload_param and "embeddings" in zero.offload_param.model_fields_set:
+        embeddings = zero.offload_param.embeddings
+    refuse("Weights on the host", {"--offload-embeddings": bool(embeddings) and parks is False})
     experts = _expert_ranks(model, options, config, checked, place.num_gpus, bool(parks))
     checkpointing = options.checkpoint_activations
     if checkpointing is None and "activation_checkpointing" in config:
@@ -553,6 +564,7 @@ def make_wish(
         master=master,
         formats=formats,
         offload_params=parks,
+        offload_embeddings=embeddings,
         num_sequence=checked.sequence_parallel_size or 1,
         expert_parallel=experts,
     )

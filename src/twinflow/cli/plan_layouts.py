@@ -45,6 +45,7 @@ _UNUSED: Final = (
     "accumulation",
     "sequences",
     "offload_params",
+    "offload_embeddings",
     "expert_parallel",
     "grad_clip",
     "gpu_memory",

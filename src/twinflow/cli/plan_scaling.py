@@ -62,7 +62,7 @@ def show_scaling(options: PlanOptions, run: Run) -> int:
     why = "--scaling is computed from data sheets, so name the GPU."
     cluster = choose_cluster(options, choose_host(options), options.gpus, why)
     names = ("html", "write_config", "tokens", "layouts", "per_node", "sequences", "offload_params", "expert_parallel")
-    unused = options.given(*names, "gpu_memory", "gpu_tflops", "pcie")
+    unused = options.given(*names, "offload_embeddings", "gpu_memory", "gpu_tflops", "pcie")
     if unused:
         reason = "--scaling prints one table for all numbers of GPUs"
         remedy = f"Leave {' and '.join(unused)} out. To save the table, use --json."

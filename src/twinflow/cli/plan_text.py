@@ -153,6 +153,7 @@ def advice(plan: Plan, fit: Fit) -> str:
 def chosen(fit: Fit) -> list[str]:
     """The settings of a fit as phrases."""
     where = "weights on the host" if fit.offload_params else "weights on the GPU"
+    where += ' with those of the embedding and output layers ("embeddings": true)' if fit.offload_embeddings else ""
     kept = "selective recomputation of activations" if fit.selective else "no activation checkpointing"
     again = "activation checkpointing" if fit.checkpointing else kept
     ratio = f'"ratio": {fit.ratio:.3g}, "states": "{fit.states}"'

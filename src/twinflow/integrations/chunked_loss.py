@@ -6,16 +6,21 @@ of the logits and no memory. The model's loss function computes the loss from th
 of tokens at a time (twinflow.loss). Any other operation on `LazyLogits` computes the logits first, so code that reads
 them gets the same values as without this module. If the weight of the output layer has changed since the forward, these
 values cannot be computed any more, and the operation raises RuntimeError.
+
+The trainers of TRL compute their loss in chunks too, from the weight of the output layer, whose forward they do not
+call. `run_fused_head` fetches a weight that is on the host for them, as before a forward of the layer.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.loss import IGNORE_INDEX, chunked_cross_entropy
@@ -175,3 +180,32 @@ def chunk_loss(model: nn.Module) -> ChunkedLoss:
             "Train without chunk_loss.",
         )
     return ChunkedLoss(model, head)
+
+
+_FUSED: Final = "_ChunkedLogProbFunction"  # in trl.trainer.utils: the autograd function of the loss
+_heads: Final = WeakTensorKeyDictionary()  # output layers with weights on the host, by weight
+
+
+class _FusedHead:
+    """Takes the place of TRL's autograd function."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def apply(self, hidden: Tensor, weight: Tensor, *args: object) -> object:
+        head = _heads.get(weight)
+        if head is None:
+            return self._function.apply(hidden, weight, *args)
+        return run_inside(head, self._function.apply, hidden, weight, *args)
+
+
+def run_fused_head(model: nn.Module) -> None:
+    """Lets TRL's loss, if TRL is imported, use the weight of the model's output layer while it is on the device."""
+    trl, get_head = sys.modules.get("trl.trainer.utils"), getattr(model, "get_output_embeddings", None)
+    function, head = getattr(trl, _FUSED, None), get_head() if get_head is not None else None
+    if function is None or not isinstance(head, nn.Module):
+        return
+    if not isinstance(function, _FusedHead):
+        setattr(trl, _FUSED, _FusedHead(function))
+    for weight in head.parameters(recurse=False):
+        _heads[weight] = head

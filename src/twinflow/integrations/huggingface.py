@@ -21,6 +21,7 @@ from twinflow.conflicts import conflict, refuse
 from twinflow.errors import invalid_value
 from twinflow.integrations import need
 from twinflow.integrations.accelerate import check_accelerator, connect, keep_even, keep_plain, scaling
+from twinflow.integrations.chunked_loss import run_fused_head
 from twinflow.integrations.files import StreamedState
 from twinflow.integrations.given import own_options, take_over
 from twinflow.integrations.pretrained import saved_weights
@@ -121,6 +122,8 @@ class TwinMixin:
             divide_experts(trainer.model, size, zero, trainer.args.device, given)
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.twin = _adopt(made, trainer) if isinstance(made, TwinOptimizer) else _build(made, trainer, zero)
+        if self.twin.tuning.offload_embeddings:
+            run_fused_head(trainer.model)
         self._divided = divided(self.twin)
         if self._divided is not None and trainer.args.save_on_each_node:
             raise conflict("Hugging Face and Lightning", "save_on_each_node", option="TrainingArguments")

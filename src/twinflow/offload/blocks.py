@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from twinflow.offload.plan import ROOT
+from twinflow.planner.models import LARGE
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _EXTERNAL = "_twinflow_external"  # an attribute of parameters that modules outside of their own block use
-_SMALL = 16  # a layer outside of the lists stays with the root if it has less than a 16th of the largest block
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def find_blocks(model: nn.Module, is_trained: bool = True, with_embeddings: bool
 def _find_large(model: nn.Module, listed: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Layers outside of the lists that have a matrix and at least a 16th of the elements of the largest block."""
     inside = {module for one in listed for module in one.modules()}
-    least = max(sum(p.numel() for p in one.parameters()) for one in listed) / _SMALL
+    least = LARGE * max(sum(p.numel() for p in one.parameters()) for one in listed)
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         own = [param for param in module._parameters.values() if param is not None]

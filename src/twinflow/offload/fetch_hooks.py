@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from twinflow.errors import wrong_state
 from twinflow.offload.blocks import Block
 from twinflow.offload.hooks import Hook, in_backward
 
+_Result = TypeVar("_Result")  # tensors, in any structure
 _Pack = Callable[[Tensor], object]
 _Unpack = Callable[[object], Tensor]
 
@@ -82,7 +83,7 @@ class _FetchHook(Hook):
         self.after = after
 
 
-def run_inside(module: nn.Module, function: Callable[..., Tensor], *args: object) -> Tensor:
+def run_inside(module: nn.Module, function: Callable[..., _Result], *args: object) -> _Result:
     """Calls a function that uses the weights of a module as if it were the forward of the module. If these weights are
     on the host, they are fetched before and released afterwards.
     """
@@ -95,7 +96,7 @@ def run_inside(module: nn.Module, function: Callable[..., Tensor], *args: object
         output = function(*args)
     finally:
         replaced = hook.after(module, args, output)
-    return _same(output if replaced is None else replaced)
+    return cast(_Result, output if replaced is None else replaced)
 
 
 class Place(NamedTuple):

@@ -96,24 +96,30 @@ def make_plan(
     states: Sequence[str] = AUTOMATIC,
     given: Case | None = None,
     ways: Sequence[bool] = (False,),
+    embeddings: Sequence[bool] = (False,),
 ) -> Plan:
     """The plan of a run, with the cases of `all_cases`. `given`: a case of the config file, which is never the
     recommended one.
     """
-    cases = all_cases(run, setting, states, ways)
+    cases = all_cases(run, setting, states, ways, embeddings)
     largest = {
-        name: max(largest_layers(_with_weights(run, name, on_host), setting.memory) for on_host in ways)
+        name: max(largest_layers(_with_weights(run, name, way, embeddings[-1]), setting.memory) for way in ways)
         for name in states
     }
     return Plan(run, setting, [*cases, *([given] if given is not None else [])], recommended(cases), largest)
 
 
 def all_cases(
-    run: Run, setting: Setting, states: Sequence[str] = AUTOMATIC, ways: Sequence[bool] = (False,)
+    run: Run,
+    setting: Setting,
+    states: Sequence[str] = AUTOMATIC,
+    ways: Sequence[bool] = (False,),
+    embeddings: Sequence[bool] = (False,),
 ) -> list[Case]:
     """A case for each pair of a way to place the state and a state format, grouped by way.
 
-    `ways`: whether weights are on the host. (False, True): cases of both.
+    `ways`: whether weights are on the host. (False, True): cases of both. `embeddings`: whether those of the embedding
+    and output layers are there too. (False, True): if they must be for the case to fit.
     """
     cases: list[Case] = []
     if False in ways:
@@ -122,15 +128,26 @@ def all_cases(
         cases += [case_at("full offload", r, setting, 1.0) for r in runs]
         cases += [best_case(r, setting) for r in runs]
     if True in ways:
-        runs = [_with_weights(run, name, True) for name in states]
-        cases += [case_at(ON_HOST, r, setting, costs.least_ratio(r, setting.memory)) for r in runs]
+        for name in states:
+            found = (_on_host(_with_weights(run, name, True, each), setting) for each in embeddings)
+            first = next(found)
+            cases.append(first if first.fits else next((case for case in found if case.fits), first))
     return cases
 
 
-def _with_weights(run: Run, states: str, on_host: bool) -> Run:
-    stage = 3 if on_host and run.world > 1 else run.stage
-    placement = run.placement if on_host else "auto"
-    return replace(run, states=states, offload_params=on_host, stage=stage, placement=placement)
+def _on_host(run: Run, setting: Setting) -> Case:
+    return case_at(ON_HOST, run, setting, costs.least_ratio(run, setting.memory))
+
+
+def _with_weights(run: Run, states: str, on_host: bool, embeddings: bool = False) -> Run:
+    return replace(
+        run,
+        states=states,
+        offload_params=on_host,
+        offload_embeddings=embeddings and on_host,
+        stage=3 if on_host and run.world > 1 else run.stage,
+        placement=run.placement if on_host else "auto",
+    )
 
 
 def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
@@ -187,7 +204,8 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     """The recommended case: the fastest that fits.
 
     A wider state format is preferred if it is nearly as fast, and then weights on the GPU. Of the cases that are then
-    about equally fast, the one without offload is preferred, and otherwise the one with the least GPU memory.
+    about equally fast, the one without offload is preferred, then one that keeps the embedding and output layers on the
+    GPU, and otherwise the one with the least GPU memory.
     """
     fitting = [case for case in cases if case.fits]
     if not fitting:
@@ -200,7 +218,7 @@ def recommended(cases: Sequence[Case]) -> Case | None:
     least = min(case.prediction.step_s for case in good)
     close = [case for case in good if case.prediction.step_s <= 1.01 * least]
     # The case without offload is the simplest one, so it is preferred if it is as fast.
-    return min(close, key=lambda case: (case.kind != "no offload", case.used.gpu_total))
+    return min(close, key=lambda case: (case.kind != "no offload", case.run.offload_embeddings, case.used.gpu_total))
 
 
 def largest_layers(run: Run, memory: Memory) -> int:

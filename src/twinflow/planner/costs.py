@@ -83,6 +83,7 @@ class Run:
     # Muon: Newton-Schulz iterations of an update of blocks, which then have one moment. 0: an element-wise rule
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
+    offload_embeddings: bool = False  # with offload_params: the embedding and output layers are blocks too
     placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     on_disk: bool = False  # the state that would be in host memory is in files on a disk
     weights_on_disk: bool = False  # with offload_params: weights that are not a part of state in memory are on the disk
@@ -168,16 +169,35 @@ class Run:
         return found.with_frozen_weights() if self.adapter_rank else found
 
     @cached_property
-    def trained_blocks(self) -> tuple[int, ...]:
-        """Trained elements of each block."""
+    def ends(self) -> tuple[int, int]:
+        """Elements of the embedding and output layers that are blocks too."""
+        return self.model.ends if self.offload_params and self.offload_embeddings else (0, 0)
+
+    def _with_ends(self, layers: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+        """The values of all blocks, from those of the model's blocks and of `ends`, in the order in which their state
+        becomes resident. Frozen layers have no state. They are always on the host, and come last.
+        """
+        before, after = (((value,) if end else ()) for value, end in zip((first, last), self.ends, strict=True))
+        return (*layers, *before, *after) if self.adapter_rank else (*before, *layers, *after)
+
+    @cached_property
+    def trained_layers(self) -> tuple[int, ...]:
+        """Trained elements of each of the model's blocks."""
         if self.adapter_rank:
             return (self.adapter_rank * self.model.adapter_unit,) * len(self.model.blocks)
         return self.model.blocks
 
+    @cached_property
+    def trained_blocks(self) -> tuple[int, ...]:
+        """Trained elements of each block, with those of `ends`."""
+        return self._with_ends(self.trained_layers, *((0, 0) if self.adapter_rank else self.ends))
+
     @property
     def trained_root(self) -> tuple[int, int]:
         """Trained elements outside of the blocks: embeddings, head. With adapters both are frozen."""
-        return (0, 0) if self.adapter_rank else (self.model.embedding_numel, self.model.head_numel)
+        if self.adapter_rank:
+            return 0, 0
+        return self.model.embedding_numel - self.ends[0], self.model.head_numel - self.ends[1]
 
     @property
     def own_numel(self) -> int:
@@ -185,8 +205,8 @@ class Run:
         return -(-(sum(self.trained_blocks) + sum(self.trained_root)) // self.world)
 
     @cached_property
-    def frozen_bytes(self) -> tuple[int, ...]:
-        """Bytes of the frozen weights of each block. Zeros without adapters."""
+    def _frozen_layers(self) -> tuple[int, ...]:
+        """Bytes of the frozen weights of each of the model's blocks. Zeros without adapters."""
         if not self.adapter_rank:
             return (0,) * len(self.model.blocks)
         width, model = WEIGHT_BYTES[self.weights], self.model
@@ -197,13 +217,27 @@ class Run:
         )
 
     @cached_property
-    def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of the weights of each block on one GPU: all of them, except for the experts of other GPUs."""
+    def frozen_bytes(self) -> tuple[int, ...]:
+        """Bytes of the frozen weights of each block, with those of `ends`. Zeros without adapters."""
+        width = WEIGHT_BYTES[self.weights] if self.adapter_rank else 0
+        return self._with_ends(self._frozen_layers, width * self.ends[0], width * self.ends[1])
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of the weights of each of the model's blocks on one GPU: all of them, except for the experts of other
+        GPUs.
+        """
         width = WEIGHT_BYTES[self.weights]
         if self.expert_parallel > 1:  # without adapters and tensor ranks
             return tuple(width * numel for numel in self.model.experts_here(self.expert_parallel))
-        pairs = zip(self.trained_blocks, self.frozen_bytes, strict=True)
+        pairs = zip(self.trained_layers, self._frozen_layers, strict=True)
         return tuple((width * trained + frozen) // self.tensor_parallel for trained, frozen in pairs)
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """The same of each block, with those of `ends`."""
+        width = WEIGHT_BYTES[self.weights]
+        return self._with_ends(self.layer_bytes, width * self.ends[0], width * self.ends[1])
 
     @cached_property
     def own_root(self) -> int:
@@ -218,7 +252,7 @@ class Run:
         left, count = float(resident - self.own_root), 0
         for numel in self.trained_blocks:
             own = numel / self.world
-            if 2 * left <= own:
+            if 2 * left <= own or not numel:
                 break
             left, count = left - own, count + 1
         return count
@@ -391,6 +425,8 @@ def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
     width = WEIGHT_BYTES[run.weights]
     few = min(FLAT_BYTES, _FLATS_OUT * bucket_numel(run) * width)
     head = max(0, min(-(-run.trained_root[1] // run.world), placed.resident - run.trained_root[0] // run.world))
+    if run.num_blocks_here(placed.resident) == len(run.trained_blocks):
+        head += -(-run.ends[1] // run.world)  # the last block
     summed = placed.resident + placed.streamed if grads.sums_on_host else run.own_numel
     sums = 4 * summed if run.micro_batches > 1 else 0
     freed = max(0, run.activation_bytes - run.first_block_bytes)
@@ -402,19 +438,27 @@ def _weight_bytes(run: Run, num_here: int = 0) -> int:
     blocks, and the other blocks that are there at a time. With ZeRO-3: the shard of this GPU, and two gathered blocks.
     """
     width, blocks = WEIGHT_BYTES[run.weights], run.block_bytes
-    root = width * -(-(run.model.embedding_numel + run.model.head_numel) // run.tensor_parallel)
+    root = width * -(-(run.model.embedding_numel + run.model.head_numel - sum(run.ends)) // run.tensor_parallel)
     largest = max(blocks, default=0)
     if run.offload_params:
-        return root + sum(blocks[:num_here]) + min(BLOCKS_HERE, len(blocks) - num_here) * largest
+        return root + sum(blocks[:num_here]) + _fetched_bytes(run, num_here)
     if run.stage < 3 or run.world == 1:
         return root + sum(blocks)
     return -(-(root + sum(blocks)) * run.tensor_parallel // run.world) + 2 * largest
 
 
+def _fetched_bytes(run: Run, num_here: int) -> int:
+    """Bytes of the blocks that are on the GPU at a time, of those on the host. An embedding or output layer, which may
+    be larger than the others, is one of them.
+    """
+    away = run.block_bytes[num_here:]
+    others = max(0, min(BLOCKS_HERE, len(away)) - 1)
+    return max(away, default=0) + others * max(run.layer_bytes, default=0)
+
+
 def _free_at_start(run: Run, memory: Memory, num_here: int = 0) -> int:
     """GPU memory that is free when the runtime chooses its buffers, which is before the first block is fetched."""
-    blocks = run.block_bytes
-    fetched = min(BLOCKS_HERE, len(blocks) - num_here) * max(blocks, default=0) if run.offload_params else 0
+    fetched = _fetched_bytes(run, num_here) if run.offload_params else 0
     return max(0, memory.gpu_bytes - _weight_bytes(run, num_here) + fetched)
 
 
@@ -433,11 +477,11 @@ def _unpacked_bytes(run: Run) -> int:
 
 def bucket_numel(run: Run) -> int:
     """Number of elements in the largest bucket. If weights are on the host, the tensors of blocks are not split."""
-    sizes = [*run.trained_blocks[:1], sum(run.trained_root)]
+    sizes = [*run.trained_layers[:1], sum(run.trained_root), *(() if run.adapter_rank else run.ends)]
     most = max((_even(-(-size // run.world)) for size in sizes if size), default=0)
     if not run.offload_params or run.adapter_rank:
         return most
-    tensor = min(run.model.largest_tensor, *run.trained_blocks[:1])
+    tensor = min(run.model.largest_tensor, *run.trained_layers[:1])
     return max(most, -(-tensor // run.world))
 
 
@@ -490,7 +534,7 @@ def least_ratio(run: Run, memory: Memory) -> float:
         if over <= 0 or not resident:
             break
         # Beside much resident state, gradients that wait on the host take more GPU memory than without it.
-        least = max(run.trained_blocks) // run.world if run.offload_params else int(over / width) + numel // 1000
+        least = max(run.trained_layers) // run.world if run.offload_params else int(over / width) + numel // 1000
         resident = max(0, placed.resident - max(int(over / width), least))
     return 1.0 - resident / numel
 
@@ -522,14 +566,21 @@ def ways_of(run: Run, timing: Timing) -> Ways:
 
 
 def fetches_of(run: Run, timing: Timing) -> tuple[Fetch, ...]:
-    """The copies of the weights of each block to the GPU, if weights are on the host."""
-    flops = run.model.block_flops(run.tokens)
+    """The copies of the weights of each block to the GPU, if weights are on the host. The embedding and output layers
+    are copied before a forward only: the output layer stays until its backward, or computes the loss in chunks.
+    """
+    flops, width = run.model.block_flops(run.tokens), WEIGHT_BYTES[run.weights]
     total = sum(flops) + 2.0 * run.model.head_products
-    fetches, before = [], 0.0
-    for nbytes, cost in zip(run.block_bytes, flops, strict=True):
+    first, last = run.ends
+    fetches = [Fetch(width * first // run.world, 0.0, None)] if first else []
+    before = 0.0
+    for nbytes, cost in zip(run.layer_bytes, flops, strict=True):
         forward_s = timing.forward_s * before / total
         before += cost
         fetches.append(Fetch(nbytes // run.world, forward_s, timing.backward_s * (1.0 - before / total)))
+    if last or (first and run.model.head_products):
+        owner = None if last else 0  # tied weights are those of the embedding
+        fetches.append(Fetch(width * (last or first) // run.world, timing.forward_s * before / total, None, owner))
     return tuple(fetches)
 
 
@@ -597,8 +648,11 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
     head = 2.0 * model.head_products
     total = sum(flops) + head
     items = _root_items(run, timing, head / total)
+    first, last = (0, 0) if run.adapter_rank else run.ends
+    items += _even_items(run, first, timing.backward_s, 0.0, 0)
+    num_before = int(run.ends[0] > 0)  # the embedding is the first block
     before = 0.0
-    for block, (numel, cost) in enumerate(zip(run.trained_blocks, flops, strict=True)):
+    for block, (numel, cost) in enumerate(zip(run.trained_layers, flops, strict=True), num_before):
         need = timing.forward_s * before / total
         end = timing.backward_s * (1.0 - before / total)
         length = timing.backward_s * cost / total
@@ -611,7 +665,14 @@ def items_of(run: Run, timing: Timing) -> list[Item]:
         found = (Item(size, "host", end - span * k / count, need, block, products) for k in range(count))
         items += [item.at("host") for item in found]
         before += cost
-    return items
+    need, end = timing.forward_s * before / total, timing.backward_s * head / total
+    return items + _even_items(run, last, end, need, num_before + len(flops))
+
+
+def _even_items(run: Run, numel: int, ready: float, need: float, block: int) -> list[Item]:
+    """Buckets of an embedding or output layer that is a block."""
+    own = -(-numel // run.world)
+    return [Item(_even(own), "host", ready, need, block) for _ in range(-(-own // BUCKET_NUMEL))]
 
 
 def _root_items(run: Run, timing: Timing, head_share: float) -> list[Item]:

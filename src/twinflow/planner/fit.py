@@ -66,6 +66,7 @@ class Wish:
     master: str = "fp32"  # "none": bf16 weights have no fp32 master
     ratio: float | None = None
     offload_params: bool | None = None
+    offload_embeddings: bool | None = None  # with weights on the host: those of the embedding and output layers too
     num_sequence: int = 1  # GPUs that share each sequence
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
     on_disk: bool = False  # the state that would be on the host is on the disk of the setting
@@ -99,6 +100,7 @@ class Fit:
     states: str  # one of STATES
     ratio: float  # share of the optimizer state on the host
     offload_params: bool  # the weights of blocks are on the host
+    offload_embeddings: bool  # and those of the embedding and output layers
     gpu_bytes: int  # peak on each GPU
     host_bytes: int  # for all GPUs
     step_s: float  # 0 without a GPU: the speed is not predicted
@@ -121,10 +123,21 @@ def places(wish: Wish) -> tuple[bool, ...]:
     """
     if (wish.expert_parallel or 1) > 1:  # weights on the hosts of several GPUs need ZeRO stage 3
         return (False,)
+    if wish.offload_embeddings and wish.offload_params is None:
+        return (True,)
     stays = wish.method == "qlora" and wish.world > 1
     if wish.offload_params is None and (stays or wish.delayed):
         return (False,)
     return _either(wish.offload_params)
+
+
+def embedding_places(wish: Wish, offload_params: bool = True) -> tuple[bool, ...]:
+    """Whether the weights of the embedding and output layers may be on the host, beside those of blocks: False, True or
+    both.
+    """
+    if not offload_params or not any(wish.model.ends):
+        return (False,)
+    return _either(wish.offload_embeddings)
 
 
 def choose_fit(wish: Wish, setting: Setting) -> Fit:
@@ -196,7 +209,7 @@ def _best_of(wish: Wish, setting: Setting) -> Case | None:
         return _case(kept[0], wish, setting) if kept else None
     bounds = [(costs.timing_of(run, setting.rates, setting.link_rate).gpu_s, run) for run in kept]
     cases: list[Case] = []
-    for least_s, run in sorted(bounds, key=lambda pair: (pair[0], pair[1].offload_params)):
+    for least_s, run in sorted(bounds, key=lambda pair: (pair[0], pair[1].offload_params, pair[1].offload_embeddings)):
         if all(least_s <= case.prediction.step_s for case in cases):
             cases.append(_case(run, wish, setting))
     found: list[Case] = []
@@ -220,8 +233,8 @@ def _simplest(run: Run) -> tuple[int, ...]:
     return run.checkpointing, run.selective, run.is_tiled, kept.is_float8, kept.every, kept.on_host, -run.batch
 
 
-def _kind(run: Run) -> tuple[bool, bool, bool, bool]:
-    return run.checkpointing, run.selective, run.offload_params, run.is_tiled
+def _kind(run: Run) -> tuple[bool, ...]:
+    return run.checkpointing, run.selective, run.offload_params, run.offload_embeddings, run.is_tiled
 
 
 def _case(run: Run, wish: Wish, setting: Setting) -> Case:
@@ -309,7 +322,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
     """All combinations of the settings that the wish leaves open."""
     for states in formats_of(wish):
         for checkpointing, selective in _recomputations(wish):
-            for offload_params in places(wish):
+            for offload_params, offload_embeddings in _weight_places(wish):
                 for micro_batch, accumulation in _batches(wish):
                     run = Run(
                         model=wish.model,
@@ -328,6 +341,7 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         num_moments=wish.num_moments,
                         matrix_steps=wish.matrix_steps,
                         offload_params=offload_params,
+                        offload_embeddings=offload_embeddings,
                         adapter_rank=0 if wish.method == "full" else wish.rank,
                         four_bits=wish.method == "qlora",
                         num_sequence=wish.num_sequence,
@@ -341,6 +355,11 @@ def _runs(wish: Wish) -> Iterator[Run]:
                         can_group = not (offload_params or (run.stage == 3 and wish.world > 1))
                         for kept in long.choices(len(wish.model.blocks), wish.is_float8, can_group):
                             yield replace(run, is_tiled=True, kept=kept)
+
+
+def _weight_places(wish: Wish) -> list[tuple[bool, bool]]:
+    """Pairs of `offload_params` and `offload_embeddings`."""
+    return [(blocks, ends) for blocks in places(wish) for ends in embedding_places(wish, blocks)]
 
 
 def formats_of(wish: Wish) -> tuple[str, ...]:
@@ -381,6 +400,7 @@ def _fit_of(case: Case, changes: tuple[str, ...], helps: tuple[str, ...]) -> Fit
         states=run.states,
         ratio=case.ratio,
         offload_params=run.offload_params,
+        offload_embeddings=run.offload_embeddings,
         gpu_bytes=case.used.gpu_total,
         host_bytes=case.used.host_total,
         step_s=found.step_s,
@@ -406,7 +426,14 @@ def place_blocks(fit: Fit, setting: Setting) -> Fit:
 def _helps(wish: Wish, setting: Setting) -> Iterator[str]:
     """Changes of the wish or of the machine, each of which is enough for a run to fit."""
     free = replace(
-        wish, micro_batch=None, accumulation=None, checkpointing=None, states=None, ratio=None, offload_params=None
+        wish,
+        micro_batch=None,
+        accumulation=None,
+        checkpointing=None,
+        states=None,
+        ratio=None,
+        offload_params=None,
+        offload_embeddings=None,
     )
     least = _milder(free)[-1][0]
     least = replace(least, expert_parallel=expert_sizes(least)[-1])

@@ -37,6 +37,8 @@ _SIZES: Final = (
     *("n_embd", "n_inner", "n_head", "n_positions"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
 )
+# A layer outside of the blocks can be a block itself if it has at least this share of the largest block's elements.
+LARGE: Final = 1.0 / 16.0
 _NEXT_WIDTH: Final = (0.3e9, 0.7e9, 2e9, 3.5e9, 5e9, 9e9, 16e9, 65e9, 100e9)
 
 
@@ -75,6 +77,15 @@ class ModelCost:
     def largest_tensor(self) -> int:
         """Elements of the largest tensor of a block."""
         return max(self.hidden * max(self.hidden, self.inner), self.expert_stack)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Elements of the embedding and output layers, if they are large enough to be blocks, else 0. A tied head is
+        part of the embedding. Position embeddings and norms, which stay outside, count here because they are small.
+        """
+        least = LARGE * max(self.blocks, default=0)
+        first, last = (numel if numel >= least else 0 for numel in (self.embedding_numel, self.head_numel))
+        return first, last
 
     @property
     def numel(self) -> int:

@@ -61,7 +61,9 @@ class Fetch:
 
     nbytes: int  # of all weights of the block
     forward_s: float  # time at which the block starts, in seconds after the start of a forward
-    backward_s: float  # the same in a backward
+    # The same in a backward. None: an embedding or output layer, which is copied before each forward only.
+    backward_s: float | None
+    owner: int | None = None  # for a tied output layer: the index of the block that has its weights
 
 
 @dataclass(frozen=True)
@@ -213,8 +215,10 @@ class Play:
         self.debt_s = 0.0  # seconds of updates that the GPU does before its next work
         self.asked: list[int] = []  # blocks to fetch, in this order
         self.block_items = [[i for i, it in enumerate(items) if it.block == k] for k in range(len(ways.fetches))]
+        owners = [k if fetch.owner is None else fetch.owner for k, fetch in enumerate(ways.fetches)]
         self.fetch_bytes = [
-            fetch.nbytes * self._host_share(own) for fetch, own in zip(ways.fetches, self.block_items, strict=True)
+            fetch.nbytes * self._host_share(self.block_items[owner])
+            for fetch, owner in zip(ways.fetches, owners, strict=True)
         ]
         self.is_here = [not nbytes for nbytes in self.fetch_bytes]  # blocks whose weights are on the GPU
 
@@ -255,7 +259,9 @@ class Play:
         if self.decision.clips:  # without clipping, the GPU updates its state in backward (`_ready`)
             roots += [(item.need, "update", i) for i, item in enumerate(self.items) if item.place == "resident"]
         forward = [(fetch.forward_s, "forward", k) for k, fetch in enumerate(fetches)]
-        backward = [(fetch.backward_s, "backward", k) for k, fetch in enumerate(fetches)]
+        backward = [
+            (fetch.backward_s, "backward", k) for k, fetch in enumerate(fetches) if fetch.backward_s is not None
+        ]
         program: list[tuple[str, float]] = []
         for number in range(num_simulated):
             is_last = number == num_simulated - 1
@@ -315,7 +321,8 @@ class Play:
     def _ahead(self, start: int, direction: int) -> list[int]:
         """The next blocks with weights on the host, from the block `start` on."""
         blocks = range(start, len(self.fetch_bytes) if direction > 0 else -1, direction)
-        return [k for k in blocks if self.fetch_bytes[k]][:_BLOCKS_AHEAD]
+        wanted = [k for k in blocks if direction > 0 or self.ways.fetches[k].backward_s is not None]
+        return [k for k in wanted if self.fetch_bytes[k]][:_BLOCKS_AHEAD]
 
     def _ask(self, blocks: Iterable[int]) -> None:
         fetching = self.tasks[_IN][1] if self.tasks.get(_IN, ("", 0))[0] == "fetch" else -1
