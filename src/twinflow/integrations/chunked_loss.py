@@ -193,10 +193,9 @@ class _FusedHead:
         self._function = function
 
     def apply(self, hidden: Tensor, weight: Tensor, *args: object) -> object:
-        head = _heads.get(weight)
-        if head is None:
+        if weight not in _heads:
             return self._function.apply(hidden, weight, *args)
-        return run_inside(head, self._function.apply, hidden, weight, *args)
+        return run_inside(_heads[weight], self._function.apply, hidden, weight, *args)
 
 
 def run_fused_head(model: nn.Module) -> None:
