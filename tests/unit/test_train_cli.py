@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 from twinflow.build import initialize
 from twinflow.cli import run, settings
 from twinflow.cli.main import app
-from twinflow.cli.memory import Available, case_of, plan_memory
+from twinflow.cli.memory import Available, MemoryPlan, case_of, plan_memory
 from twinflow.cli.ranks import Ranks
 from twinflow.cli.settings import TrainSettings, as_json, check_same_run, engine_config, lr_factor
 from twinflow.cli.training import Loop, Talk, batches_at_once, measure, run_step
@@ -233,6 +233,34 @@ def test_a_ratio_reaches_the_optimizer_and_every_report(
         assert f"ratio {share:.2f}  left" in result.output
         assert "state on the host" in result.output
         assert f"{100 * share:.0f}%" in page
+
+
+def test_embeddings_that_are_planned_for_the_host_are_there(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tunings: list[bool] = []
+    build = run.build_engine
+
+    def built(*given: Any) -> Any:
+        engine = build(*given)
+        tunings.append(engine.optimizer.tuning.offload_embeddings)  # type: ignore[union-attr]
+        return engine
+
+    monkeypatch.setattr(run, "build_engine", built)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
+    given = (*SMALL, "--data", text, "--config", config, "--out")
+    assert train(*given, tmp_path / "plain").exit_code == 0
+
+    def moved(*args: Any) -> MemoryPlan:
+        return replace(plan_memory(*args), offload_embeddings=True)
+
+    monkeypatch.setattr(run, "plan_memory", moved)
+    result = train(*given, tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert tunings == [False, True]
+    assert [r.loss for r in steps_of(tmp_path / "run")] == [r.loss for r in steps_of(tmp_path / "plain")]
+    assert "&quot;embeddings&quot;: true" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_move_of_state_is_said_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

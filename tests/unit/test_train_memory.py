@@ -222,6 +222,31 @@ def test_as_little_is_recomputed_as_fits(preset: str, gpu_gb: int, accumulation:
         assert plan(less_again, gpu=gpu_gb * GB, host=240 * GB).used.gpu_total > 0.92 * gpu_gb * GB
 
 
+def weights_on_host(**others: bool) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", **others}}}
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_embeddings_are_on_the_host_only_where_a_run_does_not_fit_otherwise(world: int) -> None:
+    asked = settings("gpt2-10b", world=world, batch_size=1, file_config=weights_on_host())
+    here, away = (replace(asked, file_config=weights_on_host(embeddings=each)) for each in (False, True))
+    larger, smaller = (plan(each, gpu=16 * GB, host=400 * GB).used for each in (here, away))
+    shape = asked.model
+    assert larger.gpu["weights"] - smaller.gpu["weights"] == pytest.approx(
+        2 * (shape.vocab_size + shape.context) * shape.hidden, rel=0.1
+    )
+    sizes = (size * GB // 10 for size in range(160, 20, -1))
+    between = next(size for size in sizes if plan(here, "fp32", gpu=size, host=400 * GB).tight)
+    for gpu, expected in ((16 * GB, False), (between, True)):
+        found = plan(asked, "fp32", gpu=gpu, host=400 * GB)
+        assert (found.offload_embeddings, found.tight) == (expected, "")
+        assert ("without those of the embedding and output layers" in found.gpu_line) == expected
+        assert case_of(asked, engine_config(asked, "fp32")).run.world == world
+    assert plan(away, "fp32", gpu=16 * GB, host=400 * GB).offload_embeddings
+    assert not plan("gpt2-10b", "fp32", host=400 * GB).offload_embeddings  # the weights are on the GPU
+    assert not plan(asked, gpu=None, host=400 * GB).offload_embeddings
+
+
 def test_what_is_recomputed_without_a_gpu_and_with_other_settings() -> None:
     asked = settings("gpt2-1.5b", recompute="auto")
     assert plan(asked, gpu=None, host=0).recompute == "none"  # nothing is known

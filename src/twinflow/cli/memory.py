@@ -74,6 +74,7 @@ class Case:
     kept: float = 1.0  # share of the activations of one forward of the whole model that a rank keeps
     # What backward may compute again, in the order of its time. The first that fits is chosen.
     recompute: tuple[str | int, ...] = ("full",)
+    chooses_embeddings: bool = False  # the embedding and output layers may be on the host, with the weights of blocks
 
     @property
     def num_ranks(self) -> int:
@@ -93,6 +94,7 @@ class MemoryPlan:
     is_auto: bool = False  # the ratio is "auto": state may move to the GPU after some steps
     num_ranks: int = 1  # ranks that share the host
     recompute: str | int = "none"  # what backward computes again
+    offload_embeddings: bool = False  # the weights of the embedding and output layers are on the host
     file_bytes: int | None = None  # state and weights of all ranks on a disk; None: they are in memory
     step_bytes: int = 0  # bytes of the files that a step reads and writes
 
@@ -121,7 +123,8 @@ class MemoryPlan:
     def gpu_line(self) -> str:
         if self.available.gpu_bytes is None:
             return "no GPU"
-        parts = [f"{_gb(self.used.gpu['weights'])} of weights"]
+        there = ", without those of the embedding and output layers" if self.offload_embeddings else ""
+        parts = [f"{_gb(self.used.gpu['weights'])} of weights{there}"]
         parts += [f"{_gb(count)} of {self.states} state"] if (count := self.used.gpu["state"]) else []
         parts += [f"{_gb(self.used.gpu['gradients'])} of gradients"]
         parts += [f"about {_gb(self.used.gpu['activations'])} of activations"]
@@ -159,6 +162,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
     # With the section of the config, the engine recomputes blocks if the model does not.
     recompute = "full" if shape.recompute == "none" and recomputes(config) else shape.recompute
     is_in_file = any(is_on(settings.file_config, name) for name in ("bf16", "bfloat16"))
+    is_on_host = weights is not None and weights.device != "none"
     run = Run(
         model=cost_of(shape, settings.preset, WEIGHT_BYTES[settings.precision]),
         batch=settings.batch_size,
@@ -174,7 +178,8 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         world=settings.world if stage else num_parts,
         stage=stage,
         tensor_parallel=num_parts,
-        offload_params=weights is not None and weights.device != "none",
+        offload_params=is_on_host,
+        offload_embeddings=is_on_host and weights is not None and weights.embeddings,
         on_disk=offload.device == "nvme",
         weights_on_disk=weights is not None and weights.device == "nvme",
         max_in_cpu=weights.max_in_cpu if weights is not None else 0,
@@ -188,6 +193,7 @@ def case_of(settings: TrainSettings, config: Mapping[str, Any]) -> Case:
         num_copies=1 if stage else settings.world // num_parts,
         kept=_kept(axes, checked.pipeline.schedule, settings.accumulation),
         recompute=_choices(shape.num_layers, num_parts) if settings.recompute == "auto" else (recompute,),
+        chooses_embeddings=is_on_host and weights is not None and "embeddings" not in weights.model_fields_set,
     )
 
 
@@ -230,19 +236,35 @@ def rule_of(config: Config) -> tuple[tuple[str, ...], int, int]:
 
 
 def plan_memory(case: Case, states: str, available: Available) -> MemoryPlan:
-    """Choose the state format of a run, and what backward computes again: as little as the memory allows.
+    """Choose the state format of a run, and what backward computes again: as little as the memory allows. The embedding
+    and output layers are on the host only if the run does not fit otherwise.
 
     `states`: a format, or "auto". "auto" selects the widest format with which the run fits at least where it
     fits with the narrowest one: on the GPU, on the host, or on both. Raises a MemoryError if weights, state and waiting
     gradients fit in none of these formats, or if the run needs more host memory than --ram allows.
     """
+    if not case.chooses_embeddings or available.gpu_bytes is None:
+        return _plan(case, states, available)
+    moved = replace(case, run=replace(case.run, offload_embeddings=True))
+    try:
+        plan = _plan(case, states, available)
+    except MemoryError:
+        return _plan(moved, states, available)
+    if not plan.tight:
+        return plan
+    smaller = _plan(moved, states, available)
+    return plan if smaller.tight else smaller
+
+
+def _plan(case: Case, states: str, available: Available) -> MemoryPlan:
+    """The plan of a run whose embedding and output layers have their place."""
     plan = _with_format(_recomputing(case, case.recompute[-1]), states, available)
     case = replace(case, run=replace(case.run, states=plan.states))
     # The memory falls from choice to choice, so a search by halves finds the first one that fits.
     choices = case.recompute[:-1]
     first = bisect_left(choices, True, key=lambda choice: _is_roomy(_recomputing(case, choice), available))
     used = bytes_at(_recomputing(case, case.recompute[first]), available)
-    plan = replace(plan, used=used, recompute=case.recompute[first])
+    plan = replace(plan, used=used, recompute=case.recompute[first], offload_embeddings=case.run.offload_embeddings)
     if not case.run.on_disk:
         return plan
     assert not isinstance(case.ratio, str)

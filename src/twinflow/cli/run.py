@@ -185,6 +185,8 @@ def prepare(settings: TrainSettings, ranks: Ranks, console: Console) -> Run:
     if settings.recompute == "auto":
         settings = replace(settings, model=replace(settings.model, recompute=plan.recompute))
     config = engine_config(settings, plan.states)
+    if plan.offload_embeddings:
+        config["zero_optimization"]["offload_param"]["embeddings"] = True
     disk_rate = _disk_rate(settings, plan, ranks)
     engine = build_engine(settings, config, ranks)
     # A resumed run with another number of ranks validates with the same sequences.
