@@ -129,7 +129,8 @@ enum tf_sync_point {
   TF_READERS = 256,      // readers of weights get them after the copies are complete
   TF_FETCH_ROOM = 512,   // fetched weights are copied after the last use of their target memory
   TF_STATE_READ = 1024,  // state changes after a background checkpoint has read it
-  TF_PARAMS_READ = 2048  // parameters change after a background checkpoint has read them
+  TF_PARAMS_READ = 2048, // parameters change after a background checkpoint has read them
+  TF_FETCH_STORED = 4096 // weights that the device has updated are fetched after they are on the host
 };
 
 // State or weights in a file (state_file.h). A record is the part of the file with those of one bucket.

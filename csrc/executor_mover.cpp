@@ -202,13 +202,17 @@ bool Executor::start_fetches() {
       if (item.record >= 0) {
         from = weights_file_->try_read(item.record);
         if (!from) return did;
-      } else if (item.bucket >= 0) {
+      } else if (item.bucket >= 0 && bucket(item.bucket).store >= 0) {
         const Store& store = stores_.at(bucket(item.bucket).store);
         assert(store.record < 0 || store.keeps_weights);
         const tf_pointers& first = store.slices[0];
         from = first.weight ? first.weight : first.master;
       }
       if (fetch.next == 0 && fetch.after && !is_off(TF_FETCH_ROOM)) fetch_->wait(fetch.after);
+      if (item.bucket >= 0 && bucket(item.bucket).store < 0 && !is_off(TF_FETCH_STORED)) {
+        const EventRef& stored = bucket(item.bucket).weights_copied_event;  // of an update on the device
+        if (stored) fetch_->wait(stored);
+      }
       fetch_->begin_span();
       fetch_->copy(item.into, from, item.num_bytes);
       fetch_->end_span(TF_SPAN_FETCH, static_cast<int32_t>(item.bucket));

@@ -157,11 +157,17 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "all ranks must fetch the same blocks, and a rank whose memory is full could not move a block",
             "Use a number as ratio.",
         ),
-        "streamed": Conflict(
+        "streamed zero": Conflict(
             "tuning.streamed={streamed}",
-            _ON_HOST,
-            "the GPU updates streamed state, but the weights are on the host",
+            f"{_ON_HOST} on several ranks (zero)",
+            "the threads that gather the weights of ranks read weights that the host has updated",
             _NO_STREAMED,
+        ),
+        "streamed ratio": Conflict(
+            "tuning.streamed={streamed}",
+            f'{_ON_HOST} with ratio="auto"',
+            '"auto" moves whole blocks, whose state is updated where it is stored',
+            "Use tuning.streamed=0, or a number as ratio.",
         ),
         "delayed_update": Conflict(
             "delayed_update=True",
@@ -247,6 +253,12 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             _WEIGHTS_ON_DISK,
             "blocks move to the device from memory",
             "Use a number as ratio, such as 1.0.",
+        ),
+        "streamed": Conflict(
+            "tuning.streamed={streamed}",
+            _WEIGHTS_ON_DISK,
+            "the GPU copies weights that it has updated to host memory",
+            _NO_STREAMED,
         ),
         "state": Conflict(
             _WEIGHTS_ON_DISK,

@@ -63,7 +63,7 @@ class DeviceUpdater:
         self._hypers = Hypers(rule, has_keys=format != "fp32" or master == "none")
         self._is_fused = gpu.is_available()
         self._has_run = False
-        self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # by bucket: parameter addresses, kernel for them
+        self._fused: dict[int, tuple[list[int], FusedUpdate]] = {}  # by bucket: addresses of weights, kernel for them
 
     def is_aliased(self, plan: BucketPlan) -> bool:
         """Whether the parameters are part of the state."""
@@ -99,7 +99,7 @@ class DeviceUpdater:
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
         """Returns an update that copies no state, because all of the state is on the device."""
         bucket = task.bucket
-        weights = () if self.is_aliased(bucket.plan) else self._weights(bucket)
+        weights = () if self.is_aliased(bucket.plan) else self._weights(bucket, bucket.store)
         return Passage(None, self.update_of(bucket.store, task, factor, decision), None, weights)
 
     def update_of(self, store: Store, task: Task, factor: float, decision: Tensor | None) -> Callable[[], None]:
@@ -125,7 +125,7 @@ class DeviceUpdater:
         task.
         """
         try:
-            fused = self._fused_of(task.bucket)
+            fused = self._fused_of(task.bucket, store)
             self._hypers.put(fused.rows, task, factor)
             fused.run(store, grads, decision)
         except Exception as error:  # Triton compiles at the first launch, and needs a C compiler for that
@@ -141,14 +141,17 @@ class DeviceUpdater:
             self._update_plainly(task.bucket, store, numbers, grads, decision)
         self._has_run = True
 
-    def _fused_of(self, bucket: Bucket) -> FusedUpdate:
-        """The bucket's kernel with its tables. The tables are made again if addresses of parameters have changed."""
+    def _fused_of(self, bucket: Bucket, store: Store) -> FusedUpdate:
+        """The bucket's kernel with its tables. The tables are made again if addresses of weights have changed."""
         found = self._fused.get(bucket.plan.index)
-        if found is None or found[0] != bucket.addresses:
-            weights = zip(self._weights(bucket), bucket.slices, strict=True)
+        addresses = bucket.addresses
+        if not self.is_aliased(bucket.plan):
+            addresses = [(store.master if store.weight is None else store.weight).data_ptr()]
+        if found is None or found[0] != addresses:
+            weights = zip(self._weights(bucket, store), bucket.slices, strict=True)
             pieces = [Piece(weight, s.offset, s.numel, s.start) for weight, s in weights]
             found = (
-                bucket.addresses,
+                addresses,
                 FusedUpdate(self.rule, pieces, self.max_programs, has_master=self.master != "none"),
             )
             self._fused[bucket.plan.index] = found
@@ -173,23 +176,20 @@ class DeviceUpdater:
             found.append(Segment(self.rule, number.hyper, gradient, state, *numbers_of, None, name))
         reference.update(found) if grads.device.type == "cuda" else native.update(found, check=False)
 
-    def _weight(self, bucket: Bucket, index: int) -> Tensor:
-        """The weight of a slice, or its master if the state has no separate weight."""
-        store = self._slice(bucket, index)
-        return store.master if store.weight is None else store.weight
-
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
         """Returns the separate weights in the state, for a bucket whose parameters are not part of the state."""
         assert not self.is_aliased(bucket.plan)
-        return self._weights(bucket)
+        return self._weights(bucket, bucket.store)
 
     def _round(self, store: Store) -> None:
         """Rounds the fp32 master into the separate weights of the state, if it has such a master and such weights."""
         if store.weight is not None and not store.is_split:
             store.weight.copy_(store.master)
 
-    def _weights(self, bucket: Bucket) -> list[Tensor]:
-        return [self._weight(bucket, i) for i in range(len(bucket.slices))]
+    def _weights(self, bucket: Bucket, store: Store) -> list[Tensor]:
+        """The weight of each slice, or its master if the state has no separate weight."""
+        own = (self._slice_of(store, bucket, i) for i in range(len(bucket.slices)))
+        return [one.master if one.weight is None else one.weight for one in own]
 
     def forget(self, bucket: Bucket) -> None:
         self._fused.pop(bucket.plan.index, None)

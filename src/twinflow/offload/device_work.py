@@ -17,7 +17,8 @@ that reads the state (frozen.py). A sum that waits for the update of an earlier 
 only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
-is copied from the host. The flat buffer of the gradients is free after the update. With a delayed update the new
+is copied from the host. If blocks fetch the weights of streamed state, the copy back to the host waits for the last
+fetch, and the next fetch waits for this copy. The flat buffer of the gradients is free after the update. With a delayed update the new
 weights stay in the state until the next step releases the job. They are then copied into the parameters, and only after
 that may the next update write to the state.
 """
@@ -222,7 +223,9 @@ class DeviceWork:
     def _queue(self, task: Task, decision: Tensor | None, event: Event | None) -> None:
         bucket, job = task.bucket, task.job
         index = bucket.plan.index
-        stage = self._stages.next() if bucket.plan.place == STREAMED else None
+        stage = None
+        if bucket.plan.place == STREAMED:
+            stage = self._stages.of(index) if bucket.offloads_params else self._stages.next()
         stream = stage.stream if stage is not None else self._device.stream("update")
         task.grads = bucket.total if task.is_summed else task.flat
         factor = 1.0 if decision is not None else job.factor
@@ -240,6 +243,9 @@ class DeviceWork:
         stream.run(passage.update, span="resident" if stage is None else "streamed", bucket=index)
         updated = self._updated[bucket] = stream.record()
         if passage.store is not None:
+            fetched = self._executor.weights_copied_event(bucket) if bucket.offloads_params else None
+            if fetched is not None:
+                stream.wait(fetched, WEIGHT_SENT)
             stream.run(passage.store, span="state out", bucket=index)
             bucket.stored = stream.record()
         self._give_flat(task, updated)
@@ -250,7 +256,7 @@ class DeviceWork:
         else:
             self._uncounted.append(task)
         if not task.weights:
-            self._executor.note_sent(bucket, job.number, updated)
+            self._executor.note_sent(bucket, job.number, bucket.stored if bucket.offloads_params else updated)
             return
         self._executor.note_updated(bucket, job.number)
         if job.is_released:

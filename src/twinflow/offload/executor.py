@@ -99,6 +99,7 @@ _POINTS = {
     sync.FETCH_ROOM: 512,
     sync.STATE_READ: 1024,
     sync.PARAMS_READ: 2048,
+    sync.FETCH_STORED: 4096,
 }
 _MAX_RELEASED = 64
 _RESTART = "Remove the cause, build a new optimizer and load the last checkpoint."

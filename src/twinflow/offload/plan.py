@@ -37,6 +37,7 @@ STREAMED = "streamed"  # state in host memory, copied to the device for each upd
 PLACES = (HOST, RESIDENT, STREAMED)
 _SMALL = 16  # an expert gets a bucket of its own if it fills a 16th of one, because each bucket takes time in Python
 MATRICES = "matrices"  # part of the name of an updater
+FETCHED = "fetched"  # the same: blocks fetch the weights from the streamed state
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from twinflow.offload.gradient_taker import GradientTaker
 from twinflow.offload.hooks import ModelHooks
 from twinflow.offload.job import Job
 from twinflow.offload.param_offload import ParamOffload
-from twinflow.offload.plan import HOST, ROOT, BucketPlan
+from twinflow.offload.plan import FETCHED, HOST, RESIDENT, ROOT, STREAMED, BucketPlan
 from twinflow.offload.pools import new_executor
 from twinflow.offload.settings import Settings
 from twinflow.offload.sharing import NormReducer, PythonThread, Shards, SharedBuckets, Sharing
@@ -123,7 +123,9 @@ class Runtime:
         self.executor = executor = new_executor(device, rule, plans, settings, self._tensor_device, file, weights)
         self.buckets: list[Bucket] = []
         for plan, whole in zip(plans, wholes, strict=True):
-            bucket = new_bucket(params, plan, whole, updaters[plan.updater], self._offloads_params(plan), executor)
+            offloads_params = self._offloads_params(plan)
+            name = f"{STREAMED} {FETCHED}" if offloads_params and plan.place == STREAMED else plan.updater
+            bucket = new_bucket(params, plan, whole, updaters[name], offloads_params, executor)
             self.buckets.append(bucket)
             if on_bucket is not None:
                 on_bucket(bucket)
@@ -247,7 +249,7 @@ class Runtime:
 
     def _offloads_params(self, plan: BucketPlan) -> bool:
         """Whether the weights of a bucket are only on the host: those of a block whose state is there."""
-        return self.settings.offload_params and plan.block != ROOT and plan.place == HOST
+        return self.settings.offload_params and plan.block != ROOT and plan.place != RESIDENT
 
     def offload_params(
         self,

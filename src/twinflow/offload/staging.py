@@ -6,6 +6,9 @@ of their elements) that are copied and updated together.
 
 A bucket's state is copied into the buffer, updated, and copied back on the same stream, so no event is needed between
 these three operations. There are several stages, so that one can copy to the device while another copies to the host.
+
+If the weights of a bucket are in its streamed state, the bucket always has the same stage: the update kernel has a table
+with the addresses of the weights, which then stay the same.
 """
 
 from __future__ import annotations
@@ -37,13 +40,20 @@ class Stage:
 
 
 class Stages:
-    """All stages. `next` returns them in turn."""
+    """All stages. `next` returns them in turn, and `of` returns the stage of a bucket that always has the same."""
 
     def __init__(self, device: Device) -> None:
         self._stages = [Stage(device, number) for number in range(NUM_STAGES)]
+        self._of: dict[int, Stage] = {}  # by index of the bucket
 
     def next(self) -> Stage:
         """The stage whose last use is the oldest."""
         stage = self._stages.pop(0)
         self._stages.append(stage)
         return stage
+
+    def of(self, index: int) -> Stage:
+        """The stage of the bucket with this index."""
+        if index not in self._of:
+            self._of[index] = self.next()
+        return self._of[index]

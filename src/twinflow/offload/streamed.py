@@ -7,6 +7,9 @@ buffers of one bucket's optimizer state. The master is the fp32 copy of a parame
 The CPU does no work for these buckets. If the host's kernels are limited by memory bandwidth and the copy engines are
 not busy all the time, streamed and host updates together are faster than either alone. Parameters are part of the state
 as in device_updater.py, so with Adam's two states in fp32, 10 bytes of each bf16 element are copied in each direction.
+
+If blocks fetch the weights from the host (param_offload.py), the state has the only copy of the weights, as state that
+the host updates. They are copied with the rest of the state, which are 12 bytes of each bf16 element.
 """
 
 from __future__ import annotations
@@ -46,14 +49,20 @@ class StreamedUpdater:
         keeps_states: bool = True,
         there: DeviceUpdater | None = None,
         master: str = "fp32",
+        offloads_params: bool = False,
     ) -> None:
-        """`there` updates the state that was copied to the device. Default: a `DeviceUpdater` of the rule."""
+        """`there` updates the state that was copied to the device. Default: a `DeviceUpdater` of the rule.
+
+        `offloads_params`: the state has the only copy of the weights.
+        """
         self.rule = rule
         self._master = master
+        self._offloads_params = offloads_params
         self._device = device
         self._where = where
-        self._there = there or DeviceUpdater(rule, format, where, keeps_states, master=master)
-        self._shapes = DeviceUpdater(rule, format, torch.device("meta"), keeps_states, master=master)
+        self._there = there or DeviceUpdater(rule, format, where, keeps_states, offloads_params, master=master)
+        meta = torch.device("meta")
+        self._shapes = DeviceUpdater(rule, format, meta, keeps_states, offloads_params, master=master)
         self._raw: dict[int, Tensor] = {}  # by bucket: all of its state in one tensor, so that one copy moves it
         self._views: dict[tuple[int, int], tuple[int, Store]] = {}  # by bucket and stage: buffer address, state in it
 
@@ -67,14 +76,14 @@ class StreamedUpdater:
     def _view(self, plan: BucketPlan, raw: Tensor) -> Store:
         """A store whose tensors are consecutive in `raw`. A parameter that is its own master is not in `raw`."""
         shape = self._shapes.new_store(plan)
-        master, first, second, *scales = views_in(raw, self._parts(plan, shape))
+        master, weight, first, second, *scales = views_in(raw, self._parts(plan, shape))
         return Store(
-            shape.format, shape.master if master is None else master, None, (first, second), (scales[0], scales[1])
+            shape.format, shape.master if master is None else master, weight, (first, second), (scales[0], scales[1])
         )
 
     def _parts(self, plan: BucketPlan, shape: Store) -> list[Tensor | None]:
-        master = None if is_own_master(plan.dtype, self._master) else shape.master
-        return [master, *shape.states, *shape.scales]
+        is_there = is_own_master(plan.dtype, self._master) and not self._offloads_params
+        return [None if is_there else shape.master, shape.weight, *shape.states, *shape.scales]
 
     def start(self, bucket: Bucket, options: Sequence[Options]) -> None:
         """Sets new states to zeros, or to the initial value that an option of the rule gives."""
@@ -86,7 +95,7 @@ class StreamedUpdater:
         slices.clear(self._slice(bucket, index), self.rule.start_value(options[bucket.params[index].group]))
 
     def needs_weight_slot(self, plan: BucketPlan) -> bool:
-        """False, because the update on the device writes the parameters."""
+        """False, because the update on the device writes the weights."""
         return False
 
     def passage(self, task: Task, factor: float, decision: Tensor | None, stage: Stage | None) -> Passage:
@@ -101,7 +110,7 @@ class StreamedUpdater:
         return Passage(partial(_copy, there, raw), update, partial(_copy, raw, there))
 
     def publish(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Returns no weights, because the parameters are part of the state."""
+        """Returns no weights, because the parameters are part of the state, or fetched from it."""
         return ()
 
     def forget(self, bucket: Bucket) -> None:
@@ -109,7 +118,7 @@ class StreamedUpdater:
         self._device.release(self._raw.pop(bucket.plan.index))
         self._views = {key: view for key, view in self._views.items() if key[0] != bucket.plan.index}
 
-    # State as numbers. The state is converted on the host, with copies of the parameters.
+    # State as numbers. The state is converted on the host, with copies of parameters that are on the device.
 
     def read(self, bucket: Bucket, index: int) -> dict[str, Tensor]:
         """Master and states of one slice as flat fp32 tensors."""
@@ -124,13 +133,17 @@ class StreamedUpdater:
 
         Elements of the master that do not round to the parameter are set to the parameter.
         """
+        if self._offloads_params:
+            return self._there.write(bucket, index, values)
         store, own = self._slice(bucket, index), bucket.targets[index].cpu()
         slices.write(self.rule, store, values)
         slices.write_master(store, own, keep=True)
         bucket.targets[index].copy_(store.master if store.weight is None else slices.rounded(store))
 
     def write_master(self, bucket: Bucket, index: int, values: Tensor, keep: bool) -> None:
-        """Sets the master as `DeviceUpdater.write_master` does. The parameter does not change."""
+        """Sets the master as `DeviceUpdater.write_master` does. A parameter on the device does not change."""
+        if self._offloads_params:
+            return self._there.write_master(bucket, index, values, keep)
         store = self._slice(bucket, index)
         if bucket.plan.dtype == torch.float16:
             slices.write_master(store, values, keep)
@@ -139,14 +152,17 @@ class StreamedUpdater:
 
     def _mended(self, bucket: Bucket, index: int) -> Store:
         store = self._slice(bucket, index)
-        if store.is_split:
+        if store.is_split and not self._offloads_params:
             slices.mend_lower(store)
         return store
 
     def _slice(self, bucket: Bucket, index: int) -> Store:
-        """The state of one slice with a copy of its parameter."""
-        piece, own = bucket.slices[index], bucket.targets[index].detach().cpu().clone()
+        """The state of one slice, with a copy of its parameter if that is on the device."""
+        piece = bucket.slices[index]
         store = bucket.store.narrow(piece.offset, piece.numel)
+        if self._offloads_params:
+            return store
+        own = bucket.targets[index].detach().cpu().clone()
         is_master = is_own_master(bucket.plan.dtype, self._master)
         return replace(store, master=own) if is_master else replace(store, weight=own)
 

@@ -21,6 +21,7 @@ NORMS: Final = "gate.norms"  # the clipping decision: for all norms on the host
 WEIGHT_SLOT: Final = "update.weight_slot"  # writing to a weight slot: for the end of the last copy from it
 WEIGHT_SENT: Final = "update.weight_sent"  # writing to state that weights are copied from: for the end of the last copy
 OLD_WEIGHTS: Final = "back.old_weights"  # delayed weights: for the end of the work that uses the old weights
+FETCH_STORED: Final = "fetch.stored"  # fetching weights of streamed state: for the end of its last store to the host
 FETCH_ROOM: Final = "fetch.room"  # fetching weights to the device: for the end of the last use of the target memory
 SENT: Final = "forward.sent"  # the forward of a block, on the host: until the copy of its weights is queued
 FORWARD: Final = "forward.weights"  # the forward of a block, on the device: for the end of that copy

@@ -27,7 +27,17 @@ from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
 from twinflow.offload.param_offload import plain_params, take_aside
 from twinflow.offload.placement import place_by_ratio, whole_blocks
-from twinflow.offload.plan import HOST, MATRICES, RESIDENT, ROOT, STREAMED, BucketPlan, ParamSpec, plan_buckets
+from twinflow.offload.plan import (
+    FETCHED,
+    HOST,
+    MATRICES,
+    RESIDENT,
+    ROOT,
+    STREAMED,
+    BucketPlan,
+    ParamSpec,
+    plan_buckets,
+)
 from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
@@ -91,7 +101,7 @@ class StateKind:
         extra = 2 * plan.numel if self.offloads_params and plan.dtype == torch.float16 else 0
         if plan.place == RESIDENT:
             extra = int(self.weight_bytes.get(plan.block, 0.0) * plan.numel)
-        return int(getattr(each, plan.place) * plan.numel) + extra
+        return int(getattr(each, HOST if self._fetches(plan) else plan.place) * plan.numel) + extra
 
     @property
     def has_weights_file(self) -> bool:
@@ -100,7 +110,7 @@ class StateKind:
 
     def _fetches(self, plan: BucketPlan) -> bool:
         """Whether blocks fetch the weights of this bucket from the host."""
-        return self.offloads_params and plan.block != ROOT and plan.place == HOST
+        return self.offloads_params and plan.block != ROOT and plan.place != RESIDENT
 
     def new_updaters(
         self,
@@ -129,6 +139,9 @@ class StateKind:
             RESIDENT: DeviceUpdater(rule, self.format, where, keeps_states, self.keeps_weights, programs, master),
             STREAMED: StreamedUpdater(rule, self.format, device, where, keeps_states, master=master),
         }
+        if self.offloads_params:
+            of_host = self.format, device, where, keeps_states
+            updaters[f"{STREAMED} {FETCHED}"] = StreamedUpdater(rule, *of_host, master=master, offloads_params=True)
         if file is not None:
             of_disk = self.format, device, keeps_states, self.offloads_params, master, file, weights
             updaters[HOST] = DiskUpdater(rule, *of_disk)
@@ -278,7 +291,7 @@ class Aside:
         """Writes the weights of a bucket into its new state and drops them, so that the host never has all weights
         twice. Weights of which other ranks have parts are left to `Runtime.adopt`.
         """
-        if not (bucket.offloads_params and isinstance(bucket.updater, (RuleUpdater, DiskUpdater))):
+        if not bucket.offloads_params:
             return
         for i, (param, piece) in enumerate(zip(bucket.params, bucket.slices, strict=True)):
             values = self.values.whole.get(param.tensor)

@@ -362,7 +362,8 @@ def check_param_offload(
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
         "ratio": ratio == "auto" and zero is not None,
-        "streamed": settings.tuning.streamed,
+        "streamed zero": settings.tuning.streamed and zero is not None,
+        "streamed ratio": settings.tuning.streamed and ratio == "auto",
         "delayed_update": settings.delayed_update,
     }
     refuse("Weights on the host", found, streamed=settings.tuning.streamed, rules=", ".join(RULES))
@@ -374,7 +375,12 @@ def check_disk(settings: Settings, ratio: float | str, zero: Zero | None, rule: 
     if tuning.param_nvme_path is not None:
         if not tuning.param_nvme_path:
             raise invalid_value("tuning.param_nvme_path", "", "a folder on a local disk, or None")
-        refuse("Weights on the disk", {"offload_params": not settings.offload_params, "ratio": ratio == "auto"})
+        given = {
+            "offload_params": not settings.offload_params,
+            "ratio": ratio == "auto",
+            "streamed": tuning.streamed,
+        }
+        refuse("Weights on the disk", given, streamed=tuning.streamed)
     if tuning.nvme_path is None:
         return
     if not tuning.nvme_path:
