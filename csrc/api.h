@@ -118,19 +118,19 @@ TF_PUBLIC int64_t tf_cuda_failure(char* into, int64_t num_bytes);
 
 // Waits of the executor that a test can switch off, to show that each of them is needed.
 enum tf_sync_point {
-  TF_GRAD_READY = 1,     // the copy to the host starts after the gradients are complete
-  TF_ARRIVED = 2,        // the update starts after the gradients are on the host
-  TF_NORMS = 4,          // the clipping decision is read after it is on the host
-  TF_WEIGHT_SLOT = 8,    // a weight slot is reused after its weights are sent
-  TF_WEIGHT_SENT = 16,   // state from which weights are sent is changed after they are sent
-  TF_OLD_WEIGHTS = 32,   // delayed weights are sent after the last use of the old weights
-  TF_SENT = 64,          // a block runs after the copies of its weights are queued
-  TF_FORWARD = 128,      // a block runs after the copies of its weights are complete
-  TF_READERS = 256,      // readers of weights get them after the copies are complete
-  TF_FETCH_ROOM = 512,   // fetched weights are copied after the last use of their target memory
-  TF_STATE_READ = 1024,  // state changes after a background checkpoint has read it
-  TF_PARAMS_READ = 2048, // parameters change after a background checkpoint has read them
-  TF_FETCH_STORED = 4096 // weights that the device has updated are fetched after they are on the host
+  TF_GRAD_READY = 1,      // the copy to the host starts after the gradients are complete
+  TF_ARRIVED = 2,         // the update starts after the gradients are on the host
+  TF_NORMS = 4,           // the clipping decision is read after it is on the host
+  TF_WEIGHT_SLOT = 8,     // a weight slot is reused after its weights are sent
+  TF_WEIGHT_SENT = 16,    // state from which weights are sent is changed after they are sent
+  TF_OLD_WEIGHTS = 32,    // delayed weights are sent after the last use of the old weights
+  TF_SENT = 64,           // a block runs after the copies of its weights are queued
+  TF_FORWARD = 128,       // a block runs after the copies of its weights are complete
+  TF_READERS = 256,       // readers of weights get them after the copies are complete
+  TF_FETCH_ROOM = 512,    // fetched weights are copied after the last use of their target memory
+  TF_STATE_READ = 1024,   // state changes after a background checkpoint has read it
+  TF_PARAMS_READ = 2048,  // parameters change after a background checkpoint has read them
+  TF_FETCH_STORED = 4096  // weights that the device has updated are fetched after they are on the host
 };
 
 // State or weights in a file (state_file.h). A record is the part of the file with those of one bucket.

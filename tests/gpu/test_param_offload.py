@@ -59,6 +59,31 @@ def test_weights_on_a_disk_change_no_bit(tmp_path: Path, stream: str, num_buffer
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("stream", ["", "streamed0", "streamed1", "fetch", "update"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_no_bit_changes_with_streamed_state(stream: str, max_grad_norm: float | None) -> None:
+    """Half of the buckets of each kind. Their update needs the last fetch of the weights, and the next fetch needs the
+    update.
+    """
+
+    def slow(optimizer: TwinOptimizer) -> None:
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.002)
+
+    tuning = Tuning(bucket_numel=1 << 18, streamed=0.5)
+    check_same(gpt(torch.bfloat16, **LARGE), watch=slow, steps=3, tuning=tuning, max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_the_host_updates_to_the_bits_of_streamed_state(dtype: torch.dtype, states: str) -> None:
+    options: dict[str, Any] = {"steps": 3, "states": states, "accumulation_steps": 2}
+    losses, weights = train(gpt(dtype, **LARGE), True, tuning=Tuning(bucket_numel=1 << 18), **options)
+    found, others = train(gpt(dtype, **LARGE), True, tuning=Tuning(bucket_numel=1 << 18, streamed=1.0), **options)
+    assert found == losses
+    assert all(torch.equal(others[name], value) for name, value in weights.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     check_same(gpt(dtype, **LARGE), steps=3)

@@ -181,7 +181,6 @@ def test_a_forgotten_optimizer_is_collected() -> None:
     ("options", "name"),
     [
         ({"delayed_update": True, "early": True}, "delayed_update"),
-        ({"tuning": Tuning(streamed=0.5)}, "streamed"),
         ({"rule": torch.optim.SGD}, "rule"),
     ],
     ids=str,

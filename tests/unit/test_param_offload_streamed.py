@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from param_offload_support import AWAY, DEVICE, HERE, check_same, gpt, loss_of, places, steps_of, tokens, train
+from param_offload_support import AWAY, DEVICE, HERE, check_same, gpt, loss_of, places, steps_of, train
 from torch import Tensor, nn
 
 import twinflow
-from twinflow.models.gpt import GPT
 from twinflow.offload.plan import STREAMED
 from twinflow.optim.twin import Tuning, TwinOptimizer
 

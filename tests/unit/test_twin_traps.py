@@ -820,6 +820,7 @@ CASES = {
     sync.GRAD_READY: Case({"compute": 0.02}, EARLY),
     sync.RESIDENT_READY: Case({"compute": 0.02}, {**EARLY, "ratio": 0.0}),
     sync.STORED: Case({"streamed0": 0.02}, {**EARLY, "tuning": Tuning(bucket_numel=128, streamed=1.0)}),
+    sync.FETCH_STORED: Case({"streamed0": 0.02}, {"offload_params": True, "tuning": Tuning(streamed=1.0)}),
     sync.ARRIVED: Case({"out": 0.02}),
     sync.NORMS: Case({"compute": 0.02}, {"max_grad_norm": 0.1}),
     sync.WEIGHT_SENT: Case({"in": 0.05}, {"delayed_update": True}),

@@ -18,9 +18,9 @@ only between steps do not acquire it (`hold_back`, `forget_sums`).
 
 Order: an update waits for its gradients (`Task.ready`), for the decision on the device, and for its state if the state
 is copied from the host. If blocks fetch the weights of streamed state, the copy back to the host waits for the last
-fetch, and the next fetch waits for this copy. The flat buffer of the gradients is free after the update. With a delayed update the new
-weights stay in the state until the next step releases the job. They are then copied into the parameters, and only after
-that may the next update write to the state.
+fetch, and the next fetch waits for this copy. The flat buffer of the gradients is free after the update. With a delayed
+update the new weights stay in the state until the next step releases the job. They are then copied into the parameters,
+and only after that may the next update write to the state.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ of their elements) that are copied and updated together.
 A bucket's state is copied into the buffer, updated, and copied back on the same stream, so no event is needed between
 these three operations. There are several stages, so that one can copy to the device while another copies to the host.
 
-If the weights of a bucket are in its streamed state, the bucket always has the same stage: the update kernel has a table
-with the addresses of the weights, which then stay the same.
+If the weights of a bucket are in its streamed state, the bucket always has the same stage. The update kernel has a
+table with the addresses of the weights, which then stay the same.
 """
 
 from __future__ import annotations
