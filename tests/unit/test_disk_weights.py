@@ -22,8 +22,10 @@ from torch import Tensor, nn
 import twinflow
 from twinflow.models.gpt import GPT
 from twinflow.offload.executor import WorkerError
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.optim.twin_build import materialised
+from twinflow.optim.whole import whole_weights
 
 
 def tuning(folder: Path, num_buffers: int = 0, **options: Any) -> Tuning:
@@ -195,6 +197,35 @@ def test_code_between_steps_reads_and_writes_weights(tmp_path: Path, num_buffers
     assert len(set(map(float, found[:5]))) == 5
 
 
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "num_buffers"), [(torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 1)], ids=str
+)
+def test_writes_to_a_state_dict_change_the_weights(
+    tmp_path: Path, dtype: torch.dtype, num_buffers: int, embeddings: bool
+) -> None:
+    """As with torch, also where the dict has copies: of weights on the disk, and of embeddings in several buckets."""
+
+    def run(**options: Any) -> list[float]:
+        model, found = gpt(dtype, vocab_size=256)(), []
+        with closing(TwinOptimizer(model, lr=1e-2, early=True, ratio=1.0, **options)) as optimizer:
+            for step in range(4):
+                state = model.state_dict()
+                state["blocks.1.mlp.up.weight"].mul_(0.5)
+                state["head.weight"][3:9] = 0.25
+                loss = loss_of(model, step)
+                loss.backward()
+                found.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            model.state_dict()["blocks.3.mlp.up.weight"].zero_()
+            found += [value.float().sum().item() for value in model.state_dict().values()]
+        return found + [value.float().sum().item() for value in model.state_dict().values()]
+
+    disk = tuning(tmp_path, num_buffers, offload_embeddings=embeddings)
+    assert run(tuning=Tuning(bucket_numel=4096)) == run(offload_params=True, tuning=disk)
+
+
 def config(folder: Path | None, num_buffers: int = 0, **more: Any) -> dict[str, Any]:
     offload: dict[str, Any] = {"device": "cpu", "bucket_numel": 4096}
     params: dict[str, Any] = {"device": "cpu"}
@@ -263,6 +294,81 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, num_buffers: int) -> None:
     with suppress(WorkerError):  # whether close() raises depends on the moment of the error
         optimizer.close()
     assert "twinflow-compute" in {thread.name for thread in before - set(threading.enumerate())}
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_checkpoint_never_has_all_weights_in_memory(
+    tmp_path: Path, has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and shapes come from a state dict without values, and the weights are read record by record."""
+    given = config(tmp_path, 1)
+    if not has_optimizer:
+        given["optimizer"] = None
+        given["zero_optimization"].pop("offload_optimizer")
+    engine = twinflow.initialize(model=gpt(num_layers=2)(), config=given)[0]
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    monkeypatch.setattr(ParamOffload, "_on_host", Mock(side_effect=AssertionError("a state dict reads all weights")))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    whole = dict(whole_weights(engine.optimizer or engine.module))
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.zero_()
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    monkeypatch.undo()
+    found = engine.module.state_dict()
+    assert whole.keys() == weights.keys() == found.keys()
+    assert all(torch.equal(value, whole[name]) and torch.equal(value, found[name]) for name, value in weights.items())
+    engine.destroy()
+
+
+@on_disk
+def test_a_state_dict_with_other_names_is_saved(tmp_path: Path, num_buffers: int) -> None:
+    """A hook of the user, which ran before ours, may give other names, under which no parameter is known."""
+
+    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+        state[f"{prefix}other"] = state.pop(f"{prefix}weight")
+
+    def rename_back(state: dict[str, Tensor], prefix: str, *_: object) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}other")
+
+    values = []
+    for step in range(2):
+        model = gpt(num_layers=2)()
+        model.blocks[1].mlp.up.register_state_dict_post_hook(rename)
+        model.blocks[1].mlp.up._register_load_state_dict_pre_hook(rename_back)
+        engine = twinflow.initialize(model=model, config=config(tmp_path, num_buffers))[0]
+        if step == 0:
+            steps_of(engine, 0, 2)
+            engine.save_checkpoint(str(tmp_path / "saved"))
+        else:
+            engine.load_checkpoint(str(tmp_path / "saved"))
+        values.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+        engine.destroy()
+    assert "blocks.1.mlp.up.other" in values[0]
+    assert all(value.isfinite().all() for value in values[0].values())
+    assert [name for name, value in values[0].items() if not torch.equal(value, values[1][name])] == []
+
+
+@pytest.mark.parametrize("when", ["close", "before"])
+def test_weights_that_cannot_be_read_at_the_end_are_refused(tmp_path: Path, when: str) -> None:
+    """They are not NaN without a word."""
+    model: nn.Module = gpt()()
+    optimizer = TwinOptimizer(model, ratio=1.0, early=True, offload_params=True, tuning=tuning(tmp_path, 1))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.wait()
+    file = optimizer.runtime.executor.weights
+    assert file is not None
+    file.flush()
+    with another_file(file.fd, NO_MEMORY):
+        if when == "before":
+            with pytest.raises(WorkerError, match="Input/output error"):
+                step_until_error(model, optimizer)
+        with pytest.raises((OSError, RuntimeError), match="Input/output error"):
+            optimizer.close()
+    for use in (lambda: loss_of(model, 0), model.state_dict):
+        with pytest.raises(RuntimeError, match="has no values"):
+            use()
 
 
 @on_disk

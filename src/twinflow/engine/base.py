@@ -22,6 +22,8 @@ from twinflow.engine.values import UserValue
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
+from twinflow.offload.param_offload import listed
+from twinflow.optim.inference import HostWeights
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights
 from twinflow.parallel.grid import Grid
@@ -78,6 +80,7 @@ class EngineBase:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.host_weights: HostWeights | None = None  # weights on the host, if the engine has no optimizer
         self.lr_scheduler = scheduler
         self.training_dataloader: Iterable[UserValue] | None = None
         self.settings = settings
@@ -207,7 +210,7 @@ class EngineBase:
         source = self.optimizer if self.optimizer is not None else self.module
         found: dict[str, object] = dict(whole_weights(source, exclude_frozen, call, part, of_stage))
         if self._zero_rank == 0:
-            state = (part if part is not None else self.module).state_dict()
+            state = listed(part if part is not None else self.module)
             found |= {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         return found
 

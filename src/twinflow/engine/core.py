@@ -88,7 +88,7 @@ class Engine(EngineBase):
         super().__init__(module, optimizer, scheduler, settings, watch)
         self.reports = reports
         self.has_frozen = host_weights is not None
-        self.host_weights = host_weights  # weights on the host, if the engine has no optimizer
+        self.host_weights = host_weights
         self.activations = activations  # activation checkpointing
         self.background: BackgroundSave | None = None  # the checkpoint that is being written
         self._replica = Replica(settings.grid) if settings.grid is not None else None
@@ -130,7 +130,7 @@ class Engine(EngineBase):
 
         def call(*args: object, **kwargs: object) -> object:
             dtypes = {param.dtype for param in self.module.parameters() if param.is_floating_point()}
-            is_on_host = state.param_offload_of(self) is not None or self.host_weights is not None
+            is_on_host = state.param_offload_of(self) is not None
             if is_on_host and name in CONVERSIONS and dtypes != {CONVERSIONS[name]}:
                 raise wrong_state(
                     f"{name}() cannot convert the weights",

@@ -469,8 +469,9 @@ def _load_weights(
     written: set[tuple[object, ...]] = set()
     foreign = dict(extra)
     param_offload = param_offload_of(engine)
-    if param_offload is not None and engine.optimizer is not None:
-        engine.optimizer.runtime.wait_for_copies()
+    if param_offload is not None:
+        if engine.optimizer is not None:
+            engine.optimizer.runtime.wait_for_copies()
         param_offload.settle()
     offloaded = offloaded_in(module, param_offload)
     for name, path in names.items():

@@ -35,7 +35,7 @@ from twinflow.engine.ranks import Ranks, Said, deal, ranks_of, unite
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Param, local_of
 from twinflow.offload.frozen import Costs, Frozen
-from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.param_offload import ParamOffload, listed
 from twinflow.offload.quantised import inner_tensors, quantised_in
 from twinflow.optim.twin_state import weight_reader
 from twinflow.parallel.shard import TensorShard, shard_of
@@ -306,7 +306,7 @@ class _Own:
         }
         for name, value in common.items():
             self.meta[name] = self._take(value, name, ranks.rank == 0)
-        for name, value in engine.module.state_dict().items():
+        for name, value in listed(engine.module).items():
             if not isinstance(value, Tensor) and ranks.data.rank == 0 and ranks.saves(name):  # of `get_extra_state`
                 self.said["extra"][name] = self._take(value, f"extra/{name}")
         if ranks.world > 1:
@@ -379,7 +379,7 @@ def names_of(engine: EngineBase) -> dict[str, None]:
     """All names of this rank: those in the module's state dict, and those of trained parameters."""
     params = engine.optimizer.runtime.params if engine.optimizer is not None else []
     quantised = quantised_in(engine.module)
-    named = [name for name in engine.module.state_dict() if name not in quantised]
+    named = [name for name in listed(engine.module) if name not in quantised]
     inner = [name for name in tensors_of(engine.module, quantised) if name not in named]
     return dict.fromkeys([*named, *inner, *(param.name for param in params)])
 
@@ -392,7 +392,8 @@ def shards_of(module: nn.Module) -> dict[str, TensorShard]:
 
 def param_offload_of(engine: EngineBase) -> ParamOffload | None:
     """The engine's `ParamOffload`; None if weights are on the device."""
-    return engine.optimizer.runtime.param_offload if engine.optimizer is not None else None
+    source = engine.optimizer if engine.optimizer is not None else engine.host_weights
+    return source.runtime.param_offload if source is not None else None
 
 
 def weights(
@@ -440,10 +441,12 @@ def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[
 
 
 def tensors_of(module: nn.Module, quantised: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors in a module's state dict. Those of which a quantised weight consists replace the weight."""
+    """The tensors in a module's state dict. Those of which a quantised weight consists replace the weight. Weights on a
+    disk are not read and have no values.
+    """
     quantised = quantised_in(module) if quantised is None else quantised
     found: dict[str, Tensor] = {}
-    for name, value in module.state_dict().items():
+    for name, value in listed(module).items():
         if name in quantised:
             found.update(tensors_in({name: quantised[name]}))
         elif isinstance(value, Tensor):

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol, SupportsIndex
@@ -153,6 +154,7 @@ class ParamOffload:
         # Copies of weights in graphs made with create_graph=True, each with the storage of its flat buffer.
         self._in_graphs: list[tuple[int, Tensor]] = []
         self._storages: set[int] = set()
+        self._kept: set[Tensor] = set()  # parameters that have got their values in `close`
         self._shown: dict[Tensor, Tensor] = {}  # whole values of parameters for code outside of their block (`show`)
         by_block: dict[int, list[Bucket]] = {}
         for bucket in buckets:
@@ -523,12 +525,15 @@ class ParamOffload:
         for param, values in self._replaced((p, view) for p, buffer, view in places if id(buffer) not in here):
             self._on_write(param, values, False, True)
         self.store_loans()
-        buckets = [buffer.bucket for _, buffer, _ in places if buffer.bucket is not None]
+        buffers = [one for param, buffer, _ in places for one in self._divided.get(param, [buffer])]
+        buckets = [buffer.bucket for buffer in buffers if buffer.bucket is not None]
         self._executor.wait_for_weights(buckets)
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        """Puts views of the weights on the host into a state dict, or `NoValues` if ranks share the weights."""
+        """Puts weights on the host into a state dict: views of the memory that an update changes, or copies if they are
+        on a disk or divided. Weights that ranks share, and those on a disk in `listed`, become `NoValues`.
+        """
         for name, param in module._parameters.items():
             if param is None or param not in self._places or param in self._shown:
                 continue
@@ -536,8 +541,14 @@ class ParamOffload:
             if prefix + name not in state:
                 continue
             buffer, view = self._places[param]
-            is_whole = buffer.host.numel == buffer.flat.numel()
-            state[prefix + name] = self._on_host(param) if is_whole else NoValues.like(view)
+            is_on_disk = buffer.host.record >= 0
+            if buffer.host.numel != buffer.flat.numel() or (is_on_disk and _IS_LISTING.get()):
+                state[prefix + name] = NoValues.like(view)
+                continue
+            found = self._on_host(param)
+            if (is_on_disk or param in self._divided) and not found.is_inference():
+                self.lend(param, found.detach(), is_counted=True)  # a copy, to which the user may write
+            state[prefix + name] = found
 
     # Calls by hooks on the model.
 
@@ -557,6 +568,8 @@ class ParamOffload:
         for module in owners:
             handles.append(module.register_state_dict_pre_hook(Hook(self._hide)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(self._show)))  # type: ignore[no-untyped-call]
+            # Hooks of the user, which may rename or convert tensors, run after it.
+            module._state_dict_hooks.move_to_end(handles[-1].id, last=False)  # type: ignore[attr-defined]
         for block in blocks:
             if self.is_offloaded(block.index) or self._can_move:
                 handles += put_hooks(self, block)
@@ -771,34 +784,44 @@ class ParamOffload:
 
     def close(self, keep_weights: bool) -> None:
         """Gives the parameters their values as tensors on the host. Weights that ranks share stay without values, and
-        their modules raise an error. Without `keep_weights`, this holds for all weights.
+        their modules raise an error. Without `keep_weights`, this holds for all weights, and after an exception for
+        those that could not be read.
         """
-        self.settle()
-        for weights in self._blocks.values():
-            for buffer in weights.buffers:
-                is_whole, is_in_memory = buffer.host.numel == buffer.flat.numel(), buffer.host.record < 0
-                for param, _ in buffer.views:
-                    if keep_weights and is_whole:
-                        found = self._on_host(param)
-                        with plain():
-                            param.data = found.clone() if is_in_memory else found
-                    else:
-                        _LOST[param] = None
-                if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
-                    if is_in_memory:
-                        self._device.release(buffer.host.read(0, buffer.host.numel))
-                    buffer.host = InMemory(_no_host)
+        try:
+            self.settle()
+            for weights in self._blocks.values():
+                for buffer in weights.buffers:
+                    self._close(buffer, keep_weights)
+        finally:
+            self.give_up()
+        for reference, name, param in self._registered if keep_weights else ():
+            module = reference() if param in self._quantised else None
+            if module is not None and param.device.type != "cpu":  # a quantised weight cannot change its device
+                made = rebuilt(param, self._quantised[param], _on_host)
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
+
+    def _close(self, buffer: WeightBuffer, keep_weights: bool) -> None:
+        is_whole, is_in_memory = buffer.host.numel == buffer.flat.numel(), buffer.host.record < 0
+        for param, _ in buffer.views if keep_weights and is_whole else ():
+            found = self._on_host(param)
+            with plain():
+                param.data = found.clone() if is_in_memory else found
+            self._kept.add(param)
+        if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
+            if is_in_memory:
+                self._device.release(buffer.host.read(0, buffer.host.numel))
+            buffer.host = InMemory(_no_host)
+
+    def give_up(self) -> None:
+        """Ends the guard of all weights. From now on modules refuse the use of those without values."""
+        lost = self._places.keys() - self._kept
+        _LOST.update(dict.fromkeys(lost))
         for module in [module for reference in self._owners if (module := reference()) is not None]:
             if module not in _REFUSING and any(param in _LOST for param in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(_refuse)
                 module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
                 _REFUSING.add(module)
         uncover(self.tensors)
-        for reference, name, param in self._registered if keep_weights else ():
-            module = reference() if param in self._quantised else None
-            if module is not None and param.device.type != "cpu":  # a quantised weight cannot change its device
-                made = rebuilt(param, self._quantised[param], _on_host)
-                module._parameters[name] = nn.Parameter(made, requires_grad=False)
 
 
 def _no_host() -> Tensor:
@@ -834,7 +857,8 @@ def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
             raise wrong_state(
                 f"{name} cannot be used",
                 "it has no values: with offload_param and several ranks each rank has a part of the weights, until the "
-                "optimizer is closed, and close(keep_weights=False) releases all weights",
+                "optimizer is closed; close(keep_weights=False) releases all weights; and after a failure in the "
+                "background, or of a disk, they cannot be read",
                 "Save the whole model before close() or destroy(), for example with save_pretrained(), and load it.",
             )
 
@@ -858,6 +882,25 @@ class NoValues(Tensor):
             "Save whole weights: call engine.save_16bit_model(), engine.module_state_dict(), "
             "accelerator.get_state_dict() or model.save_pretrained() on all ranks.",
         )
+
+
+# Whether `listed` reads a state dict. The threads of a process have a value each.
+_IS_LISTING: ContextVar[bool] = ContextVar("_IS_LISTING", default=False)
+
+
+def listed(model: nn.Module) -> dict[str, object]:
+    """The model's state dict, for its names, shapes and other objects: weights on a disk are not read, and are
+    `NoValues`. Names that are not those of parameters, as hooks may give them, have their values.
+    """
+    reset = _IS_LISTING.set(True)
+    try:
+        found: dict[str, object] = model.state_dict()
+    finally:
+        _IS_LISTING.reset(reset)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    if any(isinstance(value, NoValues) and name not in params for name, value in found.items()):
+        return model.state_dict()
+    return found
 
 
 def host_view(buffer: WeightBuffer, view: Tensor) -> Tensor:

@@ -717,8 +717,11 @@ class Runtime:
                 )
         finally:
             try:
-                if self.param_offload is not None and self.executor.error is None:
-                    self.param_offload.close(keep_weights)
+                if self.param_offload is not None:
+                    if self.executor.error is None:
+                        self.param_offload.close(keep_weights)
+                    else:
+                        self.param_offload.give_up()
             finally:  # also if the weights cannot be copied back, because an update has failed
                 self._detach()
                 self._end()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from twinflow.conflicts import conflict
 from twinflow.dist.group import alone
 from twinflow.errors import incompatible, wrong_state
+from twinflow.offload.param_offload import listed
 from twinflow.offload.quantised import is_wrapper, rebuilt
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.gathered import home_of
@@ -95,7 +96,7 @@ def _copied(value: Tensor) -> Tensor:
 
 def _named_tensors(model: nn.Module, exclude_frozen: bool) -> dict[str, Tensor]:
     """The tensors of the model's state dict. A parameter is the parameter itself, so that its parts can be found."""
-    state = model.state_dict()
+    state = listed(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     own = {**dict(model.named_buffers(remove_duplicate=False)), **params}
     left_out = {name for name, param in params.items() if exclude_frozen and not param.requires_grad}
