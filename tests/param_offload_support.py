@@ -44,6 +44,12 @@ def loss_of(model: Any, step: int) -> Tensor:
     return found
 
 
+def logits_loss(model: Any, step: int) -> Tensor:
+    """A loss of all logits: autograd saves the weight of the output layer."""
+    logits = model(tokens(step)[:, :-1]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step)[:, 1:].flatten())
+
+
 def train(
     make: Callable[[], nn.Module],
     offloads_params: bool,

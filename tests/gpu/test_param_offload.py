@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from param_offload_support import AWAY, check_same, gpt, loss_of, movable, move, places, train
+from param_offload_support import AWAY, check_same, gpt, logits_loss, loss_of, movable, move, places, train
+from torch import Tensor
 
 from twinflow.offload.sync import FETCH_ROOM, FORWARD
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -82,6 +84,27 @@ def test_the_host_updates_to_the_bits_of_streamed_state(dtype: torch.dtype, stat
     found, others = train(gpt(dtype, **LARGE), True, tuning=Tuning(bucket_numel=1 << 18, streamed=1.0), **options)
     assert found == losses
     assert all(torch.equal(others[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("stream", ["", "fetch", "out", "in"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("loss", [loss_of, logits_loss])
+def test_embeddings_on_the_host_change_no_bit(stream: str, is_tied: bool, loss: Callable[[Any, int], Tensor]) -> None:
+    """The losses in chunks do not need the output layer in backward, and those of all logits do."""
+
+    def slow(optimizer: TwinOptimizer) -> None:
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.002)
+
+    # The embedding has several buckets. Norms are not clipped, because their sums have the order of the buckets.
+    make = gpt(torch.bfloat16, vocab_size=4096, recompute="full", tied=is_tied, **LARGE)
+    options: dict[str, Any] = {"states": "bf16", "accumulation_steps": 2, "steps": 3, "max_grad_norm": 1e6}
+    losses, weights = train(make, False, loss=loss, tuning=Tuning(bucket_numel=1 << 18), **options)
+    tuning = Tuning(bucket_numel=1 << 18, offload_embeddings=True)
+    found, others = train(make, True, loss=loss, watch=slow, tuning=tuning, **options)
+    assert found == losses
+    assert len(set(losses)) > 2
+    assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

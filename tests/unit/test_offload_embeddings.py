@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from param_offload_support import AWAY, HERE, gpt, loss_of, movable, move, places, steps_of, tokens, train
+from param_offload_support import AWAY, HERE, gpt, logits_loss, loss_of, movable, move, places, steps_of, tokens, train
 from torch import Tensor, nn
 
 import twinflow
@@ -29,12 +29,6 @@ def check_same(make: Callable[[], nn.Module], loss: Callable[[Any, int], Tensor]
     assert found == losses
     assert len(set(losses)) > 2
     assert [name for name, value in weights.items() if not torch.equal(value, others[name])] == []
-
-
-def logits_loss(model: Any, step: int) -> Tensor:
-    """A loss of all logits: autograd saves the weight of the output layer."""
-    logits = model(tokens(step)[:, :-1]).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens(step)[:, 1:].flatten())
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
