@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from planner_support import LLAMA_8B
 from run_support import TrainProcess
 from safetensors.torch import load_file
 from twin_support import quick_torch
@@ -32,6 +33,11 @@ from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
 from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.runtime import Runtime
+from twinflow.planner.cases import Setting
+from twinflow.planner.costs import Memory
+from twinflow.planner.fit import Fit, Wish
+from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -160,6 +166,45 @@ def test_the_run_is_planned_for_the_ram_that_it_may_use(folder: Path, monkeypatc
     assert "no GPU, 2 GB RAM free" in finished(*args, "--ram", "2GB")
     assert "it is short by" in refused(*args, "--ram", "100MB")
     assert "--ram is '64', but must be a size with a unit" in refused(*args, "--ram", "64")
+
+
+def test_embeddings_are_on_the_host_where_the_plan_puts_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a GPU decides, for a model of 8 B parameters. The choice reaches the optimizer, and is saved."""
+    rates = rates_of(Machine(GPUS["rtx4090"], Host(256 * GB, 16, 150e9)))
+    found = []
+    for gpu_gb in (9, 7):
+        place = plan_input.Place(Setting(rates, Memory(gpu_gb * GB, 256 * GB)), "a machine", 1, "bf16")
+        monkeypatch.setattr(finetune_fit, "this_setting", lambda _, place=place: place)
+        options = FinetuneOptions("m", "d", precision="bf16", states="bf16", batch_size=1, accumulation=1, grad_clip=0)
+        settings = make_settings(options)[0]
+        choice = finetune_fit.choose(settings, LLAMA_8B, 512, 100)
+        found.append((choice.offload_params, choice.offload_embeddings))
+        said = "weights on the host, with the embedding and output layers" in dict(choice.rows)["state"]
+        assert said == choice.offload_embeddings
+    assert found == [(True, False), (True, True)]
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    built: list[bool] = []
+    choose = finetune_fit.choose_fit
+    attach = Runtime.attach
+
+    def chosen(wish: Wish, setting: Setting) -> Fit:
+        return choose(replace(wish, offload_params=True, offload_embeddings=True), setting)
+
+    def attached(self: Runtime, *given: Any, **named: Any) -> None:
+        built.append(self.settings.tuning.offload_embeddings)
+        attach(self, *given, **named)
+
+    monkeypatch.setattr(finetune_fit, "choose_fit", chosen)
+    monkeypatch.setattr(Runtime, "attach", attached)
+    out = tmp_path / "run"
+    options = ("--steps", 2, "--batch-size", 1, "--accumulation", 1, "--samples", 0, "--valid-every", 0)
+    finished(folder / "qwen", folder / "train.jsonl", *options, "--out", out)
+    assert built == [True]
+    saved = json.loads((out / "settings.json").read_text())
+    assert (saved["offload_params"], saved["offload_embeddings"]) == (True, True)
 
 
 def test_a_dry_run_reports_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
