@@ -157,12 +157,6 @@ CONFLICTS: Final[Mapping[str, Mapping[str, Conflict]]] = {
             "all ranks must fetch the same blocks, and a rank whose memory is full could not move a block",
             "Use a number as ratio.",
         ),
-        "streamed zero": Conflict(
-            "tuning.streamed={streamed}",
-            f"{_ON_HOST} on several ranks (zero)",
-            "the threads that gather the weights of ranks read weights that the host has updated",
-            _NO_STREAMED,
-        ),
         "streamed ratio": Conflict(
             "tuning.streamed={streamed}",
             f'{_ON_HOST} with ratio="auto"',

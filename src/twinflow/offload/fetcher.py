@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from twinflow.device import Device, Event
 from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
-from twinflow.offload.sync import FETCH_ROOM
+from twinflow.offload.sync import FETCH_ROOM, FETCH_STORED
 from twinflow.offload.weight_source import WeightSource
 
 
@@ -160,6 +160,10 @@ class SharedFetcher:
         for buffer in fetch.buffers:
             index = buffer.bucket.plan.index if buffer.bucket is not None else -1
             part = self._part(buffer)
+            if buffer.bucket is not None and buffer.bucket.is_on_device:
+                stored = self._executor.weights_copied_event(buffer.bucket)
+                if stored is not None:
+                    stream.wait(stored, FETCH_STORED)
             with buffer.host.hold() as host:
                 stream.run(partial(part.copy_, host, non_blocking=True), span="fetch", bucket=index)
                 if buffer.host.record >= 0:

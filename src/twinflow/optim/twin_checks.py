@@ -362,7 +362,6 @@ def check_param_offload(
         "zero": zero is not None and not zero.parks,
         "rule": rule is None,
         "ratio": ratio == "auto" and zero is not None,
-        "streamed zero": settings.tuning.streamed and zero is not None,
         "streamed ratio": settings.tuning.streamed and ratio == "auto",
         "delayed_update": settings.delayed_update,
     }

@@ -159,9 +159,9 @@ class Publisher(RankThread):
     def _publish(self, bucket: Bucket, job: Job) -> Event | None:
         """Queues the exchange of a bucket. Returns the event of the last copy into its parameters, if there is one."""
         group = self._experts if bucket.plan.is_divided else self._group
-        if bucket.offloads_params:
-            return None  # blocks gather its weights when they run
         sent = self._executor.weights_copied_event(bucket)
+        if bucket.offloads_params:  # blocks gather its weights when they run
+            return sent if bucket.is_on_device else None
         if group is None:
             return sent
         with plain():  # a guarded read would wait for this exchange
