@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from twinflow.config import Batch, Config, compression_choice, optimizer_choice
+from twinflow.config.schema import OffloadParam
 from twinflow.conflicts import DIVISIONS, conflict, refuse
 from twinflow.errors import invalid_value
 from twinflow.launch.environment import RankEnvironment
@@ -65,6 +66,9 @@ def weights_tuning(config: Config) -> dict[str, Any]:
     if param is None or param.device != "nvme":
         return found
     there = {"param_nvme_path": param.nvme_path, "param_buffer_count": param.buffer_count}
+    offload = config.zero_optimization.offload_optimizer
+    if offload is not None:
+        found["disk_io"] = offload.disk_io
     return {**found, **there, "max_in_cpu": param.max_in_cpu, **_requests(config)}
 
 
@@ -281,6 +285,8 @@ def _as_given(
         remedy = f"The TwinOptimizer was built with tuning.offload_embeddings={has_embeddings}. Use the same setting."
         key = "zero_optimization.offload_param.embeddings"
         raise invalid_value(key, offloads_embeddings(config), [has_embeddings], remedy)
+    if weights is not None and offloads_params(config):
+        _check_disk_of_weights(weights, given.tuning)
     stage, own = config.zero_optimization.stage, given.zero.stage if given.zero is not None else 0
     if ranks is not None and ranks.world_size > 1 and stage != own:
         remedy = f"The TwinOptimizer was built with stage {own}. Use the same stage."
@@ -292,6 +298,20 @@ def _as_given(
         raise conflict("Other keys of the config", "given optimizer", own_key=keys[0])
     given.set_accumulation_steps(batch.accumulation_steps)
     return given
+
+
+def _check_disk_of_weights(weights: OffloadParam, tuning: Tuning) -> None:
+    """Raises ValueError if a config with weights on the host or on a disk contradicts `tuning` of an optimizer."""
+    remedy = "The TwinOptimizer was built with tuning.{}={!r}. Use the same value."
+    has_disk = tuning.param_nvme_path is not None
+    if (weights.device == "nvme") != has_disk:
+        expected, said = ["nvme" if has_disk else "cpu"], remedy.format("param_nvme_path", tuning.param_nvme_path)
+        raise invalid_value("zero_optimization.offload_param.device", weights.device, expected, said)
+    own = {"nvme_path": "param_nvme_path", "buffer_count": "param_buffer_count", "max_in_cpu": "max_in_cpu"}
+    for key, name in own.items() if has_disk else ():
+        value, there = getattr(weights, key), getattr(tuning, name)
+        if key in weights.model_fields_set and value != there:
+            raise invalid_value(f"zero_optimization.offload_param.{key}", value, [there], remedy.format(name, there))
 
 
 def _try_out(kind: Any, options: Mapping[str, Any]) -> None:

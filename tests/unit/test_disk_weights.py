@@ -7,7 +7,7 @@ import errno
 import os
 import tempfile
 import threading
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 from param_offload_support import AWAY, HERE, SHAPE, gpt, loss_of, places, steps_of, train
-from support import NO_MEMORY, another_file
+from support import NO_MEMORY, another_file, use_disk_io
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.config import load_config, notes
+from twinflow.config.fields import DiskIo
+from twinflow.engine.state import param_offload_of
 from twinflow.models.gpt import GPT
 from twinflow.offload.executor import WorkerError
 from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.state_file import IO_URING, THREADS
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.optim.twin_build import materialised
 from twinflow.optim.whole import whole_weights
@@ -274,7 +278,11 @@ def step_until_error(model: nn.Module, optimizer: TwinOptimizer) -> None:
 
 
 @on_disk
-def test_a_failing_disk_stops_the_run(tmp_path: Path, num_buffers: int) -> None:
+@pytest.mark.parametrize("io", [THREADS, IO_URING])
+def test_a_failing_disk_stops_the_run(
+    tmp_path: Path, num_buffers: int, io: DiskIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_disk_io(io, monkeypatch)
     model: nn.Module = gpt()()
     made = tuning(tmp_path, num_buffers)
     optimizer = TwinOptimizer(model, ratio=1.0, early=True, offload_params=True, tuning=made)
@@ -284,6 +292,7 @@ def test_a_failing_disk_stops_the_run(tmp_path: Path, num_buffers: int) -> None:
     executor = optimizer.runtime.executor
     file = executor.weights if num_buffers else executor.file
     assert file is not None
+    assert file.io == io
     file.flush()
     what = "weights of blocks" if num_buffers else "optimizer state"
     with another_file(file.fd, NO_MEMORY), pytest.raises(WorkerError, match=f"the {what} in .*Input/output error"):
@@ -462,6 +471,58 @@ def test_a_model_that_is_only_run(tmp_path: Path) -> None:
             outputs.append([loss_of(engine, step).item() for step in range(2)])
         engine.destroy()
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_config_chooses_what_reads_and_writes_weights(
+    tmp_path: Path, has_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_disk_io(IO_URING, monkeypatch)
+    monkeypatch.undo()
+    given = config(tmp_path, 1)
+    section = given["zero_optimization"]["offload_optimizer"]
+    section["disk_io"] = IO_URING
+    if not has_optimizer:
+        given["optimizer"] = None
+        section.pop("nvme_path")
+        section["device"] = "none"
+    assert not [note for note in notes(load_config(given)) if "disk_io" in note]
+    engine = twinflow.initialize(model=gpt(num_layers=2)(), config=given)[0]
+    offload = param_offload_of(engine)
+    assert offload is not None
+    assert offload._file is not None
+    assert offload._file.io == IO_URING
+    loss_of(engine, 0)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"device": "cpu"}, r"offload_param\.device is 'cpu', but must be 'nvme'"),
+        ({"nvme_path": "/elsewhere"}, r"offload_param\.nvme_path is '/elsewhere'"),
+        ({"buffer_count": 7}, r"offload_param\.buffer_count is 7, but must be 2"),
+        ({"max_in_cpu": 7}, r"offload_param\.max_in_cpu is 7"),
+        ({}, ""),
+    ],
+)
+def test_a_config_does_not_contradict_a_given_optimizer(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    model = gpt(num_layers=2)()
+    with closing(TwinOptimizer(model, ratio=1.0, offload_params=True, tuning=tuning(tmp_path, 2))) as optimizer:
+        section = {"device": "nvme", "nvme_path": str(tmp_path), **changes}
+        given = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": section}}
+        expected = pytest.raises(ValueError, match=match) if match else nullcontext()
+        with expected:
+            twinflow.initialize(model=model, optimizer=optimizer, config=given)
+
+
+def test_a_config_with_a_disk_refuses_a_given_optimizer_without(tmp_path: Path) -> None:
+    model = gpt(num_layers=2)()
+    with closing(TwinOptimizer(model, ratio=1.0, offload_params=True)) as optimizer:
+        section = {"device": "nvme", "nvme_path": str(tmp_path)}
+        given = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "offload_param": section}}
+        with pytest.raises(ValueError, match=r"offload_param\.device is 'nvme', but must be 'cpu'"):
+            twinflow.initialize(model=model, optimizer=optimizer, config=given)
 
 
 # What cannot be combined, and disks that are too small.

@@ -141,7 +141,7 @@ def notes(config: Config) -> list[str]:
         if kind is not None and issubclass(kind, Section):
             lines.extend(_without_effect(kind.model_validate(dict(chosen.params)), (name, "params")))
     offload, params = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
-    is_on_host = params is not None and params.device == "cpu"
+    is_on_host = params is not None and params.device != "none"
     if is_on_host and (offload is None or offload.device == "none"):
         lines.append(
             "zero_optimization.offload_param: the optimizer state is on the host too, because weights are fetched from "
@@ -153,15 +153,15 @@ def notes(config: Config) -> list[str]:
             rule = rule_of(type(offload).model_fields[name])
             if rule is not None and rule.for_host:
                 lines.append(f"zero_optimization.offload_optimizer.{name}: {because}")
-    param = config.zero_optimization.offload_param
-    sections = ("offload_optimizer", offload), ("offload_param", param)
+    sections = ("offload_optimizer", offload), ("offload_param", params)
+    has_disk = any(found is not None and found.device == "nvme" for _, found in sections)
     for section, found in sections:
         if found is None or found.device != "nvme":
             given = found.model_fields_set if found is not None else set()
-            names = [name for name in ("nvme_path", "buffer_count", "max_in_cpu", "disk_io") if name in given]
+            own = ("nvme_path", "buffer_count", "max_in_cpu", *(() if has_disk else ("disk_io",)))
             because = "no effect here, because device is not nvme"
-            lines += [f"zero_optimization.{section}.{name}: {because}" for name in names]
-    if "aio" in config.model_fields_set and not any(one is not None and one.device == "nvme" for _, one in sections):
+            lines += [f"zero_optimization.{section}.{name}: {because}" for name in own if name in given]
+    if "aio" in config.model_fields_set and not has_disk:
         lines.append("aio: no effect here, because no device in zero_optimization is nvme")
     if compression_choice(config) is not None and config.zero_optimization.stage in (0, 2):
         stage = config.zero_optimization.stage

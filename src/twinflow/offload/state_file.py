@@ -227,8 +227,8 @@ def num_rings(io: DiskIo, num_requests: int, is_direct: bool) -> int:
         return min(_MOST_RINGS, num_requests)
     if io == IO_URING:
         LOGGER.warning(
-            f'disk_io is "io_uring", but the kernel refuses it ({refusal}), so threads read and write the optimizer '
-            "state. Allow the system call io_uring_setup, for example in the seccomp profile of the container."
+            f'disk_io is "io_uring", but the kernel refuses it ({refusal}), so threads read and write the files '
+            "on the disk. Allow the system call io_uring_setup, for example in the seccomp profile of the container."
         )
     return 0
 
