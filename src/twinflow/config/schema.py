@@ -221,7 +221,8 @@ class OffloadOptimizer(Section):
     disk_io: DiskIo = ours(
         "auto",
         "device nvme, here or in offload_param: what reads and writes; io_uring: the io_uring of Linux, or threads "
-        "with a warning if the kernel refuses it; threads: a thread for each read or write at the same time; auto: threads",
+        "with a warning if the kernel refuses it; threads: a thread for each read or write at the same time; auto: "
+        "threads",
     )
     bucket_numel: Buckets | None = ours(
         None, "number of elements in a bucket, a group of parameters that are updated together; null: twinflow chooses"
