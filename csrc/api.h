@@ -142,7 +142,7 @@ typedef struct tf_file_settings {
   int64_t
       block_bytes;    // the size of one read or write; as all sizes and offsets, a multiple of the sectors of the disk
   int32_t num_rings;  // number of threads with an io_uring, which share num_threads requests; 0: threads without one
-  void* memory;       // of all buffers, which stays there until tf_file_close; NULL: the file allocates them
+  void* memory;       // of all buffers, which stays there until tf_file_close returns 1; NULL: the file allocates them
 } tf_file_settings;
 typedef struct tf_file_failure {
   int32_t kind;   // 0: the file works; otherwise the first failure, a tf_file_failure_kind
@@ -157,7 +157,8 @@ typedef struct tf_file_counters {
 TF_PUBLIC tf_state_file* tf_file_new(const tf_file_settings* settings);  // NULL: there is too little memory
 TF_PUBLIC int32_t tf_file_num_rings(tf_state_file* file);  // 0: threads without an io_uring, also if it is refused
 TF_PUBLIC int32_t tf_ring_error(void);                     // 0, or the errno with which the kernel refuses an io_uring
-TF_PUBLIC void tf_file_close(tf_state_file* file);         // ends the threads and frees the buffers
+// Ends the threads and frees the buffers. 0: the kernel may still use them, so they stay, as the caller's memory must.
+TF_PUBLIC int32_t tf_file_close(tf_state_file* file);
 TF_PUBLIC void tf_file_free(tf_state_file* file);
 TF_PUBLIC int64_t tf_file_add(tf_state_file* file, int64_t offset, int64_t num_bytes);  // a new record, with zeros
 // Waits for the memory with a record, which belongs to the caller until tf_file_release. NULL: the file has failed or

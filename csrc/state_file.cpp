@@ -28,12 +28,9 @@ StateFile::StateFile(const tf_file_settings& settings) : settings_(settings) {
     }
     made->raw = static_cast<char*>(raw);
     tf_advise_huge(raw, settings.buffer_bytes);
-#ifdef MADV_DONTFORK
-    // A page that is copied by a fork while the disk writes to it would lose what the disk writes.
-    madvise(raw, settings.buffer_bytes, MADV_DONTFORK);
-#endif
     buffers_.push_back(std::move(made));
   }
+  share_with_forks(false);
   for (int32_t i = 0; i < settings.num_rings; ++i) {
     rings_.push_back(std::make_unique<Ring>());
     if (rings_.back()->open(depth())) {
@@ -45,7 +42,14 @@ StateFile::StateFile(const tf_file_settings& settings) : settings_(settings) {
   for (int32_t i = 0; rings_.empty() && i < settings.num_threads; ++i) threads_.emplace_back([this] { work_loop(); });
 }
 
-void StateFile::close() {
+// A page that a fork copies while the disk writes to it would lose what the disk writes, in kernels before Linux 6.5.
+void StateFile::share_with_forks(bool is_shared) {
+#ifdef MADV_DONTFORK
+  for (auto& buffer : buffers_) madvise(buffer->raw, settings_.buffer_bytes, is_shared ? MADV_DOFORK : MADV_DONTFORK);
+#endif
+}
+
+bool StateFile::close() {
   {
     Lock lock(mutex_);
     is_closing_ = true;
@@ -56,9 +60,12 @@ void StateFile::close() {
   threads_.clear();
   Lock lock(mutex_);
   changed_.wait(lock, [&] { return num_users_ == 0; });
+  if (is_in_use_) return false;
+  share_with_forks(true);  // the caller uses its memory for other things from now on
   for (auto& buffer : buffers_)
     if (!settings_.memory) munmap(buffer->raw, settings_.buffer_bytes);
   buffers_.clear();
+  return true;
 }
 
 void StateFile::listen(std::function<void()> listener) {
@@ -350,11 +357,25 @@ void StateFile::ring_loop(Ring& ring) {
     done(request, works, lock);
     if (!goes_on) break;
   }
+  lock.unlock();
+  bool is_done = end_all(ring, running);
+  lock.lock();
+  is_in_use_ |= !is_done;
   wait_for_close(lock);
 }
 
-// Submits as much work as there is and has room. False if the ring cannot be used any more: this is an error of the
-// file. Requests that run then end after their buffer is freed, which the kernel allows.
+// Waits, after an error of the ring, until the kernel uses no buffer any more. False if that cannot be known.
+bool StateFile::end_all(Ring& ring, Requests& running) {
+  Ring::Done found{};
+  while (!running.is_empty()) {
+    if (ring.next(&found)) return false;
+    running.take(found.tag);
+  }
+  return true;
+}
+
+// Submits as much work as there is and has room. False if the ring takes no more requests: this is an error of the
+// file.
 bool StateFile::submit_all(Ring& ring, Requests& running, Lock& lock) {
   while (!is_over() && !queue_.empty() && !running.is_full()) {
     Request request = take_work();
@@ -364,7 +385,7 @@ bool StateFile::submit_all(Ring& ring, Requests& running, Lock& lock) {
     if (!is_done) {
       uint64_t tag = running.add(request);
       error = ring.submit(request.work.is_write, settings_.fd, request.start, request.num_bytes, request.offset, tag);
-      if (error) fail(request, error);
+      if (error) fail(running.take(tag), error);
     }
     lock.lock();
     if (is_done || error) done(request, is_done, lock);
@@ -481,7 +502,7 @@ tf_state_file* tf_file_new(const tf_file_settings* settings) {
 }
 int32_t tf_file_num_rings(tf_state_file* f) { return f->file->num_rings(); }
 int32_t tf_ring_error(void) { return tf::Ring().open(1); }
-void tf_file_close(tf_state_file* f) { f->file->close(); }
+int32_t tf_file_close(tf_state_file* f) { return f->file->close(); }
 void tf_file_free(tf_state_file* f) { delete f; }
 int64_t tf_file_add(tf_state_file* f, int64_t offset, int64_t num_bytes) { return f->file->add(offset, num_bytes); }
 void* tf_file_hold(tf_state_file* f, int64_t record) { return f->file->hold(record); }

@@ -49,7 +49,8 @@ class StateFile {
   ~StateFile() { close(); }
   bool has_memory() const { return has_memory_; }
   int32_t num_rings() const { return static_cast<int32_t>(rings_.size()); }
-  void close();
+  // False if the kernel may still use the buffers, because a ring has failed: then their memory must stay as it is.
+  bool close();
   // `listener` is called, without a lock, when a record was read or written, and after an error. It must be set before
   // the first `try_hold`, and removed with nullptr before what it refers to is freed.
   void listen(std::function<void()> listener);
@@ -137,9 +138,11 @@ class StateFile {
     std::vector<uint64_t> free_;
   };
 
+  void share_with_forks(bool is_shared);
   void work_loop();
   void ring_loop(Ring& ring);
   bool submit_all(Ring& ring, Requests& running, Lock& lock);
+  bool end_all(Ring& ring, Requests& running);
   Request take_work();
   bool begin(const Request& request);
   bool move(Request& request);
@@ -186,6 +189,7 @@ class StateFile {
   int32_t num_waiting_ = 0;  // callers of `hold` that wait
   int32_t num_users_ = 0;    // callers in `hold` or `flush`, or between `hold` and `release`
   bool is_closing_ = false;
+  bool is_in_use_ = false;  // a ring has failed, and the kernel may use buffers at any time later
   tf_file_failure failure_{};
   tf_file_counters counters_{};
 };

@@ -3,9 +3,9 @@
 // on.
 //
 // There are no threads here, and one thread at a time may use a ring. Only what state_file.cpp needs is there. Requests
-// are submitted one by one, because each is large. Files and buffers are not registered with the kernel: all system time
-// of a ring was 13 us for a block of 1 MiB, of which registering could save only a part, and registered buffers count
-// as locked memory, of which users and containers may have little.
+// are submitted one by one, because each is large. Files and buffers are not registered with the kernel: all system
+// time of a ring was 13 us for a block of 1 MiB, of which registering could save only a part, and registered buffers
+// count as locked memory, of which users and containers may have little.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -26,8 +26,8 @@ class Ring {
   // older than Linux 5.6, or no Linux.
   int32_t open(int32_t depth);
   void close();
-  // Adds a request and submits it. Its memory and file must stay until `next` has returned its tag. Returns 0 or errno;
-  // after an error the ring must not be used again.
+  // Adds a request and submits it. Its memory and file must stay until `next` has returned its tag. Returns 0 or errno:
+  // then the kernel has not taken the request, and the ring must be used for nothing but `next`.
   int32_t submit(bool is_write, int fd, void* at, int64_t num_bytes, int64_t offset, uint64_t tag);
   // Waits until a submitted request has ended. At least one must not have ended. Returns 0 or errno, as `submit`.
   int32_t next(Done* found);

@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import random
 import re
+import signal
 import struct
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fork_support import fork_context
 from support import NO_MEMORY, another_file, use_disk_io
+from torch import Tensor
 
 from twinflow.native.executor import CFileSettings, executor_library
 from twinflow.offload import state_file
@@ -304,6 +310,158 @@ def test_a_forked_process_ends_without_the_threads(tmp_path: Path) -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert value_of(file, 0) == 5
+
+
+# Forks and the memory of a caller.
+
+
+def new_file_in_given_memory(folder: Path, released: list[Tensor]) -> StateFile:
+    """With page-aligned buffers that a caller allocates, as for weights, and four records."""
+    pages = torch.zeros(5 * PAGE, dtype=torch.uint8)
+    sizes = Reserved(folder, 4 * PAGE, 2 * PAGE, 2, 4, PAGE)
+    file = StateFile(sizes, lambda size: pages[-pages.data_ptr() % PAGE :][:size], released.append)
+    for record in range(4):
+        file.add(record, 2 * PAGE)
+    return file
+
+
+def is_hidden(address: int) -> bool:
+    """Whether forked processes do not get the page at this address."""
+    is_here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_here = start <= address < end
+        elif is_here and first == "VmFlags:":
+            return "dc" in others
+    raise AssertionError(f"no memory at {address}")
+
+
+def answer_of(child: Callable[[], object]) -> str:
+    """What a function returns or raises in a forked process."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            signal.alarm(20)
+            try:
+                found = str(child())
+            except Exception as error:
+                found = repr(error)
+            os.write(writing, found.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = pipe.read()
+    os.waitpid(pid, 0)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hides memory from forks")
+def test_a_fork_does_not_copy_buffers(tmp_path: Path) -> None:
+    """In older kernels a page that is copied while the disk writes to it loses what the disk writes."""
+    released: list[Tensor] = []
+    file = new_file_in_given_memory(tmp_path, released)
+    with file.hold(0, is_changed=False) as raw:
+        assert is_hidden(raw.data_ptr())
+        assert is_hidden(raw.data_ptr() + len(raw) - 1)
+    file.close()
+    [memory] = released
+    assert not any(is_hidden(memory.data_ptr() + page * PAGE) for page in range(4))
+    memory.fill_(3)
+    assert answer_of(lambda: memory.unique().tolist()) == "[3]"
+    with new_file(tmp_path) as file, file.hold(0, is_changed=False) as raw:
+        assert is_hidden(raw.data_ptr())
+
+
+def test_forks_while_records_are_read_lose_nothing(tmp_path: Path) -> None:
+    file = new_file_in_given_memory(tmp_path, [])
+    for record in range(4):
+        fill(file, record, record + 1)
+    children: list[int] = []
+    wrong: list[int] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            for record in range(4):
+                with file.hold(record, is_changed=False) as raw:
+                    if raw.unique().tolist() != [record + 1]:
+                        wrong.append(record)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(30):
+        child = os.fork()
+        if not child:
+            time.sleep(0.02)
+            os._exit(0)
+        children.append(child)
+    is_over.set()
+    thread.join()
+    for child in children:
+        os.waitpid(child, 0)
+    assert (wrong, file.failure()) == ([], None)
+    file.close()
+
+
+def test_a_forked_process_cannot_use_the_file(tmp_path: Path) -> None:
+    """It has no threads, which a caller would wait for, and no buffers."""
+    file = new_file_in_given_memory(tmp_path, [])
+    for record in (0, 3):  # at the second fork, the first record may be in a buffer or not
+        fill(file, record, 5)
+        assert "this process was forked after the file was opened" in answer_of(lambda: value_of(file, 0))
+    assert "this process was forked after the file was opened" in answer_of(file.flush)
+    assert value_of(file, 0) == 5
+    file.close()
+
+
+def test_buffers_that_the_kernel_may_still_use_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else may use their memory. tests/unit/test_ring.py shows when this is so."""
+    kept: list[Tensor] = []
+    released: list[Tensor] = []
+    monkeypatch.setattr(state_file, "_IN_USE", kept)
+    file = new_file_in_given_memory(tmp_path, released)
+    monkeypatch.setattr(file, "_library", SimpleNamespace(tf_file_close=lambda handle: 0))
+    memory = weakref.ref(file._memory[0])
+    file.close()
+    del file
+    gc.collect()
+    assert not released
+    assert [memory()] == kept
+
+
+def test_a_ring_that_breaks_is_an_error(tmp_path: Path) -> None:
+    if state_file.AUTO != IO_URING:
+        pytest.skip("threads have no ring")
+    released: list[Tensor] = []
+    before = rings()
+    file = new_file_in_given_memory(tmp_path, released)
+    fill(file, 0, 1)
+    file.flush()
+    with open(os.devnull) as other:
+        for fd in rings() - before:
+            os.dup2(other.fileno(), fd)
+
+    def use_all() -> None:
+        for record in range(1, 4):
+            fill(file, record, record)
+            file.flush()
+
+    with pytest.raises(OSError, match=r"(reading|writing) the optimizer state in .* failed"):
+        use_all()
+    file.close()
+    assert len(released) == 1
+
+
+def rings() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "io_uring" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
 
 
 # What reads and writes.

@@ -202,7 +202,7 @@ _BLOCKING: Signatures = {
     "tf_wait_weights": ([_EXECUTOR, POINTER(c_int64), c_int64], c_int32),
     "tf_wait_sent": ([_EXECUTOR, c_int64, c_int64, c_double], c_int32),
     "tf_fetch_wait": ([_EXECUTOR, c_int64], _EVENT),
-    "tf_file_close": ([_FILE], None),
+    "tf_file_close": ([_FILE], c_int32),
     "tf_file_hold": ([_FILE, c_int64], c_void_p),
     "tf_file_flush": ([_FILE], c_int32),
     "tf_next_update": ([_EXECUTOR, c_double, POINTER(CUpdateTask), POINTER(c_uint8)], c_int32),

@@ -191,6 +191,12 @@ class Executor:
 
     def check(self) -> None:
         """Raise WorkerError if a thread or a stream has failed, RuntimeError if the executor is closed or forked."""
+        if self.is_forked:  # a thread of the parent may have had a lock of the files
+            raise wrong_state(
+                "The optimizer cannot be used",
+                "this process was forked after the optimizer was built, and has neither its threads nor its state",
+                "Use the optimizer in the process that has built it, or build a new one in this process.",
+            )
         failure = next((found for file in self._files if (found := file.failure()) is not None), None)
         if self.error is None and self.device.error is None and failure is None and not self.is_closing:
             if not self._library.tf_executor_state(self._handle):
@@ -202,12 +208,6 @@ class Executor:
                     "An update in the background failed: a copy between host and device has failed "
                     f"({cause.value.decode() or 'no call of the CUDA driver'}). {_RESTART}"
                 )
-        if self.is_forked:
-            raise wrong_state(
-                "The optimizer cannot be used",
-                "this process was forked after the optimizer was built, and has neither its threads nor its state",
-                "Use the optimizer in the process that has built it, or build a new one in this process.",
-            )
         error = self.error or self.device.error or failure
         if error is not None:
             raise WorkerError(f"An update in the background failed: {error!r}. {_RESTART}") from error

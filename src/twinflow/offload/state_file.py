@@ -48,6 +48,7 @@ _CHECKSUM: Final = 3
 # Threads with an io_uring each. One computes the checksums of about 8 GB/s, which the fastest disks exceed.
 _MOST_RINGS: Final = 2
 _RESTART: Final = ". Remove the cause, build a new optimizer and load the last checkpoint."
+_IN_USE: Final[list[Tensor]] = []  # buffers that the kernel may still use, because an io_uring has failed
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,9 @@ class StateFile:
     def hold(self, bucket: int, is_changed: bool) -> Iterator[Tensor]:
         """The bytes of a record, inside the context. `is_changed`: the caller writes to them.
 
-        Raises OSError if the disk has failed. Must not be nested.
+        Raises OSError if the disk has failed, and RuntimeError in a forked process. Must not be nested.
         """
+        self._check_process()
         record, num_bytes = self._records[bucket]
         address = self._library.tf_file_hold(self.handle, record)
         if not address:
@@ -154,7 +156,10 @@ class StateFile:
         self._library.tf_file_expect(self.handle, (ctypes.c_int64 * len(records))(*records), len(records))
 
     def flush(self) -> None:
-        """Blocks until all changed records are in the file. Raises OSError if the disk has failed."""
+        """Blocks until all changed records are in the file. Raises OSError if the disk has failed, and RuntimeError in
+        a forked process.
+        """
+        self._check_process()
         if not self._library.tf_file_flush(self.handle) and (error := self.failure(_RESTART)) is not None:
             raise error
 
@@ -178,6 +183,14 @@ class StateFile:
         self._library.tf_file_count(self.handle, ctypes.byref(found))
         return found
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise wrong_state(
+                f"The {self.sizes.what} on the disk cannot be used",
+                "this process was forked after the file was opened, and has neither its threads nor its buffers",
+                "Use it in the process that has opened it.",
+            )
+
     def close(self) -> None:
         """Ends the threads and frees buffers and file. State that is not in a checkpoint is lost."""
         _close(self._library, self.handle, self._open, self._pid, self._memory, self._release)
@@ -192,7 +205,9 @@ def _close(
     release: Callable[[Tensor], None],
 ) -> None:
     if os.getpid() == pid:  # a forked process has neither the threads nor the buffers
-        library.tf_file_close(handle)
+        if not library.tf_file_close(handle):
+            _IN_USE.extend(memory)
+            memory.clear()
         while memory:
             release(memory.pop())
     while open_fds:
