@@ -65,13 +65,24 @@ def test_overlap_changes_no_bit(states: str, dtype: torch.dtype) -> None:
         assert torch.equal(plain, train(early=True, delay=stream, **options)), stream
 
 
+def large_layers() -> torch.nn.Module:
+    layers = (torch.nn.Linear(2048, 4096, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(12))
+    return torch.nn.Sequential(*layers)  # each weight has 16 MiB
+
+
+def has_neighbours(model: torch.nn.Module) -> bool:
+    starts = {p.data_ptr() for p in model.parameters()}
+    return any(p.data_ptr() + p.nbytes in starts for p in model.parameters())
+
+
 def test_weights_in_adjacent_allocations() -> None:
     """torch allocates a large weight by itself. One copy must not cross from one allocation into the next."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 4096, bias=False) for _ in range(12)))  # 16 MiB in bf16
     torch.cuda.empty_cache()
-    model.to("cuda", torch.bfloat16)
-    starts = {p.data_ptr() for p in model.parameters()}
-    assert any(p.data_ptr() + p.nbytes in starts for p in model.parameters()), "nothing is tested"
+    others = []  # they keep their memory, so that the next model gets other allocations
+    while not has_neighbours(model := large_layers()):
+        others.append(model)
+        assert len(others) < 16, "nothing is tested"
+    del others
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = TwinOptimizer(model, "sgd", lr=0.5, ratio=1.0)
     sum(layer(torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)).sum() for layer in model).backward()

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from param_offload_support import AWAY, HERE, gpt, logits_loss, loss_of, movable, move, places, steps_of, tokens, train
+from param_offload_support import (
+    AWAY,
+    DEVICE,
+    HERE,
+    gpt,
+    logits_loss,
+    loss_of,
+    movable,
+    move,
+    places,
+    steps_of,
+    tokens,
+    train,
+)
 from torch import Tensor, nn
 
 import twinflow
@@ -118,12 +131,13 @@ def test_they_have_memory_only_while_they_run(is_tied: bool) -> None:
 
 
 def test_reads_writes_and_state_dicts_of_a_divided_weight() -> None:
-    model, other = gpt(tied=False)(), gpt(tied=False)()
+    model, other = gpt(tied=False)(), gpt(tied=False)().to(DEVICE)
     weight, expected = model.get_parameter("head.weight"), other.get_parameter("head.weight")
-    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True, tuning=EVERY)
+    optimizer = TwinOptimizer(model, lr=1e-2, ratio=1.0, offload_params=True, tuning=EVERY)
     assert len(optimizer.runtime.find(weight).buckets) == 2  # type: ignore[union-attr]
     assert torch.equal(weight, expected)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in other.state_dict().items())
+    state = model.state_dict()
+    assert all(torch.equal(state[name].cpu(), value.cpu()) for name, value in other.state_dict().items())
     with torch.no_grad():
         weight[40] = 2.0  # in the second bucket
     weight.data[3].fill_(1.5)
@@ -138,13 +152,13 @@ def test_reads_writes_and_state_dicts_of_a_divided_weight() -> None:
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     weight.grad = None
     model.load_state_dict(gpt(tied=False)().state_dict())
-    assert torch.equal(weight, gpt(tied=False)().get_parameter("head.weight"))
+    assert torch.equal(weight.cpu(), gpt(tied=False)().get_parameter("head.weight"))
     loss_of(model, 0).backward()
     optimizer.step()
-    values = weight.detach().clone()
-    optimizer.close()
+    values = weight.detach().cpu().clone()
+    optimizer.close()  # which puts the weights back on the host
     assert torch.equal(weight, values)
-    assert not torch.equal(weight, expected)
+    assert not torch.equal(weight, expected.cpu())
 
 
 def adapters() -> nn.Module:
@@ -186,7 +200,7 @@ def test_layers_that_move_between_steps(is_tied: bool, monkeypatch: pytest.Monke
                 assert places(optimizer)[0] == (HERE if step == 1 else AWAY)
         return found
 
-    plain = gpt(tied=is_tied)()
+    plain = gpt(tied=is_tied)().to(DEVICE)
     with closing(TwinOptimizer(plain, lr=1e-2, ratio=1.0, tuning=STAYS)) as optimizer:
         expected = losses_of(plain, optimizer, moves=False)
     model = gpt(tied=is_tied)()
@@ -261,14 +275,14 @@ def test_state_on_the_disk(tmp_path: Path) -> None:
 def test_inference(is_tied: bool) -> None:
     model: Any = gpt(tied=is_tied)()
     inputs = tokens(0)[:, :-1]
-    expected = model(inputs).logits
+    expected = gpt(tied=is_tied)().to(DEVICE)(inputs).logits
     section = {"stage": 3, "offload_param": {"device": "cpu", "embeddings": True}}
     engine, *_ = twinflow.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": section})
     assert torch.equal(engine(inputs).logits, expected)
     held = [engine.host_weights.runtime.lives_on_host(layer.weight) for layer in (model.token_embedding, model.head)]
     assert held == [True, True]
     engine.destroy()
-    assert torch.equal(model(inputs).logits, expected)
+    assert torch.equal(model.to(DEVICE)(inputs).logits, expected)
 
 
 def test_configs_that_are_refused() -> None:

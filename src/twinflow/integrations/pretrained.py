@@ -26,6 +26,7 @@ from twinflow.checkpoint.tensors import Header, TensorInfo, read_header, read_ra
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.launch.environment import init_distributed, rank_environment
+from twinflow.offload.param_offload import listed
 from twinflow.zero.building import take_unread
 from twinflow.zero.unread import UnreadTensor, leaves, unread
 
@@ -115,7 +116,7 @@ def saved_weights(model: nn.Module, folder: str) -> Mapping[str, Tensor] | None:
     has_files = any((Path(folder) / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     if not isinstance(model, transformers.PreTrainedModel) or not has_files:
         return None
-    if set(_find_tensors(folder, None, {})) <= set(model.state_dict()):
+    if set(_find_tensors(folder, None, {})) <= set(listed(model)):
         return None
     loaded = type(model).from_pretrained(folder, dtype=model.dtype)
     found: Mapping[str, Tensor] = loaded.state_dict()

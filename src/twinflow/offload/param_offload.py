@@ -388,13 +388,14 @@ class ParamOffload:
             whole.view(-1)[piece.start : piece.start + piece.numel].copy_(piece.read())
 
     def _on_host(self, param: Tensor) -> Tensor:
-        """The weights on the host. If they are divided, they are copied into one tensor."""
+        """The weights on the host: a copy, or a view of frozen weights in memory."""
         buffer, view = self._places[param]
-        if param not in self._divided:
-            return host_view(buffer, view)
-        copied = torch.empty(param.shape, dtype=param.dtype)
-        self._read_into(copied, param)
-        return copied
+        with torch.inference_mode(False):  # in an inference tensor no write would be counted
+            if buffer.bucket is None:
+                return host_view(buffer, view)
+            copied = torch.empty(param.shape, dtype=param.dtype)
+            self._read_into(copied, param)
+            return copied
 
     def _copy_of_inner(self, tensor: Tensor) -> Tensor:
         return self.copy_of(tensor) if tensor in self._places else tensor.clone()
@@ -531,8 +532,11 @@ class ParamOffload:
         uncover(params)
 
     def _show(self, module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-        """Puts weights on the host into a state dict: views of the memory that an update changes, or copies if they are
-        on a disk or divided. Weights that ranks share, and those on a disk in `listed`, become `NoValues`.
+        """Puts weights on the host into a state dict: copies, or views of frozen weights in memory. Weights that ranks
+        share, and copies in `listed`, become `NoValues`.
+
+        A write to a view of trained weights would not change a separate fp32 master, and would join an upper half with
+        the lower half of another number. After a step the view could belong to a free store.
         """
         for name, param in module._parameters.items():
             if param is None or param not in self._places or param in self._shown:
@@ -541,13 +545,13 @@ class ParamOffload:
             if prefix + name not in state:
                 continue
             buffer, view = self._places[param]
-            is_on_disk = buffer.host.record >= 0
-            if buffer.host.numel != buffer.flat.numel() or (is_on_disk and _IS_LISTING.get()):
+            is_copied = buffer.bucket is not None or buffer.host.record >= 0
+            if buffer.host.numel != buffer.flat.numel() or (is_copied and _IS_LISTING.get()):
                 state[prefix + name] = NoValues.like(view)
                 continue
             found = self._on_host(param)
-            if (is_on_disk or param in self._divided) and not found.is_inference():
-                self.lend(param, found.detach(), is_counted=True)  # a copy, to which the user may write
+            if is_copied:
+                self.lend(param, found.detach(), is_counted=True)  # the user may write to the copy
             state[prefix + name] = found
 
     # Calls by hooks on the model.
@@ -805,7 +809,7 @@ class ParamOffload:
         for param, _ in buffer.views if keep_weights and is_whole else ():
             found = self._on_host(param)
             with plain():
-                param.data = found.clone() if is_in_memory else found
+                param.data = found.clone() if buffer.bucket is None and is_in_memory else found
             self._kept.add(param)
         if buffer.bucket is None:  # freed here, so that there is never a second copy of all frozen weights
             if is_in_memory:
@@ -889,8 +893,8 @@ _IS_LISTING: ContextVar[bool] = ContextVar("_IS_LISTING", default=False)
 
 
 def listed(model: nn.Module) -> dict[str, object]:
-    """The model's state dict, for its names, shapes and other objects: weights on a disk are not read, and are
-    `NoValues`. Names that are not those of parameters, as hooks may give them, have their values.
+    """The model's state dict, for its names, shapes and other objects: weights that it would copy are `NoValues`.
+    Names that are not those of parameters, as hooks may give them, have their values.
     """
     reset = _IS_LISTING.set(True)
     try:
