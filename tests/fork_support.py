@@ -7,6 +7,8 @@ import gc
 import importlib
 import os
 import runpy
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -126,3 +128,24 @@ def _run(argv: list[str], cwd: str, logs: tuple[str, str], environment: dict[str
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def answer_of(child: Callable[[], object]) -> str:
+    """Runs a function in a forked process. Returns its result or error as text; "timeout" if there is none in time."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(child())
+        except BaseException as error:
+            text = repr(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    is_ready = select.select([reading], [], [], 20)[0]
+    if not is_ready:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    found = os.read(reading, 10000).decode() if is_ready else "timeout"
+    os.close(reading)
+    os.close(writing)
+    return found

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from fork_support import answer_of
 from param_offload_support import AWAY, DEVICE, HERE, SHAPE, gpt, loss_of, places, steps_of, train
 from support import NO_MEMORY, another_file, use_disk_io
 from torch import Tensor, nn
@@ -588,3 +591,18 @@ def test_too_little_space_for_weights_is_named(tmp_path: Path, monkeypatch: pyte
         TwinOptimizer(gpt()(), ratio=1.0, offload_params=True, tuning=tuning(tmp_path, 1))
     assert caught.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("use", [torch.sum, copy.deepcopy, lambda weight: weight.data], ids=["sum", "copy", "data"])
+@on_disk
+def test_a_forked_process_cannot_read_weights(
+    tmp_path: Path, num_buffers: int, use: Callable[[Tensor], object]
+) -> None:
+    """They are in the memory and in the files of the process from which it was forked."""
+    model = gpt()()
+    optimizer = TwinOptimizer(model, offload_params=True, tuning=tuning(tmp_path, num_buffers))
+    weight = next(iter(model.blocks[0].parameters()))
+    for _ in range(2):
+        assert "this process was forked after the optimizer was built" in answer_of(lambda: use(weight))
+    use(weight)
+    optimizer.close()

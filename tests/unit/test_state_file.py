@@ -9,13 +9,12 @@ import gc
 import os
 import random
 import re
-import signal
 import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fork_support import fork_context
+from fork_support import answer_of, fork_context
 from support import NO_MEMORY, another_file, use_disk_io
 from torch import Tensor
 
@@ -336,26 +335,6 @@ def is_hidden(address: int) -> bool:
         elif is_here and first == "VmFlags:":
             return "dc" in others
     raise AssertionError(f"no memory at {address}")
-
-
-def answer_of(child: Callable[[], object]) -> str:
-    """What a function returns or raises in a forked process."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        with suppress(BaseException):
-            signal.alarm(20)
-            try:
-                found = str(child())
-            except Exception as error:
-                found = repr(error)
-            os.write(writing, found.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        found = pipe.read()
-    os.waitpid(pid, 0)
-    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hides memory from forks")

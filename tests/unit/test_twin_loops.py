@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fork_support import answer_of
 from torch import Tensor, nn
 
 from twinflow.offload.executor import WorkerError
@@ -387,27 +386,6 @@ def test_a_state_dict_has_the_values_of_set() -> None:
 
 
 # Forked processes.
-
-
-def answer_of(child: Callable[[], str]) -> str:
-    """Runs a function in a forked process and returns its result; "timeout" if there is none in time."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = child()
-        except BaseException as error:
-            text = repr(error)
-        os.write(writing, text.encode())
-        os._exit(0)
-    is_ready = select.select([reading], [], [], 20)[0]
-    if not is_ready:
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    found = os.read(reading, 10000).decode() if is_ready else "timeout"
-    os.close(reading)
-    os.close(writing)
-    return found
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

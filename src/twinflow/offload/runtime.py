@@ -413,6 +413,11 @@ class Runtime:
         """Whether the parameter has no memory of its own on the device, because its weights live on the host."""
         return self._waits.lives_away(tensor)
 
+    def check_fork(self, tensor: Tensor) -> None:
+        """Raise RuntimeError if the weights are on the host of the process from which this one was forked."""
+        if self.executor.is_forked and self.lives_on_host(tensor):
+            self.executor.check()
+
     def fetch_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device of a weight that lives on the host."""
         assert self.param_offload is not None

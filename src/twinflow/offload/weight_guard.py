@@ -71,6 +71,7 @@ class Owner(Protocol):
     def settle(self, tensor: Tensor) -> None: ...
     def note_alias(self, tensor: Tensor, alias: Tensor) -> None: ...
     def lives_on_host(self, tensor: Tensor) -> bool: ...
+    def check_fork(self, tensor: Tensor) -> None: ...
     def fetch_copy(self, tensor: Tensor) -> Tensor: ...
     def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None: ...
     def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
@@ -130,6 +131,18 @@ def owner_of(tensor: Tensor) -> Owner | None:
     reference = _OWNERS.get(tensor)
     owner = reference() if reference is not None else None
     return owner if owner is not None and not owner.is_closed else None
+
+
+def _leave(tensor: Tensor) -> None:
+    """Set the ordinary class of a parameter without an owner.
+
+    Raises RuntimeError if its weights are on the host of the process from which this one was forked.
+    """
+    reference = _OWNERS.get(tensor)
+    closed = reference() if reference is not None else None
+    if closed is not None:
+        closed.check_fork(tensor)
+    uncover_one(tensor)
 
 
 # Classes.
@@ -219,7 +232,9 @@ def _ordinarily(tensor: Tensor, use: Callable[[Tensor], _Result]) -> _Result:
         return use(nn.Parameter(values, tensor.requires_grad))
     if owner is not None:
         owner.settle(tensor)
-    uncover_one(tensor)
+        uncover_one(tensor)
+    else:
+        _leave(tensor)
     try:
         return use(tensor)
     finally:
@@ -256,7 +271,7 @@ def _operate(func: Callable[..., object], args: Sequence[object], kwargs: Mappin
         return _operate_whole(func, args, kwargs, wholes)
     for tensor in _guarded_in((args, kwargs)):
         if owner_of(tensor) is None:  # made by nn.Parameter(p) from a guarded p, or its optimizer was freed or closed
-            uncover_one(tensor)
+            _leave(tensor)
     guarded = {id(tensor): tensor for tensor in _guarded_in((args, kwargs))}
     if func in _OF_GRAPHS:
         uncover(guarded.values())
