@@ -37,6 +37,7 @@ from twinflow.offload.job import Job, Task
 from twinflow.offload.plan import BucketPlan, ParamSpec, plan_buckets
 from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.updater import RuleUpdater
+from twinflow.offload.weight_source import InMemory
 from twinflow.rules import ADAMW, reference
 from twinflow.rules.formats import rounding_key
 from twinflow.rules.segment import Segment, Store
@@ -1225,6 +1226,10 @@ def test_sums_that_are_forgotten() -> None:
 # Weights that live on the host.
 
 
+def master_of(bucket: Bucket) -> InMemory:
+    return InMemory(lambda: bucket.store.master)
+
+
 def test_a_fetch_waits_for_the_weights_that_are_due() -> None:
     with rig(2) as one:
         job, ready, grads = one.job(), Event(None, one.device), grads_of(0)
@@ -1232,7 +1237,7 @@ def test_a_fetch_waits_for_the_weights_that_are_due() -> None:
         one.close_job(job, torch.ones(1, dtype=torch.float64))
         into, other, constant = torch.zeros(NUMEL), torch.zeros(5), torch.arange(5.0)
         room = Event(None, one.device)
-        items = [(one.buckets[0], one.buckets[0].store.master, into), (None, constant, other)]
+        items = [(one.buckets[0], master_of(one.buckets[0]), into), (None, InMemory(lambda: constant), other)]
         fetch = one.executor.fetch(items, room)
         stays(lambda: one.executor.counters.bytes_fetched == 0)
         ready.fire(None)
@@ -1251,9 +1256,8 @@ def test_the_state_does_not_change_while_it_is_fetched() -> None:
         one.device.delay("fetch", 0.02)
         into = torch.zeros(NUMEL)
         before = one.buckets[0].store.master.clone()
-        one.executor.wait_for_fetch(
-            one.executor.fetch([(one.buckets[0], one.buckets[0].store.master, into)], fired(one.device))
-        )
+        fetch = one.executor.fetch([(one.buckets[0], master_of(one.buckets[0]), into)], fired(one.device))
+        one.executor.wait_for_fetch(fetch)
         one.step(0)
         assert one.is_as_the_truth
         assert same(into, before)
@@ -1322,7 +1326,7 @@ def waiters(one: Rig, job: Job) -> dict[str, Waiter]:
     """Everybody who can wait for a job that does not end."""
     executor = one.executor
     one.fetched = torch.zeros(NUMEL)  # kept: the copy may be made after the test has gone on
-    fetch = executor.fetch([(one.buckets[0], one.buckets[0].store.master, one.fetched)], fired(one.device))
+    fetch = executor.fetch([(one.buckets[0], master_of(one.buckets[0]), one.fetched)], fired(one.device))
     return {
         "decision": Waiter(lambda: executor.wait_for_decision(job)),
         "done": Waiter(lambda: executor.wait_until_done(job)),
