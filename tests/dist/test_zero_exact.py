@@ -275,6 +275,7 @@ def test_a_failure_on_one_rank_ends_all(where: str) -> None:
     assert first["error"] == "WorkerError"
 
 
+@pytest.mark.matrix
 def test_a_rank_that_leaves_does_not_wait_for_the_others(tmp_path: Path) -> None:
     """Its process ends as any Python process does, with all that waits for threads; the other is a child of it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TWINFLOW_THREADS": "1"}

@@ -450,6 +450,7 @@ def test_a_table_of_a_long_run_stays_short() -> None:
     assert (chosen[0].step, chosen[-1].step) == (1, 10000)
 
 
+@pytest.mark.matrix
 def test_the_page_of_a_long_run_stays_light() -> None:
     one = full_record(1)
     steps = [replace(one, step=i, loss=5.0 / i, loss_scale=2.0 ** (i % 9)) for i in range(1, 100_001)]

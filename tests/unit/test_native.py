@@ -156,6 +156,7 @@ tell()
 
 
 @needs_native
+@pytest.mark.matrix
 def test_threads_come_from_the_process_not_from_omp() -> None:
     result = run_python(THREADS, OMP_NUM_THREADS="1")
     given, wrong, pinned, own = result.stdout.splitlines()

@@ -46,6 +46,7 @@ def is_cached(calls: list[torch.device], folder: Path) -> bool:
     return len(calls) == num_calls and time.perf_counter() - start < 1
 
 
+@pytest.mark.matrix
 def test_numbers_that_can_be() -> None:
     threads = threading.active_count()
     with torch.inference_mode():  # callers may be in it; our threads are not
