@@ -760,6 +760,7 @@ def test_processes_killed_while_they_save(tmp_path: Path) -> None:
     assert not [name for name in listing(tmp_path / "root") if parse_side(name)]
 
 
+@pytest.mark.matrix
 def test_ranks_over_gloo(tmp_path: Path) -> None:
     parent = run_script("gloo", tmp_path / "root", tmp_path / "store", 3)
     told, _ = parent.communicate(timeout=240)

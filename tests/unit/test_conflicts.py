@@ -36,7 +36,8 @@ def placeholders(found: Conflict) -> set[str]:
 def calls(function: str) -> Iterator[tuple[str, ast.Call, ast.AST]]:
     """Calls of one of our functions: where they are, and the function that contains them."""
     for path in SOURCE.rglob("*.py"):
-        for outer in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for outer in ast.walk(ast.parse(text)) if f"{function}(" in text else ():
             for node in ast.walk(outer) if isinstance(outer, ast.FunctionDef) else ():
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
                     yield f"{path.name}, line {node.lineno}", node, outer

@@ -359,6 +359,7 @@ def test_logits_of_a_chunk_are_freed_before_the_next_chunk(wants_grad: bool) -> 
     assert softmax.num_alive == [0, 0, 0]
 
 
+@pytest.mark.matrix
 def test_chunked_loss_by_finite_differences() -> None:
     hidden, weight, targets = loss_inputs(6, torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, targets, 4), (hidden, weight))

@@ -182,6 +182,7 @@ while step < 4:
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_here_on_the_path")
 def test_an_elastic_run_goes_on_after_a_kill(tmp_path: Path) -> None:
     write(tmp_path / "count.py", COUNT)

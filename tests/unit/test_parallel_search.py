@@ -171,6 +171,7 @@ def test_json_adds_up() -> None:
         assert one["reasons"]
 
 
+@pytest.mark.matrix
 def test_one_machine_is_planned_as_before_unless_layouts_are_asked_for() -> None:
     eight = ("--params", "13b", "--gpu", "a100-40", "--gpus", "8", "--json")
     assert "cases" in json.loads(plan(*eight).stdout)

@@ -176,6 +176,7 @@ def test_every_bucket_is_counted_and_the_times_add_up(tmp_path: Path, text: Path
     assert sum(record.step_s for record in records) < time.perf_counter() - start
 
 
+@pytest.mark.matrix
 def test_a_delayed_update_is_seen_one_step_later(tmp_path: Path, text: Path) -> None:
     runs = {}
     for name, options in {"plain": (), "delayed": ("--delayed-update",)}.items():
@@ -191,6 +192,7 @@ def test_a_delayed_update_is_seen_one_step_later(tmp_path: Path, text: Path) -> 
     assert all(record.num_ahead == 0 for record in runs["delayed"])
 
 
+@pytest.mark.matrix
 def test_the_last_validation_sees_a_delayed_update(tmp_path: Path, text: Path) -> None:
     losses = []
     for name, options in {"plain": (), "delayed": ("--delayed-update",)}.items():
@@ -289,6 +291,7 @@ def test_what_auto_has_chosen_is_said_once(tmp_path: Path, text: Path, monkeypat
     assert result.output.count("From this step on the ratio is") == 1  # a move after the choice, in the fourth step
 
 
+@pytest.mark.matrix
 def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> None:
     for name, ratio in (("plain", 1), ("moved", 0.5)):
         run = (*SMALL, "--data", text, "--out", tmp_path / name, "--lr", "0.001", "--warmup", "1")
