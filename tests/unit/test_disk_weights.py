@@ -263,6 +263,30 @@ def test_a_state_dict_stays_as_it_is(tmp_path: Path, num_buffers: int | None) ->
         assert not any(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.parametrize("num_buffers", [None, 0, 2])
+def test_every_write_to_a_state_dict_counts_until_the_next_step(tmp_path: Path, num_buffers: int | None) -> None:
+    name = "blocks.1.mlp.up.weight"
+    model = gpt(num_layers=2)()
+    weight = model.get_parameter(name)
+    chosen = Tuning(bucket_numel=4096) if num_buffers is None else tuning(tmp_path, num_buffers)
+    with closing(TwinOptimizer(model, lr=1e-2, ratio=1.0, early=True, offload_params=True, tuning=chosen)) as optimizer:
+        state = model.state_dict()
+        for value in (0.25, 0.5):
+            state[name].fill_(value)
+            assert weight.eq(value).all()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = weight.clone()
+        assert not after.eq(0.5).all()
+        state[name].fill_(0.75)
+        with pytest.raises(RuntimeError, match="a step has changed the weight since the copy was made"):
+            weight.sum()
+        assert torch.equal(weight, after)  # the write is dropped, and the optimizer can go on
+        loss_of(model, 1).backward()
+        optimizer.step()
+
+
 def config(folder: Path | None, num_buffers: int = 0, **more: Any) -> dict[str, Any]:
     offload: dict[str, Any] = {"device": "cpu", "bucket_numel": 4096}
     params: dict[str, Any] = {"device": "cpu"}

@@ -50,7 +50,7 @@ def check_same(make: Callable[[], nn.Module], loss: Callable[[Any, int], Tensor]
     [
         {},
         {"accumulation_steps": 3, "states": "int8"},
-        pytest.param({"loss": logits_loss, "max_grad_norm": None}, marks=pytest.mark.matrix),
+        pytest.param({"loss": logits_loss, "max_grad_norm": None}, marks=pytest.mark.matrix, id="logits_loss"),
         pytest.param({"early": False, "states": "bf16", "rule": "lion", "lr": 1e-3}, marks=pytest.mark.matrix),
         pytest.param({"ratio": 0.5}, marks=pytest.mark.matrix),
         pytest.param({"ratio": 0.2, "placement": "tail"}, marks=pytest.mark.matrix),

@@ -77,8 +77,9 @@ class Loan(NamedTuple):
 
     param: Tensor
     copied: Tensor
-    version: int  # version of the copy when it was handed out
+    version: int  # version of the copy when it was handed out, or when a write to it was stored last
     is_counted: bool  # torch would increment the parameter's version for a write to the copy
+    is_old: bool = False  # a step has changed the weight since
 
 
 class Piece(NamedTuple):
@@ -469,12 +470,27 @@ class ParamOffload:
         self._loans.append(Loan(tensor, copied, copied._version, is_counted))
 
     def store_loans(self) -> None:
-        """Stores lent copies that the user has written to. Forgets copies that the user does not hold any more."""
+        """Stores lent copies that the user has written to. Forgets copies that the user does not hold any more.
+
+        Raises RuntimeError if the user has written to a copy from before a step, after all other copies are stored.
+        """
         loans, self._loans = self._loans, []
-        self._loans = [it for it in loans if it.copied._version == it.version and _has_other_users(it.copied)]
-        for it in loans:
-            if it.copied._version != it.version:
+        written = [it for it in loans if it.copied._version != it.version]
+        self._loans = [
+            it._replace(version=it.copied._version)
+            for it in loans
+            if _has_other_users(it.copied) and not (it.is_old and it.copied._version != it.version)
+        ]
+        for it in written:
+            if not it.is_old:
                 self._on_write(it.param, it.copied, False, it.is_counted)
+        if any(it.is_old for it in written):
+            raise wrong_state(
+                "A write to a copy of a weight on the host cannot be stored",
+                "a step has changed the weight since the copy was made, and the copy would undo this",
+                "After step(), take a new copy with state_dict() or param.data before you write, or write to the "
+                "parameter itself.",
+            )
 
     def copy_for_graph(self, view: Tensor) -> Tensor:
         """Copies a weight for a graph with create_graph=True, which needs it after the backward of its block."""
@@ -484,7 +500,8 @@ class ParamOffload:
         return copied
 
     def after_step(self) -> None:
-        """Invalidates the copies of weights in graphs with create_graph=True, because the step changes the weights."""
+        """Invalidates all copies of weights, because the step changes the weights."""
+        self._loans = [it._replace(is_old=True) for it in self._loans]
         for weights in self._blocks.values():
             for buffer in weights.buffers if self._in_graphs else ():
                 self._spoil_graphs(buffer)
