@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from twinflow.activations import checkpoint_layers
+from twinflow.activations import checkpoint_layers, last_linear
 from twinflow.activations.tiled import is_tiled, tile_modules
 from twinflow.integrations import tiled as tiled_sequence
 from twinflow.integrations.tiled import tile_sequence
@@ -242,6 +244,55 @@ def test_a_checkpointed_layer_runs_its_mlp_no_more_often_than_without_tiles(is_r
     # Four tiles in the forward and four in the backward: the recomputation of the layer ends before the MLP.
     # The first call also compares a few tokens.
     assert mlp.tokens == [4, 2] + [10, 10, 10, 8] * (3 if is_reentrant else 2)
+
+
+class Ends(nn.Module):
+    """Modules that end in several ways with a linear operation, or not."""
+
+    def __init__(self, end: str, bias: bool) -> None:
+        super().__init__()
+        self.end = end
+        self.up, self.down = nn.Linear(8, 12, bias=bias), nn.Linear(12, 8, bias=bias)
+        self.largest: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        if self.end == "scaled":
+            return y * 2
+        if self.end == "in place":
+            y.add_(1)
+        if self.end == "read":
+            self.largest.append(float(y.detach().abs().max()))
+        return F.linear(y, self.up.weight.t() @ self.up.weight) if self.end == "shared" else y
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("end", "is_left_out"),
+    [("plain", True), ("shared", True), ("scaled", False), ("in place", False), ("read", False), ("hook", False)],
+)
+def test_the_last_product_is_not_computed_again_in_backward(
+    end: str, is_left_out: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Ends(end, bias).double()
+    if end == "hook":
+        model.down.register_forward_hook(lambda module, args, out: None)
+    expected = values_and_gradients(model, model, torch.float64)
+    tile_modules({"mlp": model}, 10)
+    left_out = []
+    real = last_linear._apply
+
+    def apply(*args: Any) -> Tensor:
+        left_out.append(args)
+        out = real(*args)
+        assert out.isnan().all()
+        return out
+
+    monkeypatch.setattr(last_linear, "_apply", apply)
+    torch.testing.assert_close(values_and_gradients(model, model, torch.float64), expected, rtol=1e-12, atol=1e-12)
+    assert len(left_out) == (4 if is_left_out else 0)
+    assert all(math.isfinite(value) for value in model.largest)
 
 
 def test_a_copy_and_a_pickle_have_the_original_forward() -> None:

@@ -4,7 +4,8 @@
 The intermediate results of an MLP for 500,000 tokens take tens of gigabytes. A tiled module keeps only its input. Its
 forward runs over tiles of tokens and writes their results into one tensor. Its backward runs each tile again, with
 gradients, and sums the gradients of the weights in fp32, or in their own dtype if that is wider. A module with random
-numbers, such as dropout, draws the same ones again.
+numbers, such as dropout, draws the same ones again. If the module ends with a linear operation, its backward does not
+compute the result of this operation again (`last_linear`).
 
 A tiled module inside a checkpointed layer: torch stops the recomputation of a layer when the last saved tensor of its
 forward exists again. `_Keep` saves the input of the module before the module runs. If the module is the last operation
@@ -29,14 +30,20 @@ from torch.autograd.function import Function, once_differentiable
 from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from twinflow.activations.last_linear import find_last, without
 from twinflow.activations.rerun import Randoms, are_same, autocast_of, randoms_of, with_randoms
+from twinflow.activations.wrap import class_of
 from twinflow.errors import incompatible, invalid_value, wrong_state
 
 TILE: Final = 8192  # tokens of a tile; larger tiles need more memory, and smaller ones keep a GPU less busy
+# A norm gets so many tiles at a time. Its intermediate results are narrower than those of an MLP, and exist when the
+# larger ones of attention do not. A norm that gets all tokens at once does not run again in backward.
+NORM_TILES: Final = 4
 
 
 def tile_modules(modules: Mapping[str, nn.Module], tile: int = TILE) -> TileHandle:
-    """Runs modules, given by name, over tiles of at most `tile` tokens from now on.
+    """Runs modules, given by name, over tiles of at most `tile` tokens from now on, and norms over tiles of four times
+    as many.
 
     The output of a module for one token must depend on this token only. A module gets one tensor [..., tokens, width]
     and returns one tensor with the same tokens. Raises ValueError if a module is tiled already.
@@ -90,7 +97,7 @@ class Tiled:
     def __init__(self, name: str, module: nn.Module, tile: int) -> None:
         update_wrapper(self, module.forward)
         self.name = name
-        self.tile = tile
+        self.tile = tile * (NORM_TILES if is_norm(module) else 1)
         self._module, self._forward = module, module.forward
         self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
         self._inner = _Inner(module, module.forward)
@@ -193,6 +200,7 @@ class _Run:
         self._name = name
         self._randoms: Randoms = []  # states of the generators before the forward, if it draws random numbers
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._last_linear: int | None = None  # the linear operation whose result the module returns
         self.kept: Any = None  # the autograd node that has saved the input and the weights
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,8 +211,12 @@ class _Run:
         out: Tensor | None = None
         with autocast_of(x.device.type, has_gradients=False)():
             for rows in self._tiles(x):
-                y = self._inner(x[:, rows])
-                self._check(y, x[:, rows])
+                part = x[:, rows]
+                if out is None:
+                    y, self._last_linear = find_last(self._inner, lambda part=part: self._inner(part), x.device.type)
+                else:
+                    y = self._inner(part)
+                self._check(y, part)
                 if out is None:
                     out = y.new_empty(1, x.shape[1], y.shape[-1])
                 out[:, rows] = y
@@ -217,27 +229,28 @@ class _Run:
     def backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the input and of the weights. `wants`: which of them are needed."""
         x, *weights = self.kept.saved_tensors
-        totals = [
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if is_wanted else None
-            for weight, is_wanted in zip(weights, wants[1:], strict=True)
-        ]
+        totals: list[Tensor | None] = [None] * len(weights)
         grad_x = torch.empty_like(x) if wants[0] else None
         leaves = [weight.detach().requires_grad_(one) for weight, one in zip(weights, wants[1:], strict=True)]
         with with_randoms(self._randoms), torch.enable_grad(), self._autocast():
             for rows in self._tiles(x):
                 part = x[:, rows].detach().requires_grad_(wants[0])
-                y = functional_call(self._inner, dict(zip(self._names, leaves, strict=True)), (part,))
+                with without(self._last_linear):
+                    y = functional_call(self._inner, dict(zip(self._names, leaves, strict=True)), (part,))
                 wanted = [tensor for tensor in (part, *leaves) if tensor.requires_grad]
                 found = iter(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
                 if grad_x is not None:
                     one = next(found)
                     grad_x[:, rows] = 0.0 if one is None else one
-                for total in totals:
-                    share = next(found) if total is not None else None
-                    if total is not None and share is not None:
-                        total += share
+                for index, is_wanted in enumerate(wants[1:]):
+                    share = next(found) if is_wanted else None
+                    if share is not None:
+                        totals[index] = _add(totals[index], share)
                 del y
-        sums = [None if t is None else t.to(w.dtype) for t, w in zip(totals, weights, strict=True)]
+        sums = [
+            (torch.zeros_like(weight) if total is None else total.to(weight.dtype)) if is_wanted else None
+            for total, weight, is_wanted in zip(totals, weights, wants[1:], strict=True)
+        ]
         return [grad_x, *sums]
 
     def _tiles(self, x: Tensor) -> Iterator[slice]:
@@ -283,6 +296,18 @@ class _Tiles(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.run.backward(grad, ctx.needs_input_grad[1:]))
+
+
+def _add(total: Tensor | None, share: Tensor) -> Tensor:
+    """The sum of the gradients of a weight so far, in fp32 or wider."""
+    if total is not None:
+        return total.add_(share)
+    return share.to(torch.promote_types(share.dtype, torch.float32), copy=True)  # two weights may share a gradient
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the name of a module says that it is a norm."""
+    return class_of(module).endswith("Norm")
 
 
 def has_experts(module: nn.Module) -> bool:

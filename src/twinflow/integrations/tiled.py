@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from twinflow.activations.tiled import TILE, TileHandle, has_experts, tile_modules
+from twinflow.activations.tiled import TILE, TileHandle, has_experts, is_norm, tile_modules
 from twinflow.activations.wrap import class_of
 from twinflow.conflicts import conflict
 from twinflow.errors import invalid_value
@@ -51,7 +51,8 @@ class TiledSequence:
 def tile_sequence(
     model: nn.Module, tile: int = TILE, *, modules: Sequence[str] | None = None, loss: bool | None = None
 ) -> TiledSequence:
-    """Computes MLPs, norms and loss of `model` for at most `tile` tokens at a time from now on, also in backward.
+    """Computes MLPs, norms and loss of `model` for at most `tile` tokens at a time from now on, also in backward, and
+    norms for four times as many.
 
     `modules`: names of the classes to tile, whose output for a token must depend on this token only. Without it, these
     are the MLPs of the model's blocks, and the norms that are not one of torch's. `loss`: whether the loss of a model
@@ -151,13 +152,13 @@ def _chosen(model: nn.Module, classes: Sequence[str] | None) -> Iterator[tuple[s
     inside = {id(part) for block in blocks for part in block.module.modules()}
     for block in blocks:
         for name, child in block.module.named_children():
-            if class_of(child).endswith(_MLPS) or _is_norm(child):
+            if class_of(child).endswith(_MLPS) or _needs_tiles(child):
                 yield f"{block.name}.{name}", child
-    yield from ((name, part) for name, part in model.named_modules() if id(part) not in inside and _is_norm(part))
+    yield from ((name, part) for name, part in model.named_modules() if id(part) not in inside and _needs_tiles(part))
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return class_of(module).endswith("Norm") and not isinstance(module, _OTHER_NORMS)
+def _needs_tiles(module: nn.Module) -> bool:
+    return is_norm(module) and not isinstance(module, _OTHER_NORMS)
 
 
 def _has_causal_loss(model: nn.Module) -> bool:
