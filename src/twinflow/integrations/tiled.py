@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call for long sequences: MLPs, norms and the loss of a model are computed for one tile of tokens at a time, and
+"""One call for long sequences: MLPs, norms and the loss of a model are computed for some tokens at a time ("tiles"), and
 attention for some heads at a time.
 
 Attention needs all tokens. Its backward needs several times the memory of the queries, so that the attention of very
@@ -51,8 +51,8 @@ class TiledSequence:
 def tile_sequence(
     model: nn.Module, tile: int = TILE, *, modules: Sequence[str] | None = None, loss: bool | None = None
 ) -> TiledSequence:
-    """Computes MLPs, norms and loss of `model` for at most `tile` tokens at a time from now on, also in backward, and
-    norms for four times as many.
+    """Computes MLPs and loss of `model` for at most `tile` tokens at a time from now on, and norms for at most four
+    times as many, also in backward.
 
     `modules`: names of the classes to tile, whose output for a token must depend on this token only. Without it, these
     are the MLPs of the model's blocks, and the norms that are not one of torch's. `loss`: whether the loss of a model
