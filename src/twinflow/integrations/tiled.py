@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call for long sequences: MLPs, norms and the loss of a model are computed for some tokens at a time ("tiles"), and
-attention for some heads at a time.
+"""One call for long sequences: MLPs, norms and the loss of a model are computed for some tokens at a time ("tiles"),
+and attention for some heads at a time.
 
 Attention needs all tokens. Its backward needs several times the memory of the queries, so that the attention of very
 long sequences is computed for a part of the heads at a time. The kernels then also stay below 2**31 elements.
