@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 _PLAIN: Final = (Tensor, nn.Parameter)
 
 
-class Linears(TorchFunctionMode):
+class _Linears(TorchFunctionMode):
     """Counts the linear operations of a module that runs inside of it."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Linears(TorchFunctionMode):
 
     def last(self, returned: object) -> int | None:
         """The number of the linear operation that has computed what the module returned; None if none has."""
-        return self._count if returned is not None and returned is self._result else None
+        return self._count if self._result is not None and returned is self._result else None
 
 
 class _Without(TorchFunctionMode):
@@ -71,14 +71,14 @@ class _Without(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def find_last(module: nn.Module, run: Callable[[], Any], device: str) -> tuple[Any, int | None]:
-    """The result of `run`, which calls `module`, and the number of the linear operation that has computed it. None if
-    another operation has computed it, if a hook may read it, and under autocast, which would change its input.
+def find_last(module: nn.Module, x: Tensor) -> tuple[Any, int | None]:
+    """The result of a module, and the number of the linear operation that has computed it. None if another operation has
+    computed it, if a hook may read it, and under autocast, which would change its input.
     """
-    if torch.is_autocast_enabled(device) or any(part._forward_hooks for part in module.modules()):
-        return run(), None
-    with Linears() as linears:
-        out = run()
+    if torch.is_autocast_enabled(x.device.type) or any(part._forward_hooks for part in module.modules()):
+        return module(x), None
+    with _Linears() as linears:
+        out = module(x)
     return out, linears.last(out)
 
 

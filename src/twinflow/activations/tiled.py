@@ -213,7 +213,7 @@ class _Run:
             for rows in self._tiles(x):
                 part = x[:, rows]
                 if out is None:
-                    y, self._last_linear = find_last(self._inner, lambda part=part: self._inner(part), x.device.type)
+                    y, self._last_linear = find_last(self._inner, part)
                 else:
                     y = self._inner(part)
                 self._check(y, part)
