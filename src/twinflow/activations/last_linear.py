@@ -72,8 +72,8 @@ class _Without(TorchFunctionMode):
 
 
 def find_last(module: nn.Module, x: Tensor) -> tuple[Any, int | None]:
-    """The result of a module, and the number of the linear operation that has computed it. None if another operation has
-    computed it, if a hook may read it, and under autocast, which would change its input.
+    """The result of a module, and the number of the linear operation that has computed it. The number is None if another
+    operation has computed it, if a hook may read it, and under autocast, which would change its input.
     """
     if torch.is_autocast_enabled(x.device.type) or any(part._forward_hooks for part in module.modules()):
         return module(x), None
