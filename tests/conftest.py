@@ -7,9 +7,15 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from samples import mark_others
 
 # Collection imports torch and makes thousands of objects that all stay: nothing of this is garbage.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_others(items)
 
 
 def pytest_collection_finish() -> None:

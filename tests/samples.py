@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many cases of the slowest tests `make test` runs; `make test-all` runs all of them.
+
+`make test` has ten minutes on two cores, with installation. The tests of `SAMPLES` need most of this time. The cases of a
+test are chosen so that as many values of its parameters as possible occur, then as many pairs of values. The others are
+marked as matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
+    "dist/test_compat.py": {
+        "test_all_ranks_have_the_whole_state": 1,
+    },
+    "dist/test_disk.py": {
+        "test_pipeline_and_tensor_ranks_have_the_bits_of_state_in_memory": 1,
+        "test_stage_3_has_the_bits_of_state_in_memory": 1,
+    },
+    "dist/test_huggingface_ranks.py": {
+        "test_the_trainer_trains_on_two_processes_as_on_one": 0,
+    },
+    "dist/test_lightning_ranks.py": {
+        "test_ranks_train_as_one_process": 0,
+    },
+    "dist/test_muon.py": {
+        "test_ranks_are_as_one_process": 2,
+        "test_updates_during_backward": 1,
+    },
+    "dist/test_onebit.py": {
+        "test_ranks_do_what_the_simulation_does": 5,
+    },
+    "dist/test_parallel_as_one.py": {
+        "test_whole_weights_of_tensor_ranks": 1,
+    },
+    "dist/test_parallel_traps.py": {
+        "test_save_16bit_model_of_tensor_ranks_writes_whole_weights": 0,
+    },
+    "dist/test_sequence.py": {
+        "test_ranks_compute_the_gradients_of_one_process": 2,
+    },
+    "dist/test_streamed_ranks.py": {
+        "test_ranks_have_the_bits_of_updates_on_the_host": 1,
+    },
+    "dist/test_watch.py": {
+        "test_an_exception_ends_ranks_that_cannot_raise": 1,
+        "test_other_ways_to_fail": 2,
+    },
+    "dist/test_zero_init.py": {
+        "test_a_model_that_is_built_in_parts_trains_as_in_one_process": 1,
+        "test_no_rank_has_more_than_its_part_and_one_layer": 0,
+    },
+    "dist/test_zero_onebit.py": {
+        "test_ranks_have_the_same_weights": 0,
+    },
+    "dist/test_zero_traps.py": {
+        "test_two_ranks_train_as_one_process": 4,
+    },
+    "dist/test_zero_whole.py": {
+        "test_mistakes_raise_on_all_ranks_and_nothing_hangs": 1,
+        "test_the_training_state_is_that_of_one_process": 1,
+    },
+    "unit/test_activation_groups.py": {
+        "test_groups_of_layers_give_the_same_bits": 5,
+    },
+    "unit/test_activations.py": {
+        "test_with_the_overlapped_optimizer": 1,
+    },
+    "unit/test_as_torch.py": {
+        "test_it_is_as_with_torch": 142,
+    },
+    "unit/test_attention_triton.py": {
+        "test_kernels_against_the_truth": 4,
+    },
+    "unit/test_background_save.py": {
+        "test_a_weight_that_the_user_writes_is_read_before": 2,
+        "test_it_holds_the_state_at_the_call": 1,
+    },
+    "unit/test_checkpoint_files.py": {
+        "test_a_crash_at_any_point_leaves_a_checkpoint": 2,
+    },
+    "unit/test_checkpoint_shards.py": {
+        "test_a_crash_of_any_rank_at_any_point_leaves_a_checkpoint": 3,
+        "test_any_cut_of_any_tensors_comes_back_whole_and_by_any_other_cut": 0,
+    },
+    "unit/test_disk_tier.py": {
+        "test_the_disk_gives_the_same_bits": 5,
+    },
+    "unit/test_disk_weights.py": {
+        "test_writes_to_a_state_dict_change_the_weights": 2,
+    },
+    "unit/test_engine_checkpoint.py": {
+        "test_going_on_is_not_having_stopped": 4,
+    },
+    "unit/test_engine_shards.py": {
+        "test_saved_by_one_layout_loads_into_any": 1,
+    },
+    "unit/test_examples.py": {
+        "test_example_runs": 2,
+    },
+    "unit/test_experts.py": {
+        "test_experts_train_as_with_plain_torch": 3,
+    },
+    "unit/test_fit.py": {
+        "test_what_is_recommended_fits_with_a_margin": 4,
+    },
+    "unit/test_four_bit.py": {
+        "test_a_model_is_built_into_its_places": 3,
+        "test_every_placement_gives_the_same_bits": 18,
+        "test_rounding_keeps_the_mean": 3,
+        "test_states_of_other_formats_are_converted": 5,
+    },
+    "unit/test_full_disk.py": {
+        "test_a_full_standard_output_is_one_line": 1,
+    },
+    "unit/test_gpu_collect.py": {
+        "test_one_pass": 2,
+    },
+    "unit/test_gpu_packing.py": {
+        "test_bits_are_the_truths": 7,
+    },
+    "unit/test_gpu_update.py": {
+        "test_the_kernel_has_the_bits_of_the_truth": 9,
+    },
+    "unit/test_import_deepspeed.py": {
+        "test_no_damage_ends_in_anything_but_a_named_error": 1,
+    },
+    "unit/test_kernels.py": {
+        "test_every_cell_equals_its_reference": 56,
+        "test_the_other_master_equals_its_reference": 42,
+    },
+    "unit/test_launch_environments.py": {
+        "test_two_ranks_train_as_one_process": 3,
+    },
+    "unit/test_muon.py": {
+        "test_every_placement_gives_the_same_bits": 2,
+    },
+    "unit/test_offload_embeddings.py": {
+        "test_no_bit_changes": 2,
+    },
+    "unit/test_parallel_split.py": {
+        "test_hugging_face": 10,
+    },
+    "unit/test_param_offload.py": {
+        "test_a_checkpoint_goes_on_exactly_with_weights_on_either_side": 1,
+        "test_no_bit_changes": 2,
+        "test_no_bit_changes_with_slow_copies": 0,
+    },
+    "unit/test_param_offload_streamed.py": {
+        "test_a_checkpoint_in_the_background_goes_on_exactly": 2,
+        "test_no_bit_changes": 2,
+        "test_no_bit_changes_in_half_precision": 2,
+        "test_no_bit_changes_with_a_slow_stream": 2,
+        "test_the_host_gives_the_same_bits": 1,
+    },
+    "unit/test_plan_cli.py": {
+        "test_a_model_trains_with_the_config_written": 1,
+        "test_embedding_and_output_layers_on_the_host": 0,
+    },
+    "unit/test_planner.py": {
+        "test_a_plan_divides_experts_only_where_all_of_them_do_not_fit": 0,
+        "test_the_best_ratio_fits_wherever_anything_does": 3,
+    },
+    "unit/test_planner_scaling.py": {
+        "test_no_larger_batch_would_fit": 2,
+    },
+    "unit/test_rules.py": {
+        "test_error_of_every_form_of_sgd": 16,
+    },
+    "unit/test_speedups.py": {
+        "test_a_compiled_selective_block_keeps_ten_values_for_each_hidden_unit": 0,
+    },
+    "unit/test_state_file.py": {
+        "test_forks_while_records_are_read_lose_nothing": 1,
+    },
+    "unit/test_tiled.py": {
+        "test_a_hugging_face_model_trains_as_without_tiles": 1,
+        "test_gpt_trains_as_without_tiles": 2,
+    },
+    "unit/test_train_cli.py": {
+        "test_a_config_file_decides_what_it_names": 5,
+        "test_embeddings_that_are_planned_for_the_host_are_there": 0,
+        "test_every_rule_learns": 0,
+        "test_experts_show_the_balance_of_their_routers": 0,
+        "test_the_same_seed_gives_the_same_run": 0,
+        "test_the_tutorials_command_and_file_run": 2,
+    },
+    "unit/test_train_resume.py": {
+        "test_ctrl_c_and_sigterm_save_and_the_rest_is_the_same": 1,
+        "test_killed_at_any_moment_it_ends_the_same": 0,
+    },
+    "unit/test_twin_accumulation.py": {
+        "test_parts_are_one_large_batch": 2,
+    },
+    "unit/test_twin_any.py": {
+        "test_like_plain_torch": 6,
+    },
+    "unit/test_twin_auto.py": {
+        "test_moving_changes_no_bit": 6,
+    },
+    "unit/test_twin_delayed.py": {
+        "test_is_the_plain_loop_bit_for_bit": 5,
+    },
+    "unit/test_twin_exact.py": {
+        "test_closing_in_the_middle_of_a_step": 2,
+        "test_closing_leaves_nothing_behind": 2,
+        "test_every_rule_and_format_has_the_same_bits": 5,
+        "test_fifty_losses_are_torchs": 1,
+        "test_groups_and_schedulers_follow_torch": 2,
+        "test_one_step_from_equal_state_is_torchs": 4,
+    },
+    "unit/test_twin_loops.py": {
+        "test_the_memory_format_may_change_between_steps": 2,
+    },
+    "unit/test_twin_ratio.py": {
+        "test_a_checkpoint_loads_at_any_ratio": 4,
+        "test_any_optimizer_on_both_halves": 3,
+        "test_any_ratio_gives_the_same_bits": 14,
+        "test_delayed_updates_of_two_steps_begin_one_after_the_other": 2,
+        "test_half_precision_weights": 4,
+    },
+    "unit/test_twin_sums.py": {
+        "test_sums_of_the_next_step_wait_for_a_late_update": 1,
+        "test_sums_on_the_host_are_those_on_the_device": 4,
+    },
+    "unit/test_twin_trainer.py": {
+        "test_a_trainer_run_equals_adamw_and_its_own_resume": 0,
+    },
+    "unit/test_twin_traps.py": {
+        "test_a_result_changes_without_this_sync_point_and_not_with_it": 5,
+        "test_accumulation": 2,
+        "test_checkpointing_ties_and_repeated_blocks": 8,
+        "test_the_same_with_declared_accumulation": 4,
+    },
+    "unit/test_zoo.py": {
+        "test_it_trains_as_with_plain_torch": 7,
+    },
+}
+_IN_MATRIX: Final = ("matrix", "slow", "gpu")
+_GOLDEN: Final = 0.6180339887  # its multiples, without their whole parts, are spread evenly
+
+
+def mark_others(items: Sequence[pytest.Item]) -> None:
+    """Marks as matrix the cases that `make test` leaves out."""
+    cases: dict[tuple[str, str], list[pytest.Function]] = {}
+    root = Path(__file__).parent
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.is_relative_to(root):
+            key = item.path.relative_to(root).as_posix(), item.originalname
+            is_quick = not any(item.get_closest_marker(name) for name in _IN_MATRIX)
+            if is_quick and key[1] in SAMPLES.get(key[0], {}):
+                cases.setdefault(key, []).append(item)
+    for (file, name), found in cases.items():
+        chosen = choose([_values(item) for item in found], SAMPLES[file][name])
+        for number, item in enumerate(found):
+            if number not in chosen:
+                item.add_marker(pytest.mark.matrix)
+
+
+def choose(cases: Sequence[frozenset[tuple[str, str]]], count: int) -> set[int]:
+    """Chooses `count` cases, given by their values, that have most values and most pairs of values between them."""
+    chosen: set[int] = set()
+    seen: set[object] = set()
+    # Of equally good cases the first in this order is taken, so that the choice is spread over all cases.
+    order = sorted(range(len(cases)), key=lambda number: number * _GOLDEN % 1.0)
+
+    def gain(number: int) -> tuple[int, int]:
+        return len(cases[number] - seen), len(_pairs(cases[number]) - seen)
+
+    for _ in range(min(count, len(cases))):
+        best = max((number for number in order if number not in chosen), key=gain)
+        chosen.add(best)
+        seen |= cases[best] | _pairs(cases[best])
+    return chosen
+
+
+def _pairs(values: frozenset[tuple[str, str]]) -> set[object]:
+    return set(combinations(sorted(values), 2))
+
+
+def _values(item: pytest.Function) -> frozenset[tuple[str, str]]:
+    callspec = getattr(item, "callspec", None)
+    return frozenset((name, str(value)) for name, value in callspec.params.items()) if callspec else frozenset()
