@@ -280,11 +280,49 @@ def test_every_write_to_a_state_dict_counts_until_the_next_step(tmp_path: Path, 
         after = weight.clone()
         assert not after.eq(0.5).all()
         state[name].fill_(0.75)
-        with pytest.raises(RuntimeError, match="a step has changed the weight since the copy was made"):
+        with pytest.raises(RuntimeError, match="has changed the weight since the copy was made"):
             weight.sum()
         assert torch.equal(weight, after)  # the write is dropped, and the optimizer can go on
+        state[name].fill_(0.875)
+        with pytest.raises(RuntimeError, match="has changed the weight since the copy was made"):
+            weight.sum()
         loss_of(model, 1).backward()
         optimizer.step()
+
+
+def test_a_write_to_a_copy_undoes_no_other_write() -> None:
+    name = "blocks.1.mlp.up.weight"
+    model = gpt(num_layers=2)()
+    weight = model.get_parameter(name)
+    message = "has changed the weight since the copy was made"
+    with closing(TwinOptimizer(model, lr=1e-2, ratio=1.0, offload_params=True)), torch.no_grad():
+        earlier, first, second = weight.data, model.state_dict(), model.state_dict()
+        first[name].fill_(0.5)
+        assert weight.eq(0.5).all()
+        for copied in (second[name], earlier):
+            copied[0] = 1
+            with pytest.raises(RuntimeError, match=message):
+                weight.sum()
+            assert weight.eq(0.5).all()
+        first[name][0] = 1  # this copy has the values of the weight
+        assert weight[0].eq(1).all()
+        assert weight[1:].eq(0.5).all()
+        weight.fill_(0.25)
+        first[name][0] = 1
+        with pytest.raises(RuntimeError, match=message):
+            weight.sum()
+        rows = [weight[0], weight[1]]
+        for row in rows:
+            row.fill_(2)
+        with pytest.raises(RuntimeError, match=message):
+            weight.sum()
+        for state in (model.state_dict(), model.state_dict()):
+            state[name].fill_(3)
+        assert weight.eq(3).all()
+        alias = weight.data
+        alias.mul_(2)
+        weight.data = alias + 1  # in the order of the writes
+        assert weight.eq(7).all()
 
 
 def config(folder: Path | None, num_buffers: int = 0, **more: Any) -> dict[str, Any]:

@@ -294,3 +294,14 @@ def test_configs_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"offload_param.embeddings"):
         twinflow.initialize(model=optimizer.model, optimizer=optimizer, config=config(True))
     optimizer.close()
+
+
+def test_both_copies_of_a_tied_weight_may_get_the_same_values() -> None:
+    model: Any = gpt(tied=True)()
+    with closing(TwinOptimizer(model, ratio=1.0, offload_params=True, tuning=EVERY)):
+        state = model.state_dict()
+        copies = [name for name, copied in state.items() if copied.shape == model.token_embedding.weight.shape]
+        assert len(copies) == 2
+        for name in copies:
+            state[name].fill_(0.5)
+        assert model.token_embedding.weight.eq(0.5).all()

@@ -295,6 +295,109 @@ def test_the_last_product_is_not_computed_again_in_backward(
     assert all(math.isfinite(value) for value in model.largest)
 
 
+class Saving(torch.autograd.Function):
+    """A linear operation whose backward uses its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, y = ctx.saved_tensors
+        grad = grad + 0 * y
+        return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class Changing(nn.Module):
+    """Modules for whose backward the result of the last linear operation is needed, or whose operation is unusual."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down, self.more = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)
+        self.last = torch.zeros(())
+        self.bias = nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_high = x[..., :1] > 1.5
+        if self.kind == "other tokens" and is_high.any():  # not in the first tile
+            x = x + is_high * self.more(x)
+        if self.kind == "gradients" and torch.is_grad_enabled():
+            x = x + 0 * self.more(x)
+        y = F.dropout(self.up(x), 0.5)
+        if self.kind == "checkpoint":
+            return checkpoint(self.down, y, use_reentrant=False)  # type: ignore[no-any-return]
+        if self.kind == "function":
+            return Saving.apply(y, self.down.weight)  # type: ignore[no-any-return, no-untyped-call]
+        if self.kind == "names":
+            return F.linear(input=y, weight=self.down.weight, bias=self.down.bias)
+        if self.kind == "bias":
+            return F.linear(y, self.down.weight, self.bias)
+        self.last = self.down(y)
+        return self.last if self.kind == "kept" else self.down(y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float64) for kind in ("other tokens", "gradients", "checkpoint", "function", "names", "bias")),
+        ("kept", torch.float64),
+        ("global hook", torch.float64),
+        ("complex", torch.complex128),
+    ],
+)
+def test_a_result_that_a_module_needs_in_backward_is_computed(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Changing(kind)
+    for layer in (model.up, model.down, model.more):  # `to` would make complex weights without imaginary part
+        layer.weight.data = torch.randn(layer.weight.shape, dtype=dtype)
+    model.to(dtype)
+    if kind == "complex":
+        model.forward = lambda x: model.down(model.up(x))  # type: ignore[method-assign]
+    x = torch.randn(1, 20, 8, dtype=dtype).requires_grad_()
+    if not dtype.is_complex:
+        x.data[:, :10].clamp_(max=1)
+        x.data[:, 15] = 2
+    seen: list[Tensor] = []
+
+    def gradients(parts: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        out = torch.cat([model(part) for part in x.split(parts, 1)], 1)
+        wanted = [x, *(param for param in model.parameters())]
+        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum()
+        found = torch.autograd.grad(
+            torch.view_as_real(loss).sum() if dtype.is_complex else loss, wanted, allow_unused=True
+        )
+        return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, found, strict=True)]
+
+    expected = gradients(10)
+    tile_modules({"mlp": model}, 10)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(out))
+    if kind != "global hook":
+        handle.remove()
+    try:
+        torch.testing.assert_close(gradients(20), expected, rtol=1e-12, atol=1e-12)
+    finally:
+        handle.remove()
+    assert not any(out.isnan().any() for out in [model.last, *seen])
+
+
+def test_a_tiled_module_runs_in_inference_mode_and_on_the_meta_device() -> None:
+    model = MLP()
+    x = torch.randn(1, 40, 8)
+    expected = model(x)
+    tile_modules({"mlp": model}, 10)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected.detach())
+    model = MLP().to("meta")
+    tile_modules({"mlp": model}, 10)
+    model(torch.empty(1, 40, 8, device="meta")).sum().backward()
+    assert model.up.weight.grad is not None
+
+
 def test_a_copy_and_a_pickle_have_the_original_forward() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     tile_modules({"0": model[0]}, 4)

@@ -19,9 +19,10 @@ The weights are saved with the input, as autograd does in an ordinary module. We
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import update_wrapper
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial, update_wrapper
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from twinflow.activations.last_linear import find_last, without
+from twinflow.activations.last_linear import ResultUsedError, find_last, run_without
 from twinflow.activations.rerun import Randoms, are_same, autocast_of, randoms_of, with_randoms
 from twinflow.activations.wrap import class_of
 from twinflow.errors import incompatible, invalid_value, wrong_state
@@ -209,6 +210,7 @@ class _Run:
         before = randoms_of(x.device) if is_training else []
         self._autocast = autocast_of(x.device.type)
         out: Tensor | None = None
+        first: weakref.ref[Tensor] | None = None
         with autocast_of(x.device.type, has_gradients=False)():
             for rows in self._tiles(x):
                 part = x[:, rows]
@@ -219,8 +221,12 @@ class _Run:
                 self._check(y, part)
                 if out is None:
                     out = y.new_empty(1, x.shape[1], y.shape[-1])
+                    first = weakref.ref(y)
                 out[:, rows] = y
                 del y  # before the next tile makes its own
+                if first is not None and first() is not None:
+                    self._last_linear = None  # the module keeps its result, and may read it later
+                first = None
         assert out is not None
         if before and not are_same(before, randoms_of(x.device)):
             self._randoms = before
@@ -228,6 +234,12 @@ class _Run:
 
     def backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the input and of the weights. `wants`: which of them are needed."""
+        with suppress(ResultUsedError):
+            return self._backward(grad, wants)
+        self._last_linear = None
+        return self._backward(grad, wants)
+
+    def _backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
         x, *weights = self.kept.saved_tensors
         totals: list[Tensor | None] = [None] * len(weights)
         grad_x = torch.empty_like(x) if wants[0] else None
@@ -235,8 +247,8 @@ class _Run:
         with with_randoms(self._randoms), torch.enable_grad(), self._autocast():
             for rows in self._tiles(x):
                 part = x[:, rows].detach().requires_grad_(wants[0])
-                with without(self._last_linear):
-                    y = functional_call(self._inner, dict(zip(self._names, leaves, strict=True)), (part,))
+                given = dict(zip(self._names, leaves, strict=True))
+                y = run_without(self._last_linear, partial(functional_call, self._inner, given, (part,)))
                 wanted = [tensor for tensor in (part, *leaves) if tensor.requires_grad]
                 found = iter(torch.autograd.grad(y, wanted, grad[:, rows], allow_unused=True))
                 if grad_x is not None:

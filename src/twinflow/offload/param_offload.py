@@ -72,14 +72,15 @@ class BlockWeights:
     quantised: list[nn.Parameter] = field(default_factory=list)  # weights that consist of other parameters
 
 
-class Loan(NamedTuple):
+@dataclass(eq=False)
+class Loan:
     """A copy of a parameter that was handed to the user, who may write to it."""
 
     param: Tensor
     copied: Tensor
     version: int  # version of the copy when it was handed out, or when a write to it was stored last
     is_counted: bool  # torch would increment the parameter's version for a write to the copy
-    is_old: bool = False  # a step has changed the weight since
+    is_old: bool = False  # the weight has changed since, and the copy has not
 
 
 class Piece(NamedTuple):
@@ -432,6 +433,9 @@ class ParamOffload:
                 f"the parameter's shape {tuple(param.shape)}",
                 "Assign values of that shape.",
             )
+        for it in self._loans:
+            if it.param is param and it.copied.untyped_storage()._cdata != values.untyped_storage()._cdata:
+                it.is_old = True
         values = values.to(device="cpu", dtype=param.dtype)
         for piece in self.pieces(param):
             piece.write(values.reshape(-1)[piece.start : piece.start + piece.numel])
@@ -472,24 +476,29 @@ class ParamOffload:
     def store_loans(self) -> None:
         """Stores lent copies that the user has written to. Forgets copies that the user does not hold any more.
 
-        Raises RuntimeError if the user has written to a copy from before a step, after all other copies are stored.
+        Raises RuntimeError if the user has written to a copy from before a step or before another write to the weight,
+        after all other copies are stored.
         """
-        loans, self._loans = self._loans, []
-        written = [it for it in loans if it.copied._version != it.version]
-        self._loans = [
-            it._replace(version=it.copied._version)
-            for it in loans
-            if _has_other_users(it.copied) and not (it.is_old and it.copied._version != it.version)
-        ]
+        written = [it for it in self._loans if it.copied._version != it.version]
+        stored: dict[int, Tensor] = {}
+        is_lost = False
         for it in written:
-            if not it.is_old:
+            it.version = it.copied._version
+            other = stored.get(id(it.param))  # a dict has several copies of a weight with several names
+            if other is not None and torch.equal(other.to(it.copied.device), it.copied):
+                it.is_old = False
+            elif it.is_old:
+                is_lost = True
+            else:
                 self._on_write(it.param, it.copied, False, it.is_counted)
-        if any(it.is_old for it in written):
+                stored[id(it.param)] = it.copied
+        self._loans = [it for it in self._loans if _has_other_users(it.copied)]
+        if is_lost:
             raise wrong_state(
                 "A write to a copy of a weight on the host cannot be stored",
-                "a step has changed the weight since the copy was made, and the copy would undo this",
-                "After step(), take a new copy with state_dict() or param.data before you write, or write to the "
-                "parameter itself.",
+                "a step, or a write to the weight or to another copy of it, has changed the weight since the copy was "
+                "made, and this copy would undo that",
+                "Take a new copy with state_dict() or param.data before you write, or write to the parameter itself.",
             )
 
     def copy_for_graph(self, view: Tensor) -> Tensor:
@@ -501,7 +510,8 @@ class ParamOffload:
 
     def after_step(self) -> None:
         """Invalidates all copies of weights, because the step changes the weights."""
-        self._loans = [it._replace(is_old=True) for it in self._loans]
+        for it in self._loans:
+            it.is_old = True
         for weights in self._blocks.values():
             for buffer in weights.buffers if self._in_graphs else ():
                 self._spoil_graphs(buffer)

@@ -270,7 +270,7 @@ class Runtime:
         def on_write(tensor: Tensor, written: Tensor, is_running: bool, is_counted: bool) -> None:
             runtime = me()
             if runtime is not None:
-                runtime.store(tensor, written, is_running, is_counted)
+                runtime._store(tensor, written, is_running, is_counted)
 
         def before_error() -> None:
             runtime = me()
@@ -425,7 +425,12 @@ class Runtime:
         self.settle(tensor)
         return self.param_offload.copy_of(tensor)
 
-    def store(
+    def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None:
+        """Set the values of a weight that lives on the host, after earlier writes to copies of weights."""
+        self._collect_loans()
+        self._store(tensor, values, is_on_all_ranks=is_on_all_ranks)
+
+    def _store(
         self,
         tensor: Tensor,
         values: Tensor,
@@ -486,7 +491,7 @@ class Runtime:
         """Store copies that the user has written to, and memory that the user has put into a weight with `set_`."""
         assert self.param_offload is not None
         for param, values in self.param_offload.replaced():
-            self.store(param, values)
+            self._store(param, values)
         self.param_offload.store_loans()
 
     # Backward.
