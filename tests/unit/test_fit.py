@@ -240,6 +240,18 @@ def test_embedding_and_output_layers_by_hand(model: ModelCost, world: int) -> No
     assert every.gpu["weights"] == 2 * model.numel
 
 
+def test_gradients_do_not_take_the_memory_that_embeddings_leave() -> None:
+    """On a GPU where gradients fit into half of the memory only without embeddings, they wait on the host."""
+    stays = Run(LLAMA_8B, 4, 2048, states="bf16", offload_params=True)
+    width, end = 2, 2 * sum(LLAMA_8B.ends)
+    memory = Memory(2 * width * stays.own_numel + end // 2, 200 * GB)
+    moved = replace(stays, offload_embeddings=True)
+    first, second = (bytes_of(run, Placed(run.own_numel), memory).host["gradients"] for run in (stays, moved))
+    assert first == second == width * stays.own_numel
+    here = bytes_of(moved, placed_at(moved, 0.0), memory)
+    assert here.host["gradients"] == 0  # the layers are on the GPU and count once
+
+
 def test_frozen_embeddings_take_memory_on_the_host() -> None:
     memory = Memory(60 * GB, 200 * GB)
     run = Run(LLAMA_8B, 1, 2048, adapter_rank=16, offload_params=True, offload_embeddings=True)

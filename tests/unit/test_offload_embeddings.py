@@ -14,6 +14,7 @@ from param_offload_support import (
     AWAY,
     DEVICE,
     HERE,
+    SHAPE,
     gpt,
     logits_loss,
     loss_of,
@@ -27,6 +28,7 @@ from param_offload_support import (
 from torch import Tensor, nn
 
 import twinflow
+from twinflow.device import Device
 from twinflow.offload.blocks import find_blocks, owners
 from twinflow.offload.plan import ROOT
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -74,6 +76,27 @@ def test_no_bit_changes_with_slow_copies_and_checkpointed_blocks(is_tied: bool) 
         optimizer.runtime.device.delay("fetch", 0.01)
 
     check_same(gpt(recompute="full", tied=is_tied), steps=3, watch=slow)
+
+
+def test_gradients_do_not_take_the_memory_that_the_layers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device where all gradients fit into half of the free memory only if the layers are on the host."""
+    wide, weights = gpt(tied=False, vocab_size=512), 2 * 4 * 512 * SHAPE.hidden
+    grads = 4 * sum(param.numel() for param in wide().parameters())
+    free = 2 * grads + weights // 2
+    found = []
+    for embeddings in (False, True):
+        monkeypatch.setattr(Device, "free_bytes", lambda self, here=weights * (not embeddings): free - here)
+        model, tuning = wide(), Tuning(bucket_numel=NUMEL, offload_embeddings=embeddings)
+        options: dict[str, Any] = {"early": True, "max_grad_norm": 0.5, "ratio": 1.0, "tuning": tuning}
+        with closing(TwinOptimizer(model, lr=1e-2, offload_params=True, **options)) as optimizer:
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime = optimizer.runtime
+            found.append((runtime.settings.hold_on_host, runtime.settings.flat_bytes // 1024))
+            assert runtime.executor.flats.num_bytes < grads
+    assert found[0] == found[1] == (True, (free - weights) // 8 // 1024)
 
 
 def test_which_layers_are_blocks() -> None:

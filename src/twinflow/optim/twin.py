@@ -303,13 +303,13 @@ class TwinOptimizer(Outcomes):
         if aside is not None:  # a block is fetched, or all of it stays on the device
             parts = whole_blocks(specs, parts)
         num_parts = self.team.num_parts if self.team is not None else 1
-        divided = [block.index for block in blocks if block.is_embedding]
-        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts, divided)
+        embeddings = [block.index for block in blocks if block.is_embedding]
+        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts, embeddings)
         plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
         file, weights = kind.state_file(plans), kind.weights_file(plans, aside, world, device)
         sizes = [kind.nbytes(plan) for plan in plans]
-        self._settings = build.fitted(self._settings, self.tuning, plans, sizes, room)
+        self._settings = build.fitted(self._settings, self.tuning, kind, plans, sizes, room, embeddings)
         others = bytes_of_gradients(self._settings, plans) + _buffers_of(file) + _buffers_of(weights)
         build.check_room(plans, sizes, room, self.ratio, others, aside is not None)
         if aside is not None:

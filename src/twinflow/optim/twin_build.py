@@ -9,7 +9,7 @@ bucket's state is the host, the device ("resident"), or the host with updates on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -414,11 +414,25 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
 
 
 def fitted(
-    settings: Settings, tuning: Tuning, plans: Sequence[BucketPlan], sizes: Sequence[int], room: Free
+    settings: Settings,
+    tuning: Tuning,
+    kind: StateKind,
+    plans: Sequence[BucketPlan],
+    sizes: Sequence[int],
+    room: Free,
+    embeddings: Container[int],
 ) -> Settings:
-    """A copy of the settings. Fields that depend on free memory are set for buckets with `sizes` bytes of state."""
-    resident = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
-    left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - resident))
+    """A copy of the settings. Fields that depend on free memory are set for buckets with `sizes` bytes of state.
+
+    `embeddings`: the blocks that are embedding or output layers.
+    """
+    used = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
+    # Such layers on the host count as on the device. Otherwise gradients would wait in the memory that they leave. The
+    # buffers of gradients are kept until the next backward, and the output layer needs this memory before it, so a step
+    # could need more memory with these layers on the host than with them on the device.
+    away = [plan for plan in plans if plan.place != RESIDENT and plan.block in embeddings]
+    used += int(sum(kind.weight_bytes.get(plan.block, 0.0) * plan.numel for plan in away))
+    left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - used))
     numel, nbytes = sum(plan.numel for plan in plans), sum(plan.numel * plan.dtype.itemsize for plan in plans)
     flat_bytes = tuning.flat_bytes  # the user's value, or the smaller of a fixed size and an eighth of free memory
     if flat_bytes is None:

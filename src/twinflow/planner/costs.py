@@ -240,6 +240,12 @@ class Run:
         return self._with_ends(self.layer_bytes, width * self.ends[0], width * self.ends[1])
 
     @cached_property
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes of the trained weights of each block that is one of `ends`. Zeros for other blocks."""
+        width = 0 if self.adapter_rank else WEIGHT_BYTES[self.weights]
+        return self._with_ends((0,) * len(self.trained_layers), width * self.ends[0], width * self.ends[1])
+
+    @cached_property
     def own_root(self) -> int:
         """Elements outside of the blocks whose optimizer state belongs to one GPU."""
         return -(-sum(self.trained_root) // self.world)
@@ -457,9 +463,11 @@ def _fetched_bytes(run: Run, num_here: int) -> int:
 
 
 def _free_at_start(run: Run, memory: Memory, num_here: int = 0) -> int:
-    """GPU memory that is free when the runtime chooses its buffers, which is before the first block is fetched."""
+    """GPU memory by which the runtime chooses its buffers: free before the first block is fetched, less that of trained
+    embedding and output layers on the host, which count as on the GPU.
+    """
     fetched = _fetched_bytes(run, num_here) if run.offload_params else 0
-    return max(0, memory.gpu_bytes - _weight_bytes(run, num_here) + fetched)
+    return max(0, memory.gpu_bytes - _weight_bytes(run, num_here) + fetched - sum(run.end_bytes[num_here:]))
 
 
 def _muon_bytes(run: Run) -> int:
