@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many cases of the slowest tests `make test` runs; `make test-all` runs all of them.
 
-`make test` has ten minutes on two cores, with installation. The tests of `SAMPLES` need most of this time. The cases of a
-test are chosen so that as many values of its parameters as possible occur, then as many pairs of values. The others are
-marked as matrix.
+`make test` has ten minutes on two cores, with installation. The tests of `SAMPLES` need most of this time. The cases of
+a test are chosen so that as many values of its parameters as possible occur, then as many pairs of values. The others
+are marked as matrix.
 """
 
 from __future__ import annotations
