@@ -63,11 +63,11 @@ test: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Three workers keep two cores busy while tests wait for processes; four take longer.
+# Four workers keep two cores busy while tests wait for processes and sleep.
 # The tests are collected once before, which compiles them and all that they import: else each worker would do it again.
 unit: $(VENV)/.installed
 	@$(BIN)/python -m pytest --collect-only -qq tests/dist tests/unit > /dev/null
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" tests/dist tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" tests/dist tests/unit
 
 # Only the large matrices fine-tune models.
 $(VENV)/.finetune: pyproject.toml constraints.txt $(VENV)/.installed

@@ -16,20 +16,31 @@ from typing import Final
 import pytest
 
 SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
+    "dist/test_checked_collectives.py": {
+        "test_another_order_is_an_error": 0,
+    },
     "dist/test_compat.py": {
-        "test_all_ranks_have_the_whole_state": 1,
+        "test_all_ranks_have_the_whole_state": 0,
+    },
+    "dist/test_compressed.py": {
+        "test_ranks_find_what_the_simulation_finds": 0,
     },
     "dist/test_disk.py": {
-        "test_pipeline_and_tensor_ranks_have_the_bits_of_state_in_memory": 1,
+        "test_pipeline_and_tensor_ranks_have_the_bits_of_state_in_memory": 0,
         "test_stage_3_has_the_bits_of_state_in_memory": 1,
     },
+    "dist/test_experts.py": {
+        "test_ranks_with_different_experts": 0,
+    },
     "dist/test_huggingface_ranks.py": {
+        "test_a_run_of_the_trainer_goes_on_with_weights_on_the_hosts_of_three_processes": 0,
         "test_the_trainer_trains_on_two_processes_as_on_one": 0,
     },
     "dist/test_lightning_ranks.py": {
         "test_ranks_train_as_one_process": 0,
     },
     "dist/test_muon.py": {
+        "test_a_checkpoint_continues_on_other_numbers_of_ranks": 0,
         "test_ranks_are_as_one_process": 2,
         "test_updates_during_backward": 1,
     },
@@ -39,11 +50,17 @@ SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
     "dist/test_parallel_as_one.py": {
         "test_whole_weights_of_tensor_ranks": 1,
     },
+    "dist/test_parallel_replica.py": {
+        "test_tensor_ranks": 0,
+    },
+    "dist/test_parallel_tensor.py": {
+        "test_gpt": 0,
+    },
     "dist/test_parallel_traps.py": {
         "test_save_16bit_model_of_tensor_ranks_writes_whole_weights": 0,
     },
     "dist/test_sequence.py": {
-        "test_ranks_compute_the_gradients_of_one_process": 2,
+        "test_ranks_compute_the_gradients_of_one_process": 1,
     },
     "dist/test_streamed_ranks.py": {
         "test_ranks_have_the_bits_of_updates_on_the_host": 1,
@@ -51,6 +68,9 @@ SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
     "dist/test_watch.py": {
         "test_an_exception_ends_ranks_that_cannot_raise": 1,
         "test_other_ways_to_fail": 2,
+    },
+    "dist/test_zero_exact.py": {
+        "test_nobody_waits_for_what_will_not_come": 0,
     },
     "dist/test_zero_init.py": {
         "test_a_model_that_is_built_in_parts_trains_as_in_one_process": 1,
@@ -73,10 +93,10 @@ SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_with_the_overlapped_optimizer": 1,
     },
     "unit/test_as_torch.py": {
-        "test_it_is_as_with_torch": 142,
+        "test_it_is_as_with_torch": 100,
     },
     "unit/test_attention_triton.py": {
-        "test_kernels_against_the_truth": 4,
+        "test_kernels_against_the_truth": 2,
     },
     "unit/test_background_save.py": {
         "test_a_weight_that_the_user_writes_is_read_before": 2,
@@ -120,13 +140,13 @@ SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
         "test_a_full_standard_output_is_one_line": 1,
     },
     "unit/test_gpu_collect.py": {
-        "test_one_pass": 2,
+        "test_one_pass": 1,
     },
     "unit/test_gpu_packing.py": {
-        "test_bits_are_the_truths": 7,
+        "test_bits_are_the_truths": 3,
     },
     "unit/test_gpu_update.py": {
-        "test_the_kernel_has_the_bits_of_the_truth": 9,
+        "test_the_kernel_has_the_bits_of_the_truth": 4,
     },
     "unit/test_import_deepspeed.py": {
         "test_no_damage_ends_in_anything_but_a_named_error": 1,
@@ -134,6 +154,10 @@ SAMPLES: Final[Mapping[str, Mapping[str, int]]] = {
     "unit/test_kernels.py": {
         "test_every_cell_equals_its_reference": 56,
         "test_the_other_master_equals_its_reference": 42,
+        "test_threads_and_variants_change_no_bit": 18,
+    },
+    "unit/test_launch.py": {
+        "test_a_killed_rank_ends_all": 0,
     },
     "unit/test_launch_environments.py": {
         "test_two_ranks_train_as_one_process": 3,
