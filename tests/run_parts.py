@@ -36,6 +36,7 @@ PARTS = {
     "quick": ["-m", "not slow and not matrix"],
     "slow": ["-m", "slow and not gpu"],
     **{f"kernels-{rule}": ["-m", "matrix", KERNELS, "-k", f"{rule}-"] for rule in RULES},
+    "kernels-others": ["-m", "matrix", KERNELS, "-k", " and ".join(f"not {rule}-" for rule in RULES)],
     **{f"twin-{rule}": ["-m", "matrix", TWIN[0], "-k", f"every_combination and {rule}-"] for rule in RULES},
     "twin-others": ["-m", "matrix", *TWIN, "-k", "not every_combination"],
     "ratio": ["-m", "matrix", RATIO],
