@@ -37,8 +37,9 @@ from twinflow.activations.wrap import class_of
 from twinflow.errors import incompatible, invalid_value, wrong_state
 
 TILE: Final = 8192  # tokens of a tile; larger tiles need more memory, and smaller ones keep a GPU less busy
-# A norm gets so many tiles at a time. Its intermediate results are narrower than those of an MLP, and exist when the
-# larger ones of attention do not. A norm that gets all tokens at once does not run again in backward.
+# A tile of a norm has this many times as many tokens. The intermediate results of a norm are narrower than those of an
+# MLP, and exist when the larger ones of attention do not. A norm that gets all tokens at once does not run again in
+# backward.
 NORM_TILES: Final = 4
 
 
@@ -210,7 +211,7 @@ class _Run:
         before = randoms_of(x.device) if is_training else []
         self._autocast = autocast_of(x.device.type)
         out: Tensor | None = None
-        first: weakref.ref[Tensor] | None = None
+        first: weakref.ref[Tensor] | None = None  # the result of the first tile, until it should be freed
         with autocast_of(x.device.type, has_gradients=False)():
             for rows in self._tiles(x):
                 part = x[:, rows]
@@ -236,7 +237,7 @@ class _Run:
         """The gradients of the input and of the weights. `wants`: which of them are needed."""
         with suppress(ResultUsedError):
             return self._backward(grad, wants)
-        self._last_linear = None
+        self._last_linear = None  # the module runs in another way than in forward: compute all results
         return self._backward(grad, wants)
 
     def _backward(self, grad: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
