@@ -30,7 +30,7 @@ CLIPPED: dict[str, Callable[[int], bool] | None] = {
 }
 SHARES = {"no clipping": 0.0, "never clipped": 0.0, "every step clipped": 1.0, "every third step clipped": 1 / 3}
 # Rates in training, relative to those that were measured without training.
-MACHINES = {"as measured": 1.0, "slower": 0.6, "much slower": 0.3}
+MACHINES = {"as measured": 1.0, "slower": 0.6, "much slower": 0.3, "faster": 2.0, "much faster": 20.0}
 
 
 def better_s(clock: Clock, runtime: PlayedRuntime, share: float) -> float:
@@ -55,6 +55,7 @@ QUICK = [
     ("medium", "slower", "every step clipped", "large"),
     ("medium", "as measured", "no clipping", "small"),
     ("long", "much slower", "every third step clipped", "large"),
+    ("medium", "much faster", "never clipped", "small"),
 ]
 
 
@@ -108,6 +109,19 @@ def test_a_disturbed_step_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> No
         clock.disturbed = lambda step, disturbed=disturbed: 3.0 if step == disturbed else 1.0
         until_settled(placement, clock)
         assert clock.step_s() <= 1.02 * better_s(clock, runtime, 0.0), disturbed
+
+
+@pytest.mark.parametrize("clipping", ["never clipped", "every step clipped"])
+@pytest.mark.parametrize("factor", [0.9, 1.12, 1.3])
+def test_times_alone_that_are_wrong_hide_no_placement(
+    monkeypatch: pytest.MonkeyPatch, factor: float, clipping: str
+) -> None:
+    """Forward and backward alone are timed in the first steps, in which other things may take time too."""
+    options: dict[str, Any] = {"clips": True, "clipped": CLIPPED[clipping]}
+    placement, runtime, clock = played(monkeypatch, PROBED, PROBED, MEDIUM, **options)
+    clock.disturbed = lambda step: factor if clock.is_quiet else 1.0
+    assert until_settled(placement, clock) <= 12
+    assert clock.step_s(share=SHARES[clipping]) <= 1.02 * better_s(clock, runtime, SHARES[clipping])
 
 
 def test_a_shorter_step_after_a_move_does_not_prolong_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ bucket's state is the host, the device ("resident"), or the host with updates on
    the device must not take memory that a forward needs.
 2. Time (`_time`): forward and backward are timed alone, with a barrier between steps.
 3. Watch (`_watch`): some steps without the barrier give the time of a step with the present placement.
-4. Choose (`_choose`): if the fastest placement so far is nearly as fast as forward and backward alone, no other one can
-   be clearly faster, and it stays. Otherwise buckets move, and steps are watched again. Two placements are tried: the
-   planner's, for which the rates of the host are corrected so that the planner's time of the present placement is the
-   measured one, and the one with as much state on the device as fits. Of all measured placements the fastest stays.
+4. Choose (`_choose`): if all state is on the host and steps are nearly as fast as forward and backward alone, it stays
+   there. Otherwise buckets move, and steps are watched again. Two placements are tried: the planner's, for which the
+   rates of the host are corrected so that the planner's time of the present placement is the measured one, and the one
+   with as much state on the device as fits. A placement is not tried if it is predicted to be slower than the fastest
+   one so far (`_to_beat`). Of all measured placements the fastest stays.
 5. Later (`_check`): every `_CHECK_EVERY` steps, state moves to the host if activations have grown. If steps have become
    longer or shorter, or more or fewer steps are clipped, for two checks in a row, everything is measured again from 2.
    Each time the shortest distance to the next time doubles, and the present placement stays unless another one is
@@ -29,6 +30,7 @@ grows with the number of units, and every other bucket is a unit of its own.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +62,12 @@ _NUM_MANY: Final = 8  # steps that are watched otherwise
 _AGREE: Final = 0.03
 _RISE: Final = 0.06  # by how much the second of `_NUM_FEW` steps may be longer than the first
 _NEAR: Final = 0.01  # a step that is longer than forward and backward alone by this share at most is good enough
-_WORSE: Final = 0.01  # a placement is tried if its predicted step is longer by this share at most
+_WORSE: Final = 0.01  # a placement is tried if it is predicted to be slower than the fastest one by this share at most
+_MUCH_WORSE: Final = 0.04  # the same for the placement with as much state on the device as fits
 _GAIN: Final = 0.003  # a placement with more state on the device stays if steps are shorter by this share at least
 _GAIN_AGAIN: Final = 0.02  # the same if another placement was chosen before
 _MARGIN: Final = 0.95  # the planner's host is slower by this factor, so that updates are not only just hidden
-_SLOWEST: Final = 0.1  # lower limit of the factor by which measured steps correct the rates of the host
+_SLOWEST, _FASTEST = 0.1, 4.0  # limits of the factor by which measured steps correct the rates of the host
 _CHECK_EVERY: Final = 16  # steps between two checks
 _NUM_CHECKS: Final = 2  # checks in a row that must find the same kind of change
 _CHANGE: Final = 0.15  # by how much the times of steps must change
@@ -77,6 +80,7 @@ _DEVICE_SHARE, _DEVICE_LEAST = 0.05, 1 << 30  # device memory that stays free (s
 _VARIED: Final = 0.1
 _GROWTH: Final = 0.25  # then so much of the memory that steps need stays free in addition, for larger inputs
 _HOST_SHARE, _HOST_LEAST = 0.06, 2 << 30
+_UNKNOWN: Final = Timing(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ class AutoPlacement:
         self._is_quiet = False  # no update was pending when this step began
         self._alone: list[StepMarks] = []  # steps that began when no update was pending
         self._watched: list[StepMarks] = []  # steps with the present placement
+        self._least = _UNKNOWN  # the shortest forward and the shortest backward of all watched steps
         self._after_clipped: list[bool] = []  # for each of them: whether the step before it was clipped
         self._seen: list[Seen] = []
         self._num_tried = 0  # placements of `_choose` that were considered
@@ -235,6 +240,11 @@ class AutoPlacement:
         if not is_known:
             backwards = sorted(each.backward_s for each in found)
             self._is_varied |= backwards[-2] > (1.0 + _VARIED) * backwards[0]  # one step may have been disturbed
+        if not self._is_varied:  # otherwise the shortest times are those of the smallest inputs
+            self._least = Timing(
+                min(self._least.forward_s, *(each.forward_s for each in found)),
+                min(self._least.backward_s, *(each.backward_s for each in found)),
+            )
         step_s = self._mean(times) if not is_known else min(times) if is_clear else times[1]
         LOGGER.debug(f"ratio auto: {step_s:.3f} s a step, {shares(self._places())}")
         self._seen.append(Seen(step_s, self._places(), host_share(self._runtime.buckets)))
@@ -266,23 +276,19 @@ class AutoPlacement:
     def _choose(self) -> None:
         """Moves buckets to the next placement that is worth a try. If there is none, the fastest placement stays."""
         fastest_s = min(seen.step_s for seen in self._seen)
-        alone = self._read(self._alone)
-        alone_s = min(times.work_s for times in alone)
-        # Times alone that are longer than those with updates were disturbed, and say nothing.
+        alone_s, alone = self._times_alone()
+        # Times alone that are longer than those with updates were disturbed, and say nothing. They may be disturbed
+        # without such a sign, so after the first move nothing is concluded from them.
         is_near = alone_s <= (1.0 + 2.0 * _NEAR) * fastest_s and fastest_s <= (1.0 + _NEAR) * alone_s
         tries = (self._planned, self._fullest)
-        while not is_near and self._num_tried < len(tries):
+        while not (is_near and self._num_tried == 0) and self._num_tried < len(tries):
             self._runtime.wait()
             self._runtime.wait_for_copies()
             scale = min(1.0, fastest_s / alone_s)
-            timing = Timing(
-                scale * min(times.forward_s for times in alone),
-                scale * min(times.backward_s for times in alone),
-                self._runtime.settings.accumulation_steps,
-            )
+            timing = replace(alone, forward_s=scale * alone.forward_s, backward_s=scale * alone.backward_s)
             find = tries[self._num_tried]
             self._num_tried += 1
-            places = self._agreed(find(timing, fastest_s))
+            places = self._agreed(find(timing))
             if places is not None and all(tuple(places) != seen.places for seen in self._seen):
                 self._move(places)
                 return
@@ -294,7 +300,24 @@ class AutoPlacement:
         self._report(kept, alone_s)
         self._settle()
 
-    def _planned(self, timing: Timing, fastest_s: float) -> Sequence[str] | None:
+    def _times_alone(self) -> tuple[float, Timing]:
+        """Seconds of the forwards and backwards of a step alone, and the times of one of each.
+
+        A watched step with a shorter forward or backward shows that the times alone were disturbed, because updates
+        only make them longer.
+        """
+        alone = self._read(self._alone)
+        forward_s = min(times.forward_s for times in alone)
+        backward_s = min(times.backward_s for times in alone)
+        timing = Timing(
+            min(forward_s, self._least.forward_s),
+            min(backward_s, self._least.backward_s),
+            self._runtime.settings.accumulation_steps,
+        )
+        excess_s = forward_s - timing.forward_s + backward_s - timing.backward_s
+        return min(times.work_s for times in alone) - timing.micro_batches * excess_s, timing
+
+    def _planned(self, timing: Timing) -> Sequence[str] | None:
         """The planner's placement, if it is predicted to be as fast as the fastest one so far."""
         size, room, ways = self._size(), self._room(), self._ways(timing)
         items = items_of(self._units, timing, is_early=self._runtime.settings.early)
@@ -309,37 +332,56 @@ class AutoPlacement:
             rates = _scaled(self._rates, _MARGIN * self._speed)
             choice = choose(items, timing, rates, self._states, decision, room, size, ways)
             LOGGER.debug(f"ratio auto: {choice.why}")
-            if choice.prediction.step_s <= (1.0 + _WORSE) * fastest_s:
+            if choice.prediction.step_s <= (1.0 + _WORSE) * self._to_beat(items, timing, rates, room):
                 return self._by_bucket(choice.places)
         return None
 
-    def _fullest(self, timing: Timing, fastest_s: float) -> Sequence[str] | None:
+    def _fullest(self, timing: Timing) -> Sequence[str] | None:
         """As much state on the device as fits, if it is predicted to be as fast as the fastest placement so far."""
-        size, beside, left = self._size(), self._beside(), self._room().gpu_bytes
-        items = items_of(self._units, timing, is_early=self._runtime.settings.early)
+        room, beside = self._room(), self._beside()
+        left = room.gpu_bytes
+        before = items_of(self._units, timing, is_early=self._runtime.settings.early)
+        items = list(before)
         for i in input_side_first(items):
             left -= self._unit_bytes(self._units[i], RESIDENT) + int(items[i].numel * beside)
             items[i] = items[i].at(RESIDENT if left >= 0 else HOST)
         assert self._rates is not None
         rates = _scaled(self._rates, self._speed)
-        decision = self._decision(self._ahead_numel(items, size, self._room()))
+        decision = self._decision(self._ahead_numel(items, self._size(), room))
         found = predict(items, timing, rates, self._states, decision, self._ways(timing))
-        is_tried = found.step_s <= (1.0 + _WORSE) * fastest_s
+        is_tried = found.step_s <= (1.0 + _MUCH_WORSE) * self._to_beat(before, timing, rates, room)
         return self._by_bucket([item.place for item in items]) if is_tried else None
+
+    def _to_beat(self, items: Sequence[Item], timing: Timing, rates: Rates, room: Memory) -> float:
+        """The time of the fastest placement so far: as measured, or as predicted if that is longer.
+
+        A prediction is compared with a prediction, because both have the same error. If forward and backward alone or
+        the rates of the host were measured too slow, all predictions are longer than the measured step, and a
+        comparison with that step alone would reject placements that are faster.
+        """
+        fastest = min(self._seen, key=lambda seen: seen.step_s)
+        placed = [item.at(fastest.places[unit[0].plan.index]) for unit, item in zip(self._units, items, strict=True)]
+        decision = self._decision(self._ahead_numel(placed, self._size(), room))
+        found = predict(placed, timing, rates, self._states, decision, self._ways(timing))
+        return max(fastest.step_s, found.step_s)
 
     def _speed_of(self, items: Sequence[Item], timing: Timing, step_s: float, ways: Ways) -> float:
         """The factor of the host's rates with which the present placement is predicted to take `step_s`."""
         assert self._rates is not None
+        known = self._rates
         decision = self._decision(int(self._runtime.speculative_stores.num_bytes / self._size().host))
-        low, high = _SLOWEST, 1.0
-        for speed in (high, low):  # the rates without training, or the lower limit
-            found = predict(items, timing, _scaled(self._rates, speed), self._states, decision, ways)
-            if (found.step_s >= step_s) == (speed == high):
-                return speed
+
+        def predicted(speed: float) -> float:
+            return predict(items, timing, _scaled(known, speed), self._states, decision, ways).step_s
+
+        low, high = (_SLOWEST, 1.0) if predicted(1.0) < step_s else (1.0, _FASTEST)
+        if predicted(high) > step_s:
+            return 1.0  # even the fastest host does not explain such a short step, so the host is not the reason
+        if predicted(low) < step_s:
+            return low
         for _ in range(6):
             middle = (low + high) / 2
-            found = predict(items, timing, _scaled(self._rates, middle), self._states, decision, ways)
-            low, high = (middle, high) if found.step_s > step_s else (low, middle)
+            low, high = (middle, high) if predicted(middle) > step_s else (low, middle)
         return (low + high) / 2
 
     def _decision(self, ahead_numel: int) -> ClipDecision:
@@ -534,6 +576,7 @@ class AutoPlacement:
     def _start_again(self) -> None:
         self._rest = min(2 * self._rest, _LONGEST_REST)
         self._alone = []
+        self._least = _UNKNOWN
         self._after_clipped = []
         self._seen = []
         self._num_tried = 0
