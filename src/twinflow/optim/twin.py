@@ -26,7 +26,7 @@ from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
-from twinflow.offload.param_offload import check_values
+from twinflow.offload.lost_weights import check_values
 from twinflow.offload.placement import clip, place_by_ratio, stream, whole_blocks, whole_units
 from twinflow.offload.plan import HOST, RESIDENT, ROOT, plan_buckets
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores, runs_ahead

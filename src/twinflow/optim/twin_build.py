@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.conflicts import refuse
-from twinflow.device import Device, device_for
+from twinflow.device import Device, device_for, to_host
 from twinflow.errors import not_enough
 from twinflow.offload.blocks import Block, experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
@@ -25,7 +25,6 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of, without_memory
 from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
-from twinflow.offload.param_offload import plain_params, take_aside
 from twinflow.offload.placement import place_by_ratio, whole_blocks
 from twinflow.offload.plan import (
     FETCHED,
@@ -38,7 +37,7 @@ from twinflow.offload.plan import (
     ParamSpec,
     plan_buckets,
 )
-from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
+from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised, plain_params
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sharing import MatrixExchange
@@ -350,6 +349,22 @@ def set_aside(
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=where).expand(tensor.shape)
     whole = take_aside(model, [param for param in every if param not in rows], where)
     return Aside(HostValues({**whole, **quantised}, rows), frozen)
+
+
+def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
+    """Moves the values of `params` to the host and returns them. Moves the rest of the model to the device `where`.
+
+    The parameters become expanded scalars on the device, which need no memory.
+    """
+    values = {param: to_host(param.detach()).contiguous() for param in params}
+    for param in params:
+        param.data = torch.zeros((), dtype=param.dtype, device=where).expand(param.shape)
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for tensor in table.values():
+                if tensor is not None and tensor not in values and tensor.device != where:
+                    tensor.data = tensor.data.to(where)
+    return values
 
 
 def params_of(
