@@ -17,6 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Final
 
+from twinflow.cli.plan_text import kind_name
 from twinflow.compat import NAME
 from twinflow.compat.internals import INTERNAL
 from twinflow.compat.names import ALIASES, TABLE, Ours, Refused, Through
@@ -513,7 +514,7 @@ def kinds_table() -> str:
     for ratio in RATIOS:
         found = used(run_of(model), ratio)
         for place, sizes in (("GPU", found.gpu), ("host", found.host)):
-            kinds = ", ".join(f"{kind} {gb(count)}" for kind, count in sizes.items() if count)
+            kinds = ", ".join(f"{kind_name(kind)} {gb(count)}" for kind, count in sizes.items() if count)
             rows.append([f"{ratio:g}", place, kinds, gb(sum(sizes.values()))])
     return markdown(["ratio", "place", "GB of each kind", "sum"], rows, 3)
 

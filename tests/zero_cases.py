@@ -28,7 +28,7 @@ def tokens(step: int) -> torch.Tensor:
 
 def digest(model: torch.nn.Module, param_offload: Any = None) -> str:
     """Of all weights' bits."""
-    is_offloaded = param_offload.holds if param_offload is not None else lambda _: False
+    is_offloaded = param_offload.params.holds if param_offload is not None else lambda _: False
     flat = torch.cat(
         [_gathered(p, param_offload) if is_offloaded(p) else full(p).reshape(-1).cpu() for p in model.parameters()]
     )
@@ -38,7 +38,7 @@ def digest(model: torch.nn.Module, param_offload: Any = None) -> str:
 def _gathered(param: Any, param_offload: Any) -> torch.Tensor:
     """Weights that live on the hosts, put together from what the ranks have."""
     whole = torch.zeros(param.numel(), dtype=param.dtype)
-    for piece in param_offload.pieces(param):
+    for piece in param_offload.params.pieces(param):
         whole[piece.start : piece.start + piece.numel] = piece.read()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(whole)

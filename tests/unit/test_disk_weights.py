@@ -29,7 +29,7 @@ from twinflow.config.fields import DiskIo
 from twinflow.engine.state import param_offload_of
 from twinflow.models.gpt import GPT
 from twinflow.offload.executor import WorkerError
-from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.host_params import HostParams
 from twinflow.offload.state_file import IO_URING, THREADS
 from twinflow.optim.twin import Tuning, TwinOptimizer
 from twinflow.optim.twin_build import materialised
@@ -411,7 +411,7 @@ def test_a_checkpoint_never_copies_all_weights(
         given["zero_optimization"].pop("offload_optimizer")
     engine = twinflow.initialize(model=gpt(num_layers=2)(), config=given)[0]
     weights = {name: value.cpu().clone() for name, value in engine.module.state_dict().items()}
-    monkeypatch.setattr(ParamOffload, "_on_host", Mock(side_effect=AssertionError("a state dict reads all weights")))
+    monkeypatch.setattr(HostParams, "on_host", Mock(side_effect=AssertionError("a state dict reads all weights")))
     engine.save_checkpoint(str(tmp_path / "saved"))
     whole = dict(whole_weights(engine.optimizer or engine.module))
     with torch.no_grad():

@@ -32,7 +32,7 @@ from twinflow.cli.finetune_settings import FinetuneOptions, make_settings
 from twinflow.cli.main import app
 from twinflow.monitor.metrics import StepRecord, ValidRecord, read_metrics
 from twinflow.native import get_threads, set_threads
-from twinflow.offload.param_offload import ParamOffload
+from twinflow.offload.host_params import HostParams
 from twinflow.offload.runtime import Runtime
 from twinflow.planner.cases import Setting
 from twinflow.planner.costs import Memory
@@ -350,8 +350,8 @@ def test_weights_on_the_host_give_the_same_bits(
     method: str, placed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[tuple[int, ...]] = []
-    copy_of = ParamOffload.copy_of
-    monkeypatch.setattr(ParamOffload, "copy_of", lambda self, param: copied.append(param.shape) or copy_of(self, param))
+    copy_of = HostParams.copy_of
+    monkeypatch.setattr(HostParams, "copy_of", lambda self, param: copied.append(param.shape) or copy_of(self, param))
     data = folder / ("pairs.jsonl" if method == "dpo" else "train.jsonl")
     options = ("--method", method, "--steps", 2, "--lr", 1e-2, "--batch-size", 2, "--accumulation", 2, "--samples", 1)
     for name in (placed, "--no-offload-params"):

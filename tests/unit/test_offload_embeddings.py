@@ -201,7 +201,7 @@ def test_frozen_layers(loss: Callable[[Any, int], Tensor]) -> None:
         offload = optimizer.runtime.param_offload
         model: Any = optimizer.model
         assert offload is not None
-        held.extend(offload.holds(layer.weight) for layer in (model.token_embedding, model.head))
+        held.extend(offload.params.holds(layer.weight) for layer in (model.token_embedding, model.head))
 
     check_same(adapters, loss=loss)
     train(adapters, True, tuning=EVERY, steps=1, watch=watch)

@@ -123,7 +123,7 @@ def test_frozen_weights_stay_with_their_block() -> None:
         assert offload is not None
         assert {*map(str, now.values())} == {str(AWAY), str(HERE)}
         for index, block in enumerate(model.blocks):
-            assert {offload.holds(param) for param in block.parameters()} == {now[index] == AWAY}
+            assert {offload.params.holds(param) for param in block.parameters()} == {now[index] == AWAY}
 
 
 def test_a_block_has_one_place() -> None:

@@ -131,7 +131,7 @@ def test_quantised_weights_are_on_the_host_and_can_be_read_anywhere(kind: str) -
         assert offload is not None
         with plain():
             inner = [one for p in quantised_in(model).values() for _, one in inner_tensors(p)]
-            assert all(offload.holds(one) for one in inner)
+            assert all(offload.params.holds(one) for one in inner)
             assert all(one.untyped_storage().nbytes() <= one.element_size() for one in inner), "on the device"
         for name, param in quantised_in(model).items():
             assert torch.equal(param.dequantize(), values[name])

@@ -292,6 +292,14 @@ def test_what_auto_has_chosen_is_said_once(tmp_path: Path, text: Path, monkeypat
 
 
 @pytest.mark.matrix
+def test_a_resume_of_a_finished_run_says_that_no_step_was_made(tmp_path: Path, text: Path) -> None:
+    run = (*SMALL, "--data", text, "--out", tmp_path / "run")
+    assert train(*run).exit_code == 0
+    result = train(*run, "--resume", "--steps", 3)
+    assert result.exit_code == 0, result.output
+    assert "The run has 4 steps already, so no step was made. To train on, use --steps" in result.output
+
+
 def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> None:
     for name, ratio in (("plain", 1), ("moved", 0.5)):
         run = (*SMALL, "--data", text, "--out", tmp_path / name, "--lr", "0.001", "--warmup", "1")

@@ -18,11 +18,10 @@ The weights are saved with the input, as autograd does in an ordinary module. We
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from twinflow.activations.last_linear import ResultUsedError, find_last, run_without
 from twinflow.activations.rerun import Randoms, are_same, autocast_of, randoms_of, with_randoms
-from twinflow.activations.wrap import class_of
+from twinflow.activations.wrap import ReplacedForward, class_of
 from twinflow.errors import incompatible, invalid_value, wrong_state
 
 TILE: Final = 8192  # tokens of a tile; larger tiles need more memory, and smaller ones keep a GPU less busy
@@ -93,18 +92,15 @@ class TileHandle:
         self._modules.clear()
 
 
-class Tiled:
+class Tiled(ReplacedForward):
     """The `forward` of a module that runs over tiles."""
 
     def __init__(self, name: str, module: nn.Module, tile: int) -> None:
-        update_wrapper(self, module.forward)
+        super().__init__(module)
         self.name = name
         self.tile = tile * (NORM_TILES if is_norm(module) else 1)
-        self._module, self._forward = module, module.forward
-        self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
-        self._inner = _Inner(module, module.forward)
+        self._inner = _Inner(module, self._forward)
         self._is_checked = False
-        module.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,18 +162,8 @@ class Tiled:
 
     def remove(self) -> None:
         """Restores the forward. If another library has wrapped this object, it stays and runs one tile."""
-        if vars(self._module).get("forward") is not self:
-            self.tile = 1 << 62
-        elif self._was_own:
-            self._module.forward = self._forward
-        else:
-            del self._module.forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)  # the original forward, bound to the copy of the module
-
-    def __reduce__(self) -> Any:
-        return self._forward.__reduce__()
+        self.restore()
+        self.tile = 1 << 62
 
 
 class _Inner(nn.Module):

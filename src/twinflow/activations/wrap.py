@@ -129,7 +129,35 @@ class Handle:
             self.offload = None
 
 
-class Checkpointed:
+class ReplacedForward:
+    """An object that takes the place of the `forward` of a module. A copy of the module has the original forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        update_wrapper(self, module.forward)
+        self._module = module
+        self._forward = module.forward
+        self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restores the forward, unless another library has wrapped this object."""
+        if vars(self._module).get("forward") is self:
+            if self._was_own:
+                self._module.forward = self._forward
+            else:
+                del self._module.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)  # the original forward, bound to the copy of the module
+
+    def __reduce__(self) -> Any:
+        return self._forward.__reduce__()
+
+
+class Checkpointed(ReplacedForward):
     """The `forward` of a layer that is checkpointed in training."""
 
     def __init__(
@@ -141,16 +169,14 @@ class Checkpointed:
         grouping: Grouping | None = None,
         number: int = 0,
     ) -> None:
-        update_wrapper(self, module.forward)
+        super().__init__(module)
         self.name = name
         self.is_selective = is_selective
         self._grouping, self._number = grouping, number
-        self._module, self._forward, self._offload = module, module.forward, offload
+        self._offload = offload
         self._compiled: Callable[..., Any] | None = None
-        self._was_own = "forward" in vars(module)  # another library has wrapped the forward on the instance before
         self._is_on = True
         self._contexts = selective_contexts if is_selective else noop_context_fn
-        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_training = self._module.training and torch.is_grad_enabled()
@@ -191,17 +217,7 @@ class Checkpointed:
     def remove(self) -> None:
         """Restore the forward. If another library has wrapped this object, it stays and calls the original forward."""
         self._is_on = False
-        if vars(self._module).get("forward") is self:
-            if self._was_own:
-                self._module.forward = self._forward
-            else:
-                del self._module.forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)  # the original forward, bound to the copy of the module
-
-    def __reduce__(self) -> Any:
-        return self._forward.__reduce__()
+        self.restore()
 
 
 def _find(model: nn.Module, layers: Sequence[str] | Sequence[nn.Module]) -> dict[str, nn.Module]:

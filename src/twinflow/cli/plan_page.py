@@ -17,6 +17,7 @@ from twinflow.cli.plan_text import (
     gb,
     how,
     ignored_text,
+    kind_name,
     largest_rows,
     seconds,
     title,
@@ -100,9 +101,9 @@ def _stacks(name: str, plan: Plan, side: str, limit: int) -> str:
     mark = f'<u style="left:calc({100 * limit / scale:.2f}% - 2px)"></u>'
     rows = ""
     for case, each, total in zip(plan.cases, used, totals, strict=True):
-        parts = [(_COLORS[k], 100 * each[k] / scale, f"{k} {gb(each[k])} GB") for k in each if each[k]]
+        parts = [(_COLORS[k], 100 * each[k] / scale, f"{kind_name(k)} {gb(each[k])} GB") for k in each if each[k]]
         rows += _row(plan, case, " full" if total > limit else "", parts, mark, f"{gb(total)} GB")
-    keys = [(_COLORS[kind], kind) for kind in used[0] if any(each[kind] for each in used)]
+    keys = [(_COLORS[kind], kind_name(kind)) for kind in used[0] if any(each[kind] for each in used)]
     return _figure(name, keys, f"<span>mark: {gb(limit)} GB available</span>", rows)
 
 

@@ -109,13 +109,18 @@ def lacks(case: Case) -> str:
 def bars(used: Mapping[str, int], limit: int) -> Table:
     """A table of bytes by kind, with bars relative to the available memory."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(width=13)
+    table.add_column(width=14)
     table.add_column(justify="right", width=10)
     table.add_column(no_wrap=True)
     for kind, amount in used.items():
         if amount:
-            table.add_row(f"  {kind}", f"{gb(amount)} GB", Text(bar(amount / max(limit, 1)), style="cyan"))
+            table.add_row(f"  {kind_name(kind)}", f"{gb(amount)} GB", Text(bar(amount / max(limit, 1)), style="cyan"))
     return table
+
+
+def kind_name(kind: str) -> str:
+    """The name of a kind of memory for readers."""
+    return {"shadows": "speculative", "rings": "copy buffers"}.get(kind, kind)
 
 
 def bar(share: float) -> str:

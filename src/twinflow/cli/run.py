@@ -581,6 +581,8 @@ def describe(outcome: Outcome, run: Run) -> str:
         go_on = again if outcome.saved is not None else ""
         lost = " ".join(["", *outcome.notes]) if outcome.notes else ""
         return f"Interrupted after {done} of {settings.steps} steps.{lost}{go_on}"
+    if run.first_step >= settings.steps:
+        return f"The run has {done} steps already, so no step was made. To train on, use --steps with a larger number."
     here = f", {done - run.first_step} of them after the resume," if run.first_step else ""
     share = outcome.steps[-1].host_share if outcome.steps else math.nan
     chosen = f". --ratio auto has chosen {share:.2f}" if settings.ratio == "auto" and math.isfinite(share) else ""

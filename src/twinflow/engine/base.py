@@ -22,7 +22,7 @@ from twinflow.engine.values import UserValue
 from twinflow.errors import incompatible, invalid_value, wrong_state
 from twinflow.launch.environment import ALONE, RankEnvironment
 from twinflow.launch.watch import Watch
-from twinflow.offload.param_offload import listed
+from twinflow.offload.state_dict_weights import listed
 from twinflow.optim.inference import HostWeights
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.optim.whole import whole_weights

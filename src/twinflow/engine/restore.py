@@ -478,7 +478,7 @@ def _load_weights(
         shard = shards.get(name)
         if name in offloaded:
             assert param_offload is not None
-            for piece in param_offload.pieces(offloaded[name]):
+            for piece in param_offload.params.pieces(offloaded[name]):
                 piece.write(found.cut_shard("model", path, shard, piece.start, piece.numel))
             continue
         local = local_of(own[name])

@@ -35,8 +35,9 @@ from twinflow.engine.ranks import Ranks, Said, deal, ranks_of, unite
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.offload.bucket import Param, local_of
 from twinflow.offload.frozen import Costs, Frozen
-from twinflow.offload.param_offload import ParamOffload, listed
+from twinflow.offload.param_offload import ParamOffload
 from twinflow.offload.quantised import inner_tensors, quantised_in
+from twinflow.offload.state_dict_weights import listed
 from twinflow.optim.twin_state import weight_reader
 from twinflow.parallel.shard import TensorShard, shard_of
 from twinflow.planner.formats import reserved_bytes
@@ -418,7 +419,7 @@ def weights(
             aliases[name] = seen[key]
         elif name in offloaded:
             assert param_offload is not None
-            for piece in param_offload.pieces(offloaded[name]):
+            for piece in param_offload.params.pieces(offloaded[name]):
                 part = PartOf(tuple(tensor.shape), piece.start)
                 # A view of the present store, which an update may replace. From a disk it is read when it is written.
                 read = piece.read if piece.is_on_disk else piece.read().detach
@@ -437,7 +438,7 @@ def offloaded_in(module: nn.Module, param_offload: ParamOffload | None) -> dict[
     if param_offload is None:
         return {}
     found = {**dict(module.named_parameters(remove_duplicate=False)), **tensors_in(quantised_in(module))}
-    return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and param_offload.holds(p)}
+    return {name: p for name, p in found.items() if isinstance(p, nn.Parameter) and param_offload.params.holds(p)}
 
 
 def tensors_of(module: nn.Module, quantised: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

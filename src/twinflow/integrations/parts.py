@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from twinflow.offload.param_offload import is_lost
+from twinflow.offload.lost_weights import is_lost
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import gather_all, parts_of
@@ -23,7 +23,7 @@ def gathered_weights(twin: TwinOptimizer) -> dict[nn.Parameter, Tensor]:
     team, offload = twin.team, twin.runtime.param_offload
     if twin.model is None or team is None or team.world == 1 or offload is None:
         return {}
-    params = [param for param in twin.model.parameters() if offload.holds(param)]
+    params = [param for param in twin.model.parameters() if offload.params.holds(param)]
     needed = sum(param.numel() * param.element_size() for param in params)
     (room,) = team.least([float(own_host_bytes())])
     if room < 2 * needed:  # some of the memory stays free

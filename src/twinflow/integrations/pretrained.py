@@ -26,7 +26,7 @@ from twinflow.checkpoint.tensors import Header, TensorInfo, read_header, read_ra
 from twinflow.errors import invalid_value, wrong_state
 from twinflow.integrations import need
 from twinflow.launch.environment import init_distributed, rank_environment
-from twinflow.offload.param_offload import listed
+from twinflow.offload.state_dict_weights import listed
 from twinflow.zero.building import take_unread
 from twinflow.zero.unread import UnreadTensor, leaves, unread
 

@@ -22,13 +22,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twinflow.device import Device, Event
-from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.sync import FETCH_ROOM, FETCH_STORED
-from twinflow.offload.weight_source import WeightSource
+from twinflow.offload.weight_buffers import WeightBuffer
 
 
 class Gather(Protocol):
@@ -40,17 +39,6 @@ class Gather(Protocol):
     def all_gather(self, whole: Tensor) -> None:
         """Gathers the parts of all ranks in place. `whole` contains this rank's part already."""
         ...
-
-
-@dataclass(eq=False)
-class WeightBuffer:
-    """Weights of one block that are copied together."""
-
-    host: WeightSource  # all of the weights, or this rank's part
-    flat: Tensor  # the device buffer; its storage is empty while the block does not run
-    views: list[tuple[nn.Parameter, Tensor]]  # the parameters that begin here, and their views in the storage of `flat`
-    bucket: Bucket | None  # the bucket whose state contains the weights; None for frozen weights
-    storage_bytes: int  # bytes of the storage, while it has memory
 
 
 class Fetch(Protocol):
@@ -166,7 +154,7 @@ class SharedFetcher:
                     stream.wait(stored, FETCH_STORED)
             with buffer.host.hold() as host:
                 stream.run(partial(part.copy_, host, non_blocking=True), span="fetch", bucket=index)
-                if buffer.host.record >= 0:
+                if buffer.is_on_disk:
                     stream.record().synchronize()  # another record will be read into this memory
             stream.run(partial(self._gather.all_gather, buffer.flat), span="fetch", bucket=index)
             self.fetched_bytes += part.numel() * part.element_size()

@@ -83,7 +83,7 @@ class Forwards:
             self._held[block] = Held.of([bucket for bucket in buckets if not bucket.offloads_params])
         for block, params in self._used.items():
             self._guarded[block] = [
-                p.tensor for p in params if param_offload is None or not param_offload.holds(p.tensor)
+                p.tensor for p in params if param_offload is None or not param_offload.params.holds(p.tensor)
             ]
 
     # Runs of blocks.

@@ -189,7 +189,7 @@ class GradientTaker:
                 if grad is not None:
                     found.append((param, grad))
             if self._is_taking is None and self._waits.param_offload is not None:
-                self._waits.param_offload.store_loans()  # now, because no work of this step has begun yet
+                self._waits.param_offload.user_copies.store()  # now, because no work of this step has begun yet
             if torch.is_grad_enabled() and (in_backward() or any(grad.requires_grad for _, grad in found)):
                 if self._is_taking:
                     self._return_gradients("backward(create_graph=True) ran")

@@ -11,7 +11,7 @@ the same object. Weights of bitsandbytes, and on several ranks all quantised wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,6 +53,13 @@ def quantised_in(model: nn.Module) -> dict[str, nn.Parameter]:
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor is a quantised weight that consists of ordinary tensors."""
     return is_quantised(tensor) and _is_nested(tensor)
+
+
+def plain_params(given: Iterable[nn.Parameter], values: Collection[Tensor]) -> list[nn.Parameter]:
+    """These weights. Quantised ones are replaced by the parameters of which they consist and that are in `values`."""
+    params = [param for param in given if not is_wrapper(param)]
+    inner = [one for param in given if is_wrapper(param) for _, one in inner_tensors(param)]
+    return params + [one for one in inner if isinstance(one, nn.Parameter) and one in values]
 
 
 def rebuilt(tensor: Tensor, kind: type, change: Callable[[Tensor], Tensor]) -> Tensor:

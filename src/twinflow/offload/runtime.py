@@ -267,10 +267,10 @@ class Runtime:
         where = self._tensor_device
         me = weakref.ref(self)
 
-        def on_write(tensor: Tensor, written: Tensor, is_running: bool, is_counted: bool) -> None:
+        def on_write(param: Tensor, values: Tensor, *, is_running: bool = False, is_counted: bool = True) -> None:
             runtime = me()
             if runtime is not None:
-                runtime._store(tensor, written, is_running, is_counted)
+                runtime._store(param, values, is_running, is_counted)
 
         def before_error() -> None:
             runtime = me()
@@ -293,7 +293,7 @@ class Runtime:
         )
         self._waits.offload_params(self.param_offload)
         self._threads += self.param_offload.threads
-        weight_guard.claim(self.param_offload.tensors, self)
+        weight_guard.claim(self.param_offload.params.offloaded, self)
 
     def attach(
         self,
@@ -347,7 +347,7 @@ class Runtime:
         self.steps.close_part()
         self._waits.begin_forward()
         if self.param_offload is not None:
-            self._collect_loans()
+            self.param_offload.store_written()
             self.param_offload.before_model()
         self._taker.before_model()
         self.timer.before_model()
@@ -390,7 +390,7 @@ class Runtime:
     def settle_all(self) -> None:
         """Block until all weights have the values that they would have with torch now."""
         if self.param_offload is not None:
-            self._collect_loans()
+            self.param_offload.store_written()
         for param in self.params:
             self.settle(param.tensor)
 
@@ -421,13 +421,14 @@ class Runtime:
     def fetch_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device of a weight that lives on the host."""
         assert self.param_offload is not None
-        self._collect_loans()
+        self.param_offload.store_written()
         self.settle(tensor)
-        return self.param_offload.copy_of(tensor)
+        return self.param_offload.params.copy_of(tensor)
 
     def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None:
         """Set the values of a weight that lives on the host, after earlier writes to copies of weights."""
-        self._collect_loans()
+        assert self.param_offload is not None
+        self.param_offload.store_written()
         self._store(tensor, values, is_on_all_ranks=is_on_all_ranks)
 
     def _store(
@@ -451,15 +452,15 @@ class Runtime:
             self.wait()
             self.wait_for_copies()
             self.wait_for_readers()
-            if self.param_offload.is_away(tensor) or self.param_offload.is_shown(tensor):
+            if self.param_offload.params.is_away(tensor) or self.param_offload.params.is_shown(tensor):
                 self.param_offload.store(tensor, values.detach(), is_running, is_counted, is_on_all_ranks)
             else:  # its block has moved to the device since the user got the copy that was written to
                 tensor.copy_(values.detach())
 
-    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
+    def note_copy(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None:
         """Note a copy of a weight that the user has got. If the user writes to the copy, the weight gets its values."""
         assert self.param_offload is not None
-        self.param_offload.lend(tensor, copied, is_counted)
+        self.param_offload.user_copies.add(tensor, copied, is_counted)
 
     def place_weights(self, block: int, on_host: bool) -> None:
         """Move the weights of a block, if they are not there yet. Call `wait` and `wait_for_copies` first.
@@ -474,7 +475,7 @@ class Runtime:
         buckets = [bucket for bucket in self.buckets if bucket.plan.block == block]
         assert all(bucket.plan.place == HOST for bucket in buckets)
         self.wait_for_readers()
-        self._collect_loans()
+        offload.store_written()
         if on_host:
             offload.send_away(block, buckets)
         else:
@@ -483,16 +484,9 @@ class Runtime:
             bucket.place_weights(on_host)
             for param in bucket.members:
                 for alias in param.take_aliases() if on_host else ():
-                    offload.lend(param.tensor, alias, is_counted=False)  # the user may write to it
+                    offload.user_copies.add(param.tensor, alias, is_counted=False)  # the user may write to it
                 param.note_write()
         self._waits.note_places()
-
-    def _collect_loans(self) -> None:
-        """Store copies that the user has written to, and memory that the user has put into a weight with `set_`."""
-        assert self.param_offload is not None
-        for param, values in self.param_offload.replaced():
-            self._store(param, values)
-        self.param_offload.store_loans()
 
     # Backward.
 
@@ -603,7 +597,7 @@ class Runtime:
             )
         self._taker.take_waiting()
         if self.param_offload is not None:
-            self._collect_loans()
+            self.param_offload.store_written()
         with plain():
             self._taker.before_step()
             self.steps.close_part()
@@ -718,7 +712,7 @@ class Runtime:
         try:
             if self.steps.job is None:
                 if self.param_offload is not None:
-                    self._collect_loans()  # the last write to a weight, which no later use of a weight has stored
+                    self.param_offload.store_written()  # the last writes, which no later use of a weight has stored
                 self.flush()
             elif not self.settings.limits.any and self.executor.error is None:
                 LOGGER.warning(
@@ -745,7 +739,7 @@ class Runtime:
         self.model_owner.pop("_twinflow_owner", None)
         weight_guard.release(param.tensor for param in self.params)
         if self.param_offload is not None:
-            weight_guard.release(self.param_offload.tensors)
+            weight_guard.release(self.param_offload.params.offloaded)
         for param in self.params:
             if isinstance(param.tensor.grad, TakenGradient) and param.tensor.grad.held is None:
                 param.tensor.grad = None

@@ -108,7 +108,9 @@ class StateFile:
         self._open, self._pid = [fd], os.getpid()
         self._memory = [memory] if memory is not None else []
         self._release = release
-        weakref.finalize(self, _free, library, self.handle, self._open, self._pid, self._memory, release)
+        weakref.finalize(
+            self, _close, library, self.handle, self._open, self._pid, self._memory, release, is_freed=True
+        )
 
     def add(self, bucket: int, num_bytes: int) -> None:
         """Adds the record of a bucket, with zeros. Has no effect if the bucket has one. Raises OSError if the disk is
@@ -203,8 +205,11 @@ def _close(
     pid: int,
     memory: list[Tensor],
     release: Callable[[Tensor], None],
+    is_freed: bool = False,
 ) -> None:
-    if os.getpid() == pid:  # a forked process has neither the threads nor the buffers
+    """Ends the threads of a file. `is_freed`: no Python object refers to it any more."""
+    is_own = os.getpid() == pid  # a forked process has neither the threads nor the buffers
+    if is_own:
         if not library.tf_file_close(handle):
             _IN_USE.extend(memory)
             memory.clear()
@@ -212,18 +217,7 @@ def _close(
             release(memory.pop())
     while open_fds:
         os.close(open_fds.pop())
-
-
-def _free(
-    library: ExecutorLibrary,
-    handle: int | None,
-    open_fds: list[int],
-    pid: int,
-    memory: list[Tensor],
-    release: Callable[[Tensor], None],
-) -> None:
-    _close(library, handle, open_fds, pid, memory, release)
-    if os.getpid() == pid:
+    if is_own and is_freed:
         library.tf_file_free(handle)  # the native executor keeps what it still needs
 
 

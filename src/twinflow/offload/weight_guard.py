@@ -74,7 +74,7 @@ class Owner(Protocol):
     def check_fork(self, tensor: Tensor) -> None: ...
     def fetch_copy(self, tensor: Tensor) -> Tensor: ...
     def store(self, tensor: Tensor, values: Tensor, *, is_on_all_ranks: bool = False) -> None: ...
-    def lend(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
+    def note_copy(self, tensor: Tensor, copied: Tensor, is_counted: bool) -> None: ...
     def note_gradient_read(self, tensor: Tensor) -> None: ...
     def note_filled(self, tensor: Tensor, is_filled: bool) -> None: ...
 
@@ -352,7 +352,7 @@ def _operate_away(
     if func == _GET_DATA:  # `detach` and not `.data`, so that writes to the alias change the version of the copy
         alias = copies[id(args[0])].detach()
         # The owner gets another tensor, so that it can count the users of the memory.
-        _need(_first(args)).lend(_first(args), alias.detach(), is_counted=False)
+        _need(_first(args)).note_copy(_first(args), alias.detach(), is_counted=False)
         return alias
     if func is Tensor.detach and is_called_by_parameter():  # nn.Parameter(p) needs a tensor of p's class
         alias = copies[id(args[0])].detach()
@@ -368,7 +368,7 @@ def _operate_away(
         if values._version != versions[id(tensor)]:
             owner.store(tensor, values)
         if any(_shares_memory(found, values) for found in tensors_in(result)):
-            owner.lend(tensor, values.detach(), is_counted=True)
+            owner.note_copy(tensor, values.detach(), is_counted=True)
     if any(result is values for values in copies.values()):  # an in-place operation returns the parameter
         return next(tensor for tensor in away if copies[id(tensor)] is result)
     return result

@@ -136,4 +136,4 @@ class WeightWaits:
 
     def lives_away(self, tensor: Tensor) -> bool:
         """Whether the parameter has no memory of its own on the device, because its weights live on the host."""
-        return self.param_offload is not None and self.param_offload.is_away(tensor)
+        return self.param_offload is not None and self.param_offload.params.is_away(tensor)

@@ -16,7 +16,7 @@ from twinflow.device import device_for
 from twinflow.dist.group import alone
 from twinflow.dist.meeting import Meeting
 from twinflow.offload.blocks import find_blocks
-from twinflow.offload.param_offload import check_values
+from twinflow.offload.lost_weights import check_values
 from twinflow.offload.runtime import Runtime
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.weight_guard import check_free

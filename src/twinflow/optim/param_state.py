@@ -176,7 +176,7 @@ def _is_partitioned(optimizer: TwinOptimizer) -> bool:
 
 def _is_on_host(optimizer: TwinOptimizer, param: Param) -> bool:
     offload = optimizer.runtime.param_offload
-    return offload is not None and offload.holds(param.tensor)
+    return offload is not None and offload.params.holds(param.tensor)
 
 
 def _meet(optimizer: TwinOptimizer, param: Param, call: str) -> None:

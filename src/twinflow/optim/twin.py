@@ -26,9 +26,8 @@ from twinflow.offload import reconfigure
 from twinflow.offload.bucket import Bucket, local_of, target
 from twinflow.offload.changes import check_memory
 from twinflow.offload.clipping import Limits, clip_values
-from twinflow.offload.param_offload import check_values
-from twinflow.offload.placement import clip, place_by_ratio, stream, whole_blocks, whole_units
-from twinflow.offload.plan import HOST, RESIDENT, ROOT, plan_buckets
+from twinflow.offload.lost_weights import check_values
+from twinflow.offload.plan import HOST, RESIDENT, ROOT
 from twinflow.offload.pools import bytes_of_gradients, prepare_speculative_stores, runs_ahead
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.refusals import warn_of_own_gradient
@@ -63,7 +62,6 @@ from twinflow.trace import Trace, write_chrome_trace
 from twinflow.zero import Team, Zero
 from twinflow.zero.building import make_whole
 from twinflow.zero.gathered import add_homes
-from twinflow.zero.matrices import most_numel
 from twinflow.zero.partitioned import forget_gathered, gathered_blocks, gathering_streams, keep_in_place
 from twinflow.zero.start import own_host_bytes
 
@@ -249,80 +247,25 @@ class TwinOptimizer(Outcomes):
     def _build(self) -> Runtime:
         """Plans the buckets, copies the weights into the state, and registers hooks on the model."""
         check_free((name, tensor) for name, tensor, _ in self._named())
-        aside, with_embeddings = None, self.tuning.offload_embeddings
-        if self.model is not None and self._settings.offload_params:
-            check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-            trained = [param for group in self.param_groups for param in group["params"]]
-            takes_quantised = self.zero is None or not self.zero.parks
-            aside = build.set_aside(self.model, trained, takes_quantised, self._stays, with_embeddings)
-        else:
-            # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
-            frozen = self.model.parameters() if self.model is not None else ()
-            make_whole([*(tensor for _, tensor, _ in self._named()), *frozen])
-        splits, matrix_groups = self._recipe is None, self.matrix_groups
-        blocks = gathered_blocks(self.model, with_embeddings) if self.model is not None else []
-        named = self._named()
-        params, specs, order = build.params_of(self.model, named, splits, aside, self.zero, matrix_groups, blocks)
-        if isinstance(self.model, PipelineModule):
-            for param in params:
-                param.is_late |= param.name in self.model.reused
-        checks.check_params(params, self.zero, aside is not None)
-        checks.check_no_master(params, self.master)
-        where = params[0].tensor.device
-        if self.zero is not None:
-            every = self.model.parameters() if self.model is not None else (param.tensor for param in params)
-            self.team = Team(self.zero, where, expert_shard(every))
-            leaves_gradients = not self._settings.early and not self._settings.limits.any
-            if self.team.world > 1 and self.zero.shares_buckets and leaves_gradients:
-                warn_of_own_gradient("early=False without a limit leaves gradients in .grad for the loop")
-            if self.zero.shares_buckets:
-                given = [p.tensor for p in params] if self.model is None else build.tensors_of(self.model, aside)
-                self.team.broadcast(given)
-            if self.zero.stage >= 2 and self.zero.shares_buckets and (self.tuning.sums == "auto" or self.zero.parks):
-                # Each rank keeps only its own part of the sum over several backwards.
-                self.tuning = replace(self.tuning, sums="host")
-        device, room = device_for(where, self.trace), build.find_room(params, self.team)
-        if aside is not None and self._recipe is None and (self.team is None or self.team.world == 1):
-            whole = aside.values.whole  # without weights that are read from their files later
-            room = build.with_weights(room, self._stays, [whole[t] for t in trained if t in whole])
-        self._stays = set()
-        if self._is_default_ratio and room.device_bytes is None:
-            self.ratio = 1.0  # the model is on a CPU, which has no other memory
-        kind, ratio = self.kind, self.ratio
-        if aside is not None:
-            kind = replace(kind, weight_bytes=aside.weight_bytes(specs, self.team.world if self.team else 1))
-        if isinstance(ratio, str):
-            self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, specs, room)
-        planned, world = specs, self.team.world if self.team is not None else 1
-        has_rows = bool(self.matrix_groups) and params[0].is_sharded
-        if has_rows:
-            checks.check_rows(params, world)  # all ranks plan for the most rows that a rank has
-            numels = (most_numel(param.tensor, world) for param in params)
-            planned = [replace(spec, numel=numel) for spec, numel in zip(specs, numels, strict=True)]
-        parts = whole_units(planned, place_by_ratio(planned, order, ratio, self.placement))
-        if aside is not None:  # a block is fetched, or all of it stays on the device
-            parts = whole_blocks(specs, parts)
-        num_parts = self.team.num_parts if self.team is not None else 1
-        embeddings = [block.index for block in blocks if block.is_embedding]
-        plans = plan_buckets(planned, self.tuning.bucket_numel, parts, aside is not None, num_parts, embeddings)
-        plans = stream(clip(plans, specs) if has_rows else plans, self.tuning.streamed)
-        plans, shards = (plans, None) if self.team is None else self.team.shards(plans, specs)
-        file, weights = kind.state_file(plans), kind.weights_file(plans, aside, world, device)
+        trained = self._find_trained(self._take_weights())
+        self._join_ranks(trained)
+        device, room = device_for(trained.where, self.trace), self._find_room(trained)
+        kind, ratio = self._choose_ratio(trained, room)
+        plans = build.plan_trained(trained, ratio, self.placement, self.tuning, self.team)
+        plans, shards = (plans, None) if self.team is None else self.team.shards(plans, trained.specs)
+        file, weights = kind.state_file(plans), kind.weights_file(plans, trained.aside, self._world, device)
         sizes = [kind.nbytes(plan) for plan in plans]
-        self._settings = build.fitted(self._settings, self.tuning, kind, plans, sizes, room, embeddings)
+        self._settings = build.fitted(self._settings, self.tuning, kind, plans, sizes, room, trained.embeddings)
         others = bytes_of_gradients(self._settings, plans) + _buffers_of(file) + _buffers_of(weights)
-        build.check_room(plans, sizes, room, self.ratio, others, aside is not None)
-        if aside is not None:
-            resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
-            here = [param.tensor for param, spec in zip(params, specs, strict=True) if spec.block in resident]
-            aside.return_blocks(here, sorted(resident))
+        build.check_room(plans, sizes, room, self.ratio, others, trained.aside is not None)
+        if trained.aside is not None:
+            trained.return_resident(plans)
+        exchange = self.team.row_exchange() if trained.has_rows and self.team else None
         me = weakref.ref(self)  # the model's hooks reference the runtime, which must not keep the optimizer alive
         runtime = Runtime(
             device,
-            kind.new_updaters(
-                device, where, self.team.row_exchange() if has_rows and self.team else None, file, weights
-            ),
-            params,
+            kind.new_updaters(device, trained.where, exchange, file, weights),
+            trained.params,
             plans,
             self._settings,
             lambda: _held(me)._options_now(),
@@ -331,15 +274,103 @@ class TwinOptimizer(Outcomes):
             option_names=frozenset(self.defaults) if self.rule is not None else None,
             owner=me,
             weights=weights,
-            on_bucket=aside.fill if aside is not None else None,
+            on_bucket=trained.aside.fill if trained.aside is not None else None,
         )
+        moves_later = isinstance(self.ratio, str) and room.device_bytes is not None  # "auto" on a GPU
+        self._fill_state(runtime, trained, moves_later, weights)
+        if self.model is not None:
+            self._attach(runtime, self.model, trained)
+        self._make_speculative_stores(runtime)
+        if moves_later:
+            measure = partial(load_or_measure, trained.where)
+            self._auto = AutoPlacement(
+                runtime, self.states, kind.nbytes, measure, self._make_speculative_stores, self.team, kind.weight_bytes
+            )
+        return runtime
+
+    def _take_weights(self) -> build.Aside | None:
+        """Takes the weights of blocks from the model, with `offload_params`. Otherwise gives every parameter all of its
+        values.
+        """
+        if self.model is None or not self._settings.offload_params:
+            # Weights that zero.Init has divided over ranks, or that were not read from their files yet.
+            frozen = self.model.parameters() if self.model is not None else ()
+            make_whole([*(tensor for _, tensor, _ in self._named()), *frozen])
+            return None
+        check_memory((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        takes_quantised = self.zero is None or not self.zero.parks
+        tensors = [tensor for _, tensor, _ in self._named()]
+        return build.set_aside(self.model, tensors, takes_quantised, self._stays, self.tuning.offload_embeddings)
+
+    def _find_trained(self, aside: build.Aside | None) -> build.Trained:
+        blocks = gathered_blocks(self.model, self.tuning.offload_embeddings) if self.model is not None else []
+        params, specs, order = build.params_of(
+            self.model, self._named(), self._recipe is None, aside, self.zero, self.matrix_groups, blocks
+        )
+        if isinstance(self.model, PipelineModule):
+            for param in params:
+                param.is_late |= param.name in self.model.reused
+        checks.check_params(params, self.zero, aside is not None)
+        checks.check_no_master(params, self.master)
+        has_rows = bool(self.matrix_groups) and params[0].is_sharded
+        return build.Trained(params, specs, order, blocks, aside, has_rows)
+
+    def _join_ranks(self, trained: build.Trained) -> None:
+        """With `zero`, makes the groups of ranks and gives all ranks the weights of the first one."""
+        if self.zero is None:
+            return
+        tensors = [param.tensor for param in trained.params]
+        self.team = Team(
+            self.zero, trained.where, expert_shard(tensors if self.model is None else self.model.parameters())
+        )
+        if not self.zero.shares_buckets:
+            return
+        if self.team.world > 1 and not self._settings.early and not self._settings.limits.any:
+            warn_of_own_gradient("early=False without a limit leaves gradients in .grad for the loop")
+        self.team.broadcast(tensors if self.model is None else build.tensors_of(self.model, trained.aside))
+        if self.zero.stage >= 2 and (self.tuning.sums == "auto" or self.zero.parks):
+            # Each rank keeps only its own part of the sum over several backwards.
+            self.tuning = replace(self.tuning, sums="host")
+
+    @property
+    def _world(self) -> int:
+        """The number of ranks that share the model."""
+        return self.team.world if self.team is not None else 1
+
+    def _find_room(self, trained: build.Trained) -> build.Free:
+        """The free memory for state and gradients."""
+        room = build.find_room(trained.params, self.team)
+        if trained.aside is not None and self._recipe is None and self._world == 1:
+            whole = trained.aside.values.whole  # without weights that are read from their files later
+            on_host = [whole[param.tensor] for param in trained.params if param.tensor in whole]
+            room = build.with_weights(room, self._stays, on_host)
+        self._stays = set()
+        return room
+
+    def _choose_ratio(self, trained: build.Trained, room: build.Free) -> tuple[StateKind, float]:
+        """The kind of the state, and the share of it that begins on the host."""
+        if self._is_default_ratio and room.device_bytes is None:
+            self.ratio = 1.0  # the model is on a CPU, which has no other memory
+        kind = self.kind
+        if trained.aside is not None:
+            kind = replace(kind, weight_bytes=trained.aside.weight_bytes(trained.specs, self._world))
+        if not isinstance(self.ratio, str):
+            return kind, self.ratio
+        self.tuning, ratio = build.first_choice(kind, self._settings, self.tuning, trained.specs, room)
+        return kind, ratio
+
+    def _fill_state(
+        self, runtime: Runtime, trained: build.Trained, moves_later: bool, weights: StateFile | None
+    ) -> None:
+        """Copies the weights into the state, and sets the states to their first values. `weights`: the file for them.
+
+        The weights are copied before `start`, because a user's optimizer may read them in its constructor.
+        """
+        aside = trained.aside
         if aside is not None:
             gather = self.team.fetch if self.team and self.team.world > 1 else None
-            # Only "auto" on a GPU moves blocks later.
-            can_move = isinstance(self.ratio, str) and room.device_bytes is not None
-            runtime.offload_params(aside.frozen, aside.values, gather, can_move, weights)
-        # The weights are copied before `start`, because a user's optimizer may read them in its constructor.
-        runtime.adopt(params, keep=False, values=aside.values if aside is not None else None)
+            runtime.offload_params(aside.frozen, aside.values, gather, moves_later, weights)
+        runtime.adopt(trained.params, keep=False, values=aside.values if aside is not None else None)
         if aside is not None:
             aside.clear()  # the state contains the weights now, so this frees their memory
         for bucket in runtime.buckets:
@@ -347,31 +378,26 @@ class TwinOptimizer(Outcomes):
                 bucket.updater.start(bucket, self.param_groups)
         if self._switch is not None:
             self._switch.reserve(runtime.buckets)
-        if self.model is not None:
-            reference = weakref.ref(self.model)  # threads reference the device, which must not keep the model alive
-            device.set_followers(lambda: gathering_streams(reference()))
-            runtime.attach(
-                self.model,
-                blocks,
-                in_order=isinstance(self.model, PipelineModule),
-                before_gathering=lambda: forget_gathered(reference()),
-                handles=keep_in_place(self.model),
-            )
-            if self.team is not None:
-                add_homes(self.model, self.team.calls, self.team.meeting, runtime)
-                if aside is not None and self.team.world > 1:
-                    # Marks that fully_shard sets too. generate() of transformers then runs as many forwards on all
-                    # ranks, because each forward gathers weights.
-                    vars(self.model).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-            elif aside is not None:
-                add_homes(self.model, alone(), Meeting(alone()), runtime)
-        self._make_speculative_stores(runtime)
-        if isinstance(self.ratio, str) and room.device_bytes is not None:
-            measure = partial(load_or_measure, where)
-            self._auto = AutoPlacement(
-                runtime, self.states, kind.nbytes, measure, self._make_speculative_stores, self.team, kind.weight_bytes
-            )
-        return runtime
+
+    def _attach(self, runtime: Runtime, model: nn.Module, trained: build.Trained) -> None:
+        """Registers the hooks on the model."""
+        reference = weakref.ref(model)  # threads reference the device, which must not keep the model alive
+        runtime.device.set_followers(lambda: gathering_streams(reference()))
+        runtime.attach(
+            model,
+            trained.blocks,
+            in_order=isinstance(model, PipelineModule),
+            before_gathering=lambda: forget_gathered(reference()),
+            handles=keep_in_place(model),
+        )
+        if self.team is not None:
+            add_homes(model, self.team.calls, self.team.meeting, runtime)
+            if trained.aside is not None and self.team.world > 1:
+                # Marks that fully_shard sets too. generate() of transformers then runs as many forwards on all ranks,
+                # because each forward gathers weights.
+                vars(model).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+        elif trained.aside is not None:
+            add_homes(model, alone(), Meeting(alone()), runtime)
 
     def _make_speculative_stores(self, runtime: Runtime) -> None:
         """Allocates buffers for updates that run before the clipping decision, within the user's limit of memory."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twinflow.conflicts import refuse
-from twinflow.device import Device, device_for
+from twinflow.device import Device, device_for, to_host
 from twinflow.errors import not_enough
 from twinflow.offload.blocks import Block, experts_of, find_blocks, num_owners, owners
 from twinflow.offload.bucket import Bucket, Param, Updater
@@ -25,8 +25,7 @@ from twinflow.offload.device_updater import DeviceUpdater
 from twinflow.offload.disk_updater import DiskUpdater, record_bytes, shape_of, without_memory
 from twinflow.offload.materialize import build, on_meta
 from twinflow.offload.muon import MuonUpdater, Units
-from twinflow.offload.param_offload import plain_params, take_aside
-from twinflow.offload.placement import place_by_ratio, whole_blocks
+from twinflow.offload.placement import clip, place_by_ratio, stream, whole_blocks, whole_units
 from twinflow.offload.plan import (
     FETCHED,
     HOST,
@@ -38,7 +37,7 @@ from twinflow.offload.plan import (
     ParamSpec,
     plan_buckets,
 )
-from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised
+from twinflow.offload.quantised import inner_tensors, is_quantised, is_wrapper, move_quantised, plain_params
 from twinflow.offload.recipe import Recipe
 from twinflow.offload.settings import Settings, Tuning
 from twinflow.offload.sharing import MatrixExchange
@@ -49,6 +48,7 @@ from twinflow.offload.torch_updater import TorchUpdater
 from twinflow.offload.updater import RuleUpdater
 from twinflow.offload.weight_source import bytes_of, frozen_groups, home_of_weights, max_frozen_bytes, new_file
 from twinflow.optim.auto import first_ratio
+from twinflow.optim.twin_checks import check_rows
 from twinflow.parallel.pipeline import PipelineModule
 from twinflow.parallel.shard import expert_shard, is_copy, shard_of
 from twinflow.planner import formats
@@ -57,6 +57,7 @@ from twinflow.rules import Rule
 from twinflow.state_dict import ParamEntry
 from twinflow.zero import Team, Zero
 from twinflow.zero.building import Rows, make_whole, take_rows
+from twinflow.zero.matrices import most_numel
 from twinflow.zero.partitioned import gathered_blocks
 from twinflow.zero.start import own_host_bytes
 from twinflow.zero.whole import first_of
@@ -309,6 +310,34 @@ class Aside:
         self.values.rows.clear()
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The parameters to train, and what the plan of their buckets depends on."""
+
+    params: list[Param]
+    specs: list[ParamSpec]
+    order: list[int]  # their order in the model
+    blocks: list[Block]
+    aside: Aside | None  # with `offload_params`
+    has_rows: bool  # each rank has some rows of the matrices that Muon updates
+
+    @property
+    def where(self) -> torch.device:
+        return self.params[0].tensor.device
+
+    @property
+    def embeddings(self) -> list[int]:
+        """The blocks that are embedding or output layers."""
+        return [block.index for block in self.blocks if block.is_embedding]
+
+    def return_resident(self, plans: Sequence[BucketPlan]) -> None:
+        """Gives the weights of blocks whose state is on the device back to the model."""
+        assert self.aside is not None
+        resident = {plan.block for plan in plans if plan.place == RESIDENT} - {ROOT}
+        here = [p.tensor for p, spec in zip(self.params, self.specs, strict=True) if spec.block in resident]
+        self.aside.return_blocks(here, sorted(resident))
+
+
 def own_device() -> torch.device:
     """The GPU of this process, or the CPU if there is no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -350,6 +379,22 @@ def set_aside(
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=where).expand(tensor.shape)
     whole = take_aside(model, [param for param in every if param not in rows], where)
     return Aside(HostValues({**whole, **quantised}, rows), frozen)
+
+
+def take_aside(model: nn.Module, params: Sequence[nn.Parameter], where: torch.device) -> dict[nn.Parameter, Tensor]:
+    """Moves the values of `params` to the host and returns them. Moves the rest of the model to the device `where`.
+
+    The parameters become expanded scalars on the device, which need no memory.
+    """
+    values = {param: to_host(param.detach()).contiguous() for param in params}
+    for param in params:
+        param.data = torch.zeros((), dtype=param.dtype, device=where).expand(param.shape)
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for tensor in table.values():
+                if tensor is not None and tensor not in values and tensor.device != where:
+                    tensor.data = tensor.data.to(where)
+    return values
 
 
 def params_of(
@@ -411,6 +456,22 @@ def _shared_by_axes(model: nn.Module | None, zero: Zero | None) -> dict[Tensor, 
     shared: dict[Tensor, str] = {p: "tensor" for p in model.parameters() if is_split and shard_of(p) is None}
     ties = model.ties if isinstance(model, PipelineModule) else ()
     return shared | {model.get_parameter(tie.local): f"tie {tie.name}" for tie in ties}
+
+
+def plan_trained(trained: Trained, ratio: float, placement: str, tuning: Tuning, team: Team | None) -> list[BucketPlan]:
+    """The buckets of all ranks that share them."""
+    world, num_parts = (team.world, team.num_parts) if team is not None else (1, 1)
+    specs = planned = trained.specs
+    if trained.has_rows:
+        check_rows(trained.params, world)  # all ranks plan for the most rows that a rank has
+        numels = (most_numel(param.tensor, world) for param in trained.params)
+        planned = [replace(spec, numel=numel) for spec, numel in zip(specs, numels, strict=True)]
+    parts = whole_units(planned, place_by_ratio(planned, trained.order, ratio, placement))
+    offloads_params = trained.aside is not None
+    if offloads_params:  # a block is fetched, or all of it stays on the device
+        parts = whole_blocks(specs, parts)
+    plans = plan_buckets(planned, tuning.bucket_numel, parts, offloads_params, num_parts, trained.embeddings)
+    return stream(clip(plans, specs) if trained.has_rows else plans, tuning.streamed)
 
 
 def fitted(

@@ -19,8 +19,8 @@ from torch import Tensor
 from twinflow.errors import invalid_value
 from twinflow.offload import reconfigure, slices
 from twinflow.offload.bucket import Bucket, Param
-from twinflow.offload.param_offload import host_of
 from twinflow.offload.updater import RuleUpdater
+from twinflow.offload.weight_buffers import host_of
 from twinflow.optim import loss_scale
 from twinflow.optim.muon_groups import check_unchanged
 from twinflow.optim.outcomes import Outcomes

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from twinflow.conflicts import conflict
 from twinflow.dist.group import alone
 from twinflow.errors import incompatible, wrong_state
-from twinflow.offload.param_offload import listed
 from twinflow.offload.quantised import is_wrapper, rebuilt
+from twinflow.offload.state_dict_weights import listed
 from twinflow.optim.twin import TwinOptimizer
 from twinflow.zero.gathered import home_of
 from twinflow.zero.partitioned import forget_gathered

@@ -124,7 +124,7 @@ def home_of(tensor: Tensor) -> Home | None:
     found = _ON_HOST.get(param)
     runtime = found.runtime if found is not None else None
     offload = runtime.param_offload if runtime is not None else None
-    return found if offload is not None and offload.holds(param) else None
+    return found if offload is not None and offload.params.holds(param) else None
 
 
 def _home(param: Tensor) -> Home:
@@ -222,7 +222,7 @@ def _source(group: Group, modifier_rank: int | None) -> int | None:
 def _whole(param: Tensor, runtime: Runtime | None) -> Tensor | None:
     """The whole tensor of a parameter, if a context has gathered it."""
     offload = runtime.param_offload if runtime is not None else None
-    if offload is not None and offload.is_shown(param):
+    if offload is not None and offload.params.is_shown(param):
         return param.detach()
     return whole_of(param)
 
@@ -231,7 +231,7 @@ def _whole(param: Tensor, runtime: Runtime | None) -> Tensor | None:
 def _shown(params: Sequence[Tensor], home: Home, runtime: Runtime | None) -> Iterator[None]:
     """Gathers parameters and gives them their whole values."""
     offload = runtime.param_offload if runtime is not None else None
-    on_host = [param for param in params if offload is not None and offload.holds(param)]
+    on_host = [param for param in params if offload is not None and offload.params.holds(param)]
     rows = [param for param in params if is_dtensor(param)]
     model = home.model()
     assert model is not None
@@ -320,7 +320,7 @@ def _gather_rows(param: Tensor) -> Tensor:
 def _keep(param: Tensor, whole: Tensor, source: int, group: Group, runtime: Runtime | None) -> None:
     """Writes the values of one rank into the parts of all ranks."""
     group.broadcast(whole, source)
-    if runtime is not None and runtime.param_offload is not None and runtime.param_offload.holds(param):
+    if runtime is not None and runtime.param_offload is not None and runtime.param_offload.params.holds(param):
         runtime.store(param, whole, is_on_all_ranks=True)
         return
     part = parts_of(param)

@@ -18,7 +18,8 @@ from twinflow.dist.agree import gather_json
 from twinflow.dist.group import Group
 from twinflow.dist.sharded import is_dtensor
 from twinflow.offload.bucket import local_of
-from twinflow.offload.param_offload import ParamOffload, Piece
+from twinflow.offload.host_params import Piece
+from twinflow.offload.param_offload import ParamOffload
 
 _Spans = list[tuple[int, int]]  # start and number of elements of the pieces of one rank
 
@@ -33,8 +34,8 @@ class Parts(NamedTuple):
 
 def parts_of(tensor: Tensor, param_offload: ParamOffload | None = None) -> Parts | None:
     """The pieces of a tensor that this rank has; None for a tensor that each rank has whole."""
-    if param_offload is not None and param_offload.holds(tensor):
-        return Parts(tuple(tensor.shape), tensor.dtype, param_offload.pieces(tensor))
+    if param_offload is not None and param_offload.params.holds(tensor):
+        return Parts(tuple(tensor.shape), tensor.dtype, param_offload.params.pieces(tensor))
     if not is_dtensor(tensor):
         return None
     local = local_of(tensor).detach()
