@@ -84,6 +84,7 @@ class Run:
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
     offload_embeddings: bool = False  # with offload_params: the embedding and output layers are blocks too
+    streamed: float = 0.0  # share of the state on the host that the GPU updates (`Tuning(streamed=)`)
     placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     on_disk: bool = False  # the state that would be in host memory is in files on a disk
     weights_on_disk: bool = False  # with offload_params: weights that are not a part of state in memory are on the disk
@@ -314,7 +315,9 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     num_here = run.num_blocks_here(placed.resident) if run.offload_params else 0
     weights = _weight_bytes(run, num_here)
     resident = int(placed.resident * size.resident)
-    staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
+    copied = _copied_size(run)
+    each = copied.host if run.offload_params else copied.streamed
+    staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * each)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
     grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
     gpu = {
@@ -336,7 +339,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         buffers = width * max(NUM_WEIGHT_BUFFERS * bucket_numel(run), run.max_in_cpu) * run.world
         fetched = min(buffers, weights_file_bytes(run, placed))
         fetched += width * sum(run.trained_blocks[num_here:]) * is_in_memory
-    state = int(placed.host * size.host + placed.streamed * size.streamed)
+    state = int(placed.host * size.host + placed.streamed * (size.host if run.offload_params else size.streamed))
     if run.on_disk:  # buffers for the state of some buckets
         state = min(int(NUM_BUFFERS * bucket_numel(run) * size.host), state_file_bytes(run, placed) // run.world)
     host = {
@@ -353,6 +356,13 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         left = max(0, memory.host_bytes - sum(host.values()))
         host["shadows"] = min(left - reserved_bytes(left), int(placed.host * size.host) * run.world)
     return Bytes(gpu, host)
+
+
+def _copied_size(run: Run) -> StateBytes:
+    """Bytes of streamed state that are copied to the GPU and back for each parameter. `host`: with the weights, because
+    blocks fetch them from this state. Those in fp16 are not a part of the master.
+    """
+    return replace(run.size, host=run.size.host + (WEIGHT_BYTES["fp16"] if run.weights == "fp16" else 0))
 
 
 def file_bytes(run: Run, placed: Placed) -> int:
@@ -570,6 +580,7 @@ def ways_of(run: Run, timing: Timing) -> Ways:
         flat_bytes=inf if run.clips or run.delayed else FLAT_BYTES,
         delayed=run.delayed,
         fetches=fetches_of(run, timing) if run.offload_params else (),
+        copied=_copied_size(run),
     )
 
 
@@ -709,5 +720,5 @@ def _placed(run: Run, resident: int) -> Placed:
         blocks = sum(run.trained_blocks[: run.num_blocks_here(resident)])
         resident = min(run.own_numel, run.own_root + -(-blocks // run.world))
     left = run.own_numel - resident
-    streamed = min(left, run.own_numel - run.own_root) if run.matrix_steps else 0
+    streamed = min(left, run.own_numel - run.own_root) if run.matrix_steps else round(left * run.streamed)
     return Placed(left - streamed, resident, streamed)
