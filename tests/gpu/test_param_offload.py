@@ -211,6 +211,43 @@ def test_building_takes_the_memory_of_one_block() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 2 * (outside + 2 * block)
 
 
+@pytest.mark.parametrize("stream", ["", "out", "update", "fetch"])
+def test_no_bit_changes_with_memory_that_gradients_have_left(stream: str) -> None:
+    """Activations use this memory, which is filled with NaN first."""
+
+    def slow(optimizer: TwinOptimizer) -> None:
+        if stream:
+            optimizer.runtime.device.delay(stream, 0.002)
+
+    tuning = Tuning(bucket_numel=1 << 18, hold="device", flat_bytes=0, streamed=0.4)
+    check_same(gpt(torch.bfloat16, **LARGE), watch=slow, steps=3, ratio=0.7, states="bf16", tuning=tuning)
+
+
+def test_gradients_leave_their_memory_to_the_forward() -> None:
+    """The memory goes to torch's allocator and comes back, so that no step asks the driver for memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model: Any = gpt(torch.bfloat16, hidden=1024, num_heads=8, num_layers=16)()
+    tuning = Tuning(hold="device", flat_bytes=0)
+    optimizer = TwinOptimizer(
+        model, lr=1e-3, early=True, offload_params=True, ratio=1.0, max_grad_norm=1.0, tuning=tuning
+    )
+    flats = optimizer.runtime.executor.flats
+    grad_bytes, seen, allocations = flats.max_bytes, [], []
+    model.blocks[-1].register_forward_hook(lambda *_: seen.append((flats.num_bytes, torch.cuda.memory_allocated())))
+    for step in range(8):
+        loss_of(model, step).backward()
+        assert flats.num_bytes == grad_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert not any(flat_bytes for flat_bytes, _ in seen)
+    assert max(allocated for _, allocated in seen[1:]) < seen[0][1] + grad_bytes // 4
+    assert allocations[-1] < allocations[3] + 4  # less than one in a step
+    optimizer.close()
+
+
 def test_memory_is_that_of_a_few_blocks() -> None:
     gc.collect()
     torch.cuda.empty_cache()

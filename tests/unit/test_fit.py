@@ -15,7 +15,18 @@ import pytest
 
 from twinflow.models.gpt import PRESETS, cost_of
 from twinflow.planner.cases import Setting, case_at
-from twinflow.planner.costs import Memory, Placed, Run, bytes_of, fetches_of, items_of, placed_at, timing_of, usable
+from twinflow.planner.costs import (
+    Memory,
+    Placed,
+    Run,
+    bucket_numel,
+    bytes_of,
+    fetches_of,
+    items_of,
+    placed_at,
+    timing_of,
+    usable,
+)
 from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.formats import UPDATE_BYTES
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
@@ -250,6 +261,22 @@ def test_gradients_do_not_take_the_memory_that_embeddings_leave() -> None:
     assert first == second == width * stays.own_numel
     here = bytes_of(moved, placed_at(moved, 0.0), memory)
     assert here.host["gradients"] == 0  # the layers are on the GPU and count once
+
+
+def test_gradients_that_wait_on_the_gpu_leave_it_before_the_activations_have_their_peak() -> None:
+    model = with_fused_head(LLAMA_8B.with_layers(8), True)
+    runs = [Run(model, batch, 2048, states="bf16", offload_params=True) for batch in (1, 4, 64)]
+    short, middle, long = (bytes_of(run, Placed(run.own_numel), Memory(60 * GB, 200 * GB)) for run in runs)
+    assert short.host["gradients"] == middle.host["gradients"] == long.host["gradients"] == 0
+    every, root, block = 2 * model.numel, 4 * TABLE, 2 * model.blocks[0]
+    # At the end of backward, with the gradient of the embedding in `.grad` and in buffers.
+    assert short.gpu_total == pytest.approx(root + 2 * block + every + 2 * TABLE, rel=0.001)
+    # In the backward of the third block.
+    backward = runs[1].first_block_bytes + 2 * 2 * 4096 * 4 * 2048
+    assert middle.gpu_total == pytest.approx(root + 4 * block + every - 2 * TABLE - 3 * block + backward, rel=0.001)
+    # At its beginning, with the buffers of a few buckets.
+    few = 6 * 2 * bucket_numel(runs[2])
+    assert long.gpu_total == pytest.approx(root + 4 * block + runs[2].activation_bytes + few, rel=0.001)
 
 
 def test_frozen_embeddings_take_memory_on_the_host() -> None:

@@ -130,6 +130,37 @@ def test_blocks_have_memory_only_while_they_run() -> None:
     optimizer.close()
 
 
+WAITING = Tuning(bucket_numel=4096, hold="device", flat_bytes=1 << 14)  # a bucket of fp32 gradients
+
+
+def test_gradients_that_waited_on_the_device_leave_their_memory_to_the_forward() -> None:
+    model: Any = gpt()()
+    optimizer = TwinOptimizer(
+        model, lr=1e-2, early=True, offload_params=True, ratio=1.0, max_grad_norm=0.5, tuning=WAITING
+    )
+    flats, seen = optimizer.runtime.executor.flats, []
+    model.blocks[-1].register_forward_hook(lambda *_: seen.append(flats.num_bytes))
+    for step in range(4):
+        loss_of(model, step).backward()
+        assert flats.num_bytes == flats.max_bytes  # those of all buckets wait for the norm
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[0] == 0
+    assert 0 < max(seen) <= 1 << 14
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stream", ["out", "update", "compute"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_no_bit_changes_with_memory_that_gradients_have_left(stream: str, ratio: float) -> None:
+    tuning = Tuning(bucket_numel=4096, hold="device", flat_bytes=0, streamed=0.4)
+
+    def slow(optimizer: TwinOptimizer) -> None:
+        optimizer.runtime.device.delay(stream, 0.002)
+
+    check_same(gpt(), steps=3, ratio=ratio, tuning=tuning, watch=slow)
+
+
 def test_weights_outside_their_block_are_read_and_written_where_they_live() -> None:
     model, other = gpt()(), gpt()()
     optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)

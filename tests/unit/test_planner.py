@@ -25,6 +25,7 @@ from twinflow.planner.costs import (
     Memory,
     Placed,
     Run,
+    bucket_numel,
     bytes_of,
     clip_decision_of,
     fits,
@@ -39,7 +40,7 @@ from twinflow.planner.formats import AUTOMATIC, STATES, UPDATE_BYTES, state_byte
 from twinflow.planner.machines import GB, GPUS, Host, Machine, Rates, gpu_named, rates_of, recognise
 from twinflow.planner.models import ModelCost, from_counts, from_hf, gpt2_like
 from twinflow.planner.placement import at_ratio, best_ratio, choose, spread_blocks
-from twinflow.planner.simulate import PLACES, ClipDecision, Item, Timing, predict
+from twinflow.planner.simulate import PLACES, ClipDecision, Fetch, Item, Timing, Ways, predict
 
 
 def llama(hidden: int, layers: int, inner: int) -> ModelCost:
@@ -289,6 +290,52 @@ def test_streamed_states_move_in_every_step() -> None:
     found = predict(placed(items, "streamed"), timing, rates, "fp32", ClipDecision(False))
     total = sum(item.numel for item in items) * state_bytes("fp32").streamed
     assert found.step_s == pytest.approx(total / 5e9, rel=0.02)
+
+
+def test_streamed_states_are_those_measured() -> None:
+    """2026-11-15-twin-flow-sweep.md: 40% of the buckets."""
+    case = case_at("", Run(B3, 4, 2048, streamed=0.4), Setting(PROBED, MEMORY), 1.0)
+    assert case.used.gpu_total / 1e9 == pytest.approx(20.40, rel=0.02)
+    assert (case.used.host_total - PROCESS_BYTES) / 1e9 == pytest.approx(64.42, rel=0.02)
+    assert case.prediction.step_s == pytest.approx(0.8098, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("states", "weights", "each"), [("fp32", "bf16", 12), ("bf16", "bf16", 8), ("fp32", "fp16", 14)]
+)
+def test_streamed_states_have_the_weights_that_blocks_fetch(states: str, weights: str, each: int) -> None:
+    run = Run(B3, 4, 2048, states=states, weights=weights, clips=False, offload_params=True)
+    kept, streamed = (case_at("", one, Setting(RATES, MEMORY), 1.0) for one in (run, replace(run, streamed=0.5)))
+    assert streamed.used.gpu["staging"] == 3 * bucket_numel(run) * each
+    assert streamed.used.gpu_total == kept.used.gpu_total + streamed.used.gpu["staging"]
+    assert streamed.used.host["state"] == pytest.approx(kept.used.host["state"])
+    assert streamed.ratio == kept.ratio == 1.0
+    assert streamed.prediction.host_busy_s < kept.prediction.host_busy_s
+
+
+def test_streamed_states_and_fetches_share_the_bus() -> None:
+    rates = replace(RATES, out_bytes=5e9, in_bytes=5e9, duplex_bytes=5e9)
+    run = Run(B3, 4, 2048, clips=False, offload_params=True, streamed=1.0)
+    found = case_at("", run, Setting(rates, MEMORY), 1.0).prediction
+    blocks, root = sum(B3.blocks), B3.numel - sum(B3.blocks)
+    assert found.in_s == pytest.approx(((12 + 2 * 2) * blocks + 10 * root) / 5e9, rel=0.02)
+    assert found.out_s == pytest.approx((12 * blocks + 10 * root) / 5e9, rel=0.02)
+    assert found.step_s >= found.in_s * 0.99
+
+
+def test_a_fetch_waits_until_streamed_state_is_stored() -> None:
+    timing, numel, rates = Timing(0.1, 0.3), 50_000_000, replace(RATES, out_bytes=6e8, duplex_bytes=6e8)
+    fetches = (Fetch(2 * numel, 0.0, 0.15), Fetch(2 * numel, 0.05, 0.0))
+    first, second = Item(numel, "streamed", 0.3, 0.0, 0), Item(numel, "resident", 0.15, 0.05, 1)
+    found = predict([first, second], timing, rates, "fp32", ClipDecision(False), Ways(fetches=fetches))
+    stored_s = 12 * numel / 6e8
+    assert found.step_s == pytest.approx(timing.gpu_s + stored_s, rel=0.1)
+
+
+def test_streamed_items_are_evenly_distributed() -> None:
+    items, _ = some_items()
+    found = [item.place for item in at_ratio(items, 0.5, streamed=0.5)]
+    assert found == ["resident"] * 6 + ["host", "streamed"] * 3
 
 
 def test_some_clipped_steps_cost_their_share() -> None:

@@ -717,6 +717,12 @@ class Executor:
                     task.flat = None
                     task.sources.clear()
 
+    def shrink_flats(self) -> None:
+        """Free the flat buffers that are not in use (`FlatPool.shrink`)."""
+        self.collect()
+        with self.changed:
+            self.flats.shrink()
+
     def read_grads(self, task: Task) -> Tensor | None:
         """Return a task's gradients from the device or from the host; None if they no longer exist."""
         self.collect()

@@ -26,9 +26,11 @@ class FlatPool:
     Buckets with equal `plan.layout` (dtype, offsets and sizes of slices) share buffers, so the padding stays zero.
     """
 
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
+    def __init__(self, device: torch.device, max_bytes: int, idle_bytes: int = 0) -> None:
+        """`idle_bytes`: what `shrink` leaves at most of the free buffers."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._idle_bytes = idle_bytes
         self._device = device
         self._free: dict[object, deque[tuple[Tensor, Event | None]]] = {}
 
@@ -56,6 +58,19 @@ class FlatPool:
         if stream is not None:
             return stream.zeros(plan.numel, plan.dtype, self._device), None
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
+
+    def shrink(self) -> None:
+        """Free buffers whose last use has ended, until at most `idle_bytes` are left.
+
+        Their memory goes back to torch's allocator, which keeps it for the activations and for the buffers of the next
+        step, so the driver is not called. No stream uses a buffer after its event, and the copies into it came before,
+        so the next user of the memory has to wait for nothing. Without an event, only the stream on which the buffer
+        was allocated may still write to it. A buffer whose event has not passed stays, because the caller would wait.
+        """
+        for free in self._free.values():
+            while free and self.num_bytes > self._idle_bytes and ((event := free[0][1]) is None or event.done()):
+                tensor, _ = free.popleft()
+                self.num_bytes -= tensor.numel() * tensor.element_size()
 
     def _forget_free(self) -> None:
         for free in self._free.values():

@@ -212,6 +212,9 @@ class ParamOffload:
         if torch.is_grad_enabled():
             self._trail.append(block)
         self._enter(block)
+        # The updates of this block have ended. When the last block runs, all gradients have left the device, and the
+        # activations of the forward can use the memory in which they have waited for the clipping decision.
+        self._executor.shrink_flats()
         at = self._order.index(block) if block in self._order else len(self._order)
         for other in self._order[at + 1 : at + 1 + BLOCKS_AHEAD]:
             self._ask_for(other)

@@ -20,6 +20,7 @@ from twinflow.offload.plan import HOST, BucketPlan
 from twinflow.offload.settings import Settings
 from twinflow.offload.speculative_stores import SpeculativeStores
 from twinflow.offload.state_file import StateFile
+from twinflow.planner.costs import FLATS_OUT
 from twinflow.rules import Rule
 
 
@@ -41,7 +42,9 @@ def new_executor(
     return Executor(
         device,
         rule,
-        FlatPool(tensor_device, flat_bytes(settings, plans)),
+        FlatPool(
+            tensor_device, flat_bytes(settings, plans), min(settings.flat_bytes, FLATS_OUT * bytes_of_slot(plans))
+        ),
         bytes_of_slot(plans),
         num_gradient_slots(settings, num_hosted),
         num_weight_slots(settings, num_hosted),

@@ -488,9 +488,8 @@ def fitted(
     `embeddings`: the blocks that are embedding or output layers.
     """
     used = sum(size for plan, size in zip(plans, sizes, strict=True) if plan.place == RESIDENT)
-    # Such layers on the host count as on the device. Otherwise gradients would wait in the memory that they leave. The
-    # buffers of gradients are kept until the next backward, and the output layer needs this memory before it, so a step
-    # could need more memory with these layers on the host than with them on the device.
+    # Such layers on the host count as on the device. Otherwise gradients would wait in the memory that they leave, and
+    # the end of backward could need more memory than with these layers on the device.
     away = [plan for plan in plans if plan.place != RESIDENT and plan.block in embeddings]
     used += int(sum(kind.weight_bytes.get(plan.block, 0.0) * plan.numel for plan in away))
     left = replace(room, device_bytes=None if room.device_bytes is None else max(0, room.device_bytes - used))

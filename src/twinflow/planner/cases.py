@@ -154,10 +154,10 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     """The case with a given share of the state on the host."""
     placed = costs.placed_at(run, ratio)
     if run.offload_params:  # blocks are not split
-        ratio = placed.host / run.own_numel
+        ratio = (placed.host + placed.streamed) / run.own_numel
     used = costs.bytes_of(run, placed, setting.memory)
     timing = costs.timing_of(run, setting.rates, setting.link_rate)
-    items = at_ratio(costs.items_of(run, timing), ratio, run.placement)
+    items = at_ratio(costs.items_of(run, timing), ratio, run.placement, run.streamed)
     rates = _of_disk(run, placed, setting) if run.on_disk or run.weights_on_disk else setting.rates
     prediction = predict(
         items, timing, rates, run.states, costs.clip_decision_of(run, used), costs.ways_of(run, timing)

@@ -33,7 +33,7 @@ _MOST_TRIES: Final = 8
 _MOST_ITEMS: Final = 2048  # simulated buckets; a model of more than 137 B parameters is simulated with larger ones
 GPU_RESERVE: Final = 0.04  # share of the GPU memory that is left free: for gaps, and for plans that are too low
 HOST_RESERVE: Final = 0.05  # share of the host memory that is left to other processes
-_FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
+FLATS_OUT: Final = 6  # device buffers in use if each gradient is copied to the host as soon as it is complete
 # Time of backward relative to forward, measured as 1.77 to 1.86. Activation checkpointing adds one more forward.
 BACKWARD: Final = 1.83
 # The same if the weights of matrix products are frozen: only the gradients of activations are computed. An estimate.
@@ -84,6 +84,7 @@ class Run:
     matrix_steps: int = 0
     offload_params: bool = False  # the weights of blocks are on the host, and are fetched when a block runs
     offload_embeddings: bool = False  # with offload_params: the embedding and output layers are blocks too
+    streamed: float = 0.0  # share of the state on the host that the GPU updates (`Tuning(streamed=)`)
     placement: str = "auto"  # with offload_params, "spread": blocks on the host are evenly distributed
     on_disk: bool = False  # the state that would be in host memory is in files on a disk
     weights_on_disk: bool = False  # with offload_params: weights that are not a part of state in memory are on the disk
@@ -314,7 +315,9 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     num_here = run.num_blocks_here(placed.resident) if run.offload_params else 0
     weights = _weight_bytes(run, num_here)
     resident = int(placed.resident * size.resident)
-    staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * size.streamed)
+    copied = _copied_size(run)
+    each = copied.host if run.offload_params else copied.streamed
+    staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * each)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
     grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
     gpu = {
@@ -336,7 +339,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         buffers = width * max(NUM_WEIGHT_BUFFERS * bucket_numel(run), run.max_in_cpu) * run.world
         fetched = min(buffers, weights_file_bytes(run, placed))
         fetched += width * sum(run.trained_blocks[num_here:]) * is_in_memory
-    state = int(placed.host * size.host + placed.streamed * size.streamed)
+    state = int(placed.host * size.host + placed.streamed * (size.host if run.offload_params else size.streamed))
     if run.on_disk:  # buffers for the state of some buckets
         state = min(int(NUM_BUFFERS * bucket_numel(run) * size.host), state_file_bytes(run, placed) // run.world)
     host = {
@@ -353,6 +356,13 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         left = max(0, memory.host_bytes - sum(host.values()))
         host["shadows"] = min(left - reserved_bytes(left), int(placed.host * size.host) * run.world)
     return Bytes(gpu, host)
+
+
+def _copied_size(run: Run) -> StateBytes:
+    """Bytes of streamed state that are copied to the GPU and back for each parameter. `host`: with the weights, because
+    blocks fetch them from this state. Those in fp16 are not a part of the master.
+    """
+    return replace(run.size, host=run.size.host + (WEIGHT_BYTES["fp16"] if run.weights == "fp16" else 0))
 
 
 def file_bytes(run: Run, placed: Placed) -> int:
@@ -414,7 +424,7 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
     if not waits:
         return GradientPlan(sums + flat, 0, False, False)
     if all_bytes > free_bytes // 2 or run.delayed:
-        few = min(flat, _FLATS_OUT * bucket_numel(run) * width)
+        few = min(flat, FLATS_OUT * bucket_numel(run) * width)
         return GradientPlan(sums + few + width * there, width * off, True, False)
     return GradientPlan(sums + all_bytes, 0, False, False)
 
@@ -424,19 +434,33 @@ def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
 
     With weights on the host, this is mostly at the beginning of backward. There are then the sums over micro-batches,
     the gradients of the last block in few buffers, and those of the head, if its state is on the GPU. The others come
-    when blocks have freed their activations.
+    when blocks have freed their activations. If all wait on the GPU for the norm, they may need more memory than the
+    activations that were freed. Before the next forward has its peak, they have left the GPU (`FlatPool.shrink`).
     """
     if not run.offload_params:
         return grads.gpu_bytes
     width = WEIGHT_BYTES[run.weights]
-    few = min(FLAT_BYTES, _FLATS_OUT * bucket_numel(run) * width)
+    few = min(FLAT_BYTES, FLATS_OUT * bucket_numel(run) * width)
     head = max(0, min(-(-run.trained_root[1] // run.world), placed.resident - run.trained_root[0] // run.world))
     if run.num_blocks_here(placed.resident) == len(run.trained_blocks):
         head += -(-run.ends[1] // run.world)  # the last block
     summed = placed.resident + placed.streamed if grads.sums_on_host else run.own_numel
     sums = 4 * summed if run.micro_batches > 1 else 0
     freed = max(0, run.activation_bytes - run.first_block_bytes)
-    return max(min(grads.gpu_bytes, sums + few + width * head), grads.gpu_bytes - freed)
+    at_start = min(grads.gpu_bytes, sums + few + width * head)
+    if grads.holds_on_host or grads.sums_on_host or not run.clips:
+        return max(at_start, grads.gpu_bytes - freed)
+    # In the backward of the third block, three blocks have no gradients yet, and two keep their inputs. Before it, as
+    # many more gradients as fewer fetched weights are there. The embedding has no gradient yet, unless it is the output
+    # layer too. At the end, that gradient is there twice: as torch computes it, and in buffers. Most fetched blocks and
+    # all activations are then freed.
+    num_blocks, layer = len(run.trained_layers), width * max(run.trained_layers) // run.world
+    embedding = width * (run.trained_root[0] + run.ends[0])
+    third = grads.gpu_bytes - min(3, num_blocks) * layer - freed + 2 * width * run.model.hidden * run.num_tokens
+    third -= embedding // run.world if run.model.head_numel else 0
+    fetched = max(0, min(BLOCKS_HERE, num_blocks - run.num_blocks_here(placed.resident)) - 2) * max(run.layer_bytes)
+    end = grads.gpu_bytes + embedding - fetched - run.activation_bytes
+    return max(at_start, third, end)
 
 
 def _weight_bytes(run: Run, num_here: int = 0) -> int:
@@ -570,6 +594,7 @@ def ways_of(run: Run, timing: Timing) -> Ways:
         flat_bytes=inf if run.clips or run.delayed else FLAT_BYTES,
         delayed=run.delayed,
         fetches=fetches_of(run, timing) if run.offload_params else (),
+        copied=_copied_size(run),
     )
 
 
@@ -709,5 +734,5 @@ def _placed(run: Run, resident: int) -> Placed:
         blocks = sum(run.trained_blocks[: run.num_blocks_here(resident)])
         resident = min(run.own_numel, run.own_root + -(-blocks // run.world))
     left = run.own_numel - resident
-    streamed = min(left, run.own_numel - run.own_root) if run.matrix_steps else 0
+    streamed = min(left, run.own_numel - run.own_root) if run.matrix_steps else round(left * run.streamed)
     return Placed(left - streamed, resident, streamed)

@@ -113,9 +113,10 @@ def best_ratio(
     return low, run(low)
 
 
-def at_ratio(items: Sequence[Item], ratio: float, placement: str = "auto") -> list[Item]:
+def at_ratio(items: Sequence[Item], ratio: float, placement: str = "auto", streamed: float = 0.0) -> list[Item]:
     """The items with a share `ratio` of their elements on the host, beginning at the output side of the model. One item
-    may be split in two. `placement`: "spread" distributes the blocks on the host evenly.
+    may be split in two. `placement`: "spread" distributes the blocks on the host evenly. `streamed`: the share of the
+    items on the host that are streamed, evenly distributed.
     """
     total = sum(item.numel for item in items)
     left = round((1.0 - ratio) * total)
@@ -133,7 +134,15 @@ def at_ratio(items: Sequence[Item], ratio: float, placement: str = "auto") -> li
             placed.append(replace(item, numel=numel, place="resident"))
         if numel < item.numel:
             placed.append(replace(item, numel=item.numel - numel).at("host"))
+    on_host = [i for i, item in enumerate(placed) if item.place == "host"]
+    for i in _evenly(on_host, streamed):
+        placed[i] = placed[i].at("streamed")
     return placed
+
+
+def _evenly(found: Sequence[int], share: float) -> list[int]:
+    """A share of the numbers, evenly distributed."""
+    return [i for k, i in enumerate(found) if int((k + 1) * share) > int(k * share)]
 
 
 def spread_blocks(blocks: Collection[int], share: float) -> set[int]:
@@ -166,9 +175,8 @@ def place(num_items: int, order: Sequence[int], num_resident: int, share: float)
     places = ["host"] * num_items
     for i in order[:num_resident]:
         places[i] = "resident"
-    for k, i in enumerate(order[num_resident:]):
-        if int((k + 1) * share) > int(k * share):
-            places[i] = "streamed"
+    for i in _evenly(order[num_resident:], share):
+        places[i] = "streamed"
     return tuple(places)
 
 

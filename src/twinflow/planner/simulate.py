@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Final
 
-from twinflow.planner.formats import UPDATE_BYTES, state_bytes
+from twinflow.planner.formats import UPDATE_BYTES, StateBytes, state_bytes
 from twinflow.planner.machines import Rates
 
 PLACES: Final = ("resident", "host", "streamed")  # state on the GPU; on the host; on the host, updated on the GPU
@@ -99,6 +99,8 @@ class Ways:
     delayed: bool = False  # an update may take a whole step
     streams: bool = True  # whether state may be streamed to the GPU for its update
     fetches: tuple[Fetch, ...] = ()  # weights on the host, by block; () if all weights are on the GPU
+    # Of streamed state, copied for each parameter; `host`: with weights that blocks fetch. None: that of bf16 weights.
+    copied: StateBytes | None = None
     flat_bytes: float = inf  # of gradients that wait on the GPU for their copy to the host; backward waits for room
 
 
@@ -186,7 +188,11 @@ class Play:
         self.device_s = [item.numel * UPDATE_BYTES[states] / rates.device_bytes for item in items]
         if rates.flops:
             self.device_s = [s + item.products / rates.flops for s, item in zip(self.device_s, items, strict=True)]
-        self.stream_bytes = [state_bytes(states, num_moments=1 if it.products else 2).streamed for it in items]
+        copied, matrix = ways.copied or state_bytes(states), state_bytes(states, num_moments=1)
+        self.stream_bytes = [
+            matrix.streamed if item.products else copied.host if self._is_fetched(i) else copied.streamed
+            for i, item in enumerate(items)
+        ]
         host, copying = rates.host_params[states], rates.host_params_copying[states]
         # Rates of the units, by the number of directions that copy.
         self.unit_rates = (
@@ -221,6 +227,10 @@ class Play:
             for fetch, owner in zip(ways.fetches, owners, strict=True)
         ]
         self.is_here = [not nbytes for nbytes in self.fetch_bytes]  # blocks whose weights are on the GPU
+
+    def _is_fetched(self, i: int) -> bool:
+        """Whether the weights of an item that is not resident are on the host."""
+        return bool(self.ways.fetches) and self.items[i].block >= 0
 
     def _host_share(self, own: Sequence[int]) -> float:
         """The share of a block's elements whose state, and with it their weights, is on the host. `own`: its items."""
@@ -354,21 +364,24 @@ class Play:
             if not self.decision.clips:
                 self.debt_s += self.device_s[i]
             return
+        before, room = self.now, self.ways.flat_bytes - item.numel * self.ways.grad_bytes
+        while self._waiting_bytes() > max(0.0, room):
+            self._advance(self.debt_s if self.debt_s > _EPS else None)
+        self.waited_s += self.now - before
         self.is_fresh[i] = False
         if item.place == "host":
-            before = self.now
-            while self._waiting_bytes() + item.numel * self.ways.grad_bytes > self.ways.flat_bytes and self.to_out:
-                self._advance(None)
-            self.waited_s += self.now - before
             heappush(self.to_out, (item.need, i))
         else:
             self.has_grad[i] = True
             self._try_streamed(i)
 
     def _waiting_bytes(self) -> float:
-        """Bytes of gradients on the GPU that wait for their copy to the host, with the one that is copied."""
+        """Bytes of gradients on the GPU that wait for their copy to the host, with the one that is copied, or for their
+        update on the GPU.
+        """
         copied = self.left[_OUT] if self.tasks.get(_OUT, ("", 0))[0] == "gradient" else 0.0
-        return copied + sum(self.items[i].numel for _, i in self.to_out) * self.ways.grad_bytes
+        waiting = [*(i for _, i in self.to_out), *(i for i in self.stream_order if self.has_grad[i])]
+        return copied + sum(self.items[i].numel for i in waiting) * self.ways.grad_bytes
 
     def _advance(self, limit: float | None) -> float:
         """Advance to the next event, at most by `limit` seconds of GPU work. Returns the seconds that passed."""
@@ -467,6 +480,7 @@ class Play:
             self._try_streamed(i)
         else:
             self.is_stored[i] = True
+            self.is_fresh[i] |= self._is_fetched(i)
             self.free_stages += 1
 
     def _open(self) -> None:
@@ -480,7 +494,7 @@ class Play:
 
     def _updated(self, i: int) -> None:
         """The weights of an item are updated on the host. They are sent, or fetched later with their block."""
-        if self.ways.fetches and self.items[i].block >= 0:
+        if self._is_fetched(i):
             self.is_fresh[i] = True
         else:
             heappush(self.to_send, (self.items[i].need, i))
@@ -489,6 +503,7 @@ class Play:
         """Update a streamed bucket on the GPU if its state and gradient are available and the norm is known."""
         if self.is_staged[i] and self.has_grad[i] and self.is_open:
             self.debt_s += self.device_s[i]
-            self.has_grad[i], self.is_fresh[i] = False, True
+            self.has_grad[i] = False
+            self.is_fresh[i] = not self._is_fetched(i)  # blocks fetch the weights when the state is on the host again
             self.is_staged[i] = self.is_stored[i] = False
             self.to_store.append(i)
