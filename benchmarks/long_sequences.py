@@ -8,7 +8,7 @@ tiled-128k      60  the same
 window-1m       45  4 layers at 1 M tokens, sparse attention with a window of 8k and 1k global tokens
 dense-512k      70  2 layers at 512k tokens, causal attention
 dense-1300k    320  2 layers at 1.3 M tokens; host buffers for the inputs of all 32 layers are allocated
-whole-512k     790  a whole step of all 32 layers with TwinOptimizer (not in the default)
+whole-512k     850  a whole step of all 32 layers with TwinOptimizer (not in the default)
 whole-window-1m 230 a whole step of all 32 layers at 1 M tokens with the window (not in the default)
 
 Every part but the tiled ones keeps the input of every 2nd layer (float8 on the host from 1 M tokens on), prints the

@@ -9,6 +9,7 @@ The runs are those of benchmarks/results whose settings the planner can describe
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Final
 from unittest.mock import patch
@@ -27,6 +28,8 @@ from twinflow.planner.costs import (
     timing_of,
     ways_of,
 )
+from twinflow.planner.formats import gpt_activations
+from twinflow.planner.long import Kept
 from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
 from twinflow.planner.models import ModelCost, from_hf, with_fused_head
 from twinflow.planner.placement import at_ratio
@@ -50,6 +53,7 @@ class Measured:
     always_clipped: bool = False  # every step was clipped, so no update before the decision was kept
     host_cap_gb: float = 135.0  # host memory that the run was allowed to use
     with_process: bool = False  # `host_gb` has the process too
+    is_spare_used: bool = False  # speculative stores took the spare host memory, and not only half of the free one
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def runs() -> list[Measured]:
     run = Run(largest, 4, 2048, states="4bit", master="none", clips=False, offload_params=True)
     what = "Llama 68.98 B, 4-bit, no master, weights on the host, no clipping"
     found.append(Measured(what, "2026-11-19-70b", run, 0.4838, 9.469, 132.47, 106.87, with_process=True))
-    return found + finetuned()
+    return found + finetuned() + on_host()
 
 
 def finetuned() -> list[Measured]:
@@ -203,12 +207,65 @@ def finetuned() -> list[Measured]:
     ]
 
 
+def on_host() -> list[Measured]:
+    """Runs of benchmarks/weights_on_host.py."""
+    llama = chunked(hf("llama", 4096, 32, 14_336, 32, 8, 128_256, False))
+    qwen = chunked(hf("qwen2", 3584, 28, 18_944, 28, 4, 152_064, False))
+    bf16 = Run(llama, 4, 2048, states="bf16", offload_params=True)
+    int8 = replace(bf16, model=qwen, states="int8")
+    long = replace(bf16, batch=16, kept=Kept(on_host=len(llama.blocks)))
+    llama_text, qwen_text = "Llama 8.03 B, bf16, weights on the host", "Qwen2.5 7.62 B, int8, weights on the host"
+    rows = [
+        (llama_text, bf16, 1.256, 10.07, 126.9, 12),
+        (f"{llama_text}, every step clipped", bf16, 1.872, 9.95, 126.9, 24),
+        (f"{llama_text}, 16 sequences", long, 4.085, 14.31, 120.3, 16),
+        (f"{llama_text}, 16 sequences, every step clipped", long, 4.072, 14.31, 120.3, 24),
+        (qwen_text, int8, 1.090, 9.97, 111.8, 12),
+        (f"{qwen_text}, every step clipped", int8, 1.660, 9.97, 111.8, 24),
+    ]
+    return [
+        Measured(
+            what,
+            "2026-11-19-weights-on-host-limits",
+            run,
+            1.0,
+            step_s,
+            gpu_gb,
+            host_gb,
+            cap_gb,
+            "clipped" in what,
+            host_cap_gb=131.9,
+            is_spare_used=True,
+        )
+        for what, run, step_s, gpu_gb, host_gb, cap_gb in rows
+    ]
+
+
+def chunked(model: ModelCost) -> ModelCost:
+    """The model with the loss of `chunk_loss`, which is that of twinflow's GPT."""
+    loss = gpt_activations(model.hidden, model.num_heads, model.vocab_size)
+    return replace(
+        model,
+        activations=replace(
+            model.activations,
+            loss_bytes=loss.loss_bytes,
+            fixed_bytes=loss.fixed_bytes,
+            chunk_tokens=loss.chunk_tokens,
+            chunk_bytes=loss.chunk_bytes,
+        ),
+    )
+
+
 def error_of(measured: Measured) -> Error:
     run, rates = measured.run, rates_of(MACHINE)
     memory = Memory(min(int(measured.cap_gb * GB), MACHINE.gpu.memory_bytes), int(measured.host_cap_gb * GB))
     setting = Setting(rates, memory)
-    # When these runs were measured, speculative stores took at most half of the free host memory.
-    with patch.object(costs, "reserved_bytes", lambda free_bytes: free_bytes - free_bytes // 2):
+    # When older runs were measured, speculative stores took at most half of the free host memory.
+    with (
+        nullcontext()
+        if measured.is_spare_used
+        else patch.object(costs, "reserved_bytes", lambda free_bytes: free_bytes - free_bytes // 2)
+    ):
         used = bytes_of(run, placed_at(run, measured.ratio), setting.memory)
     timing = timing_of(run, rates)
     decision = ClipDecision(True, 0) if measured.always_clipped else clip_decision_of(run, used)

@@ -315,6 +315,8 @@ def run_case(shape: str, way: str, options: argparse.Namespace, rate: float) -> 
                 f"hooks {inside:.1f} us a parameter in our functions, {beyond:.1f} us beyond forward + backward alone, "
                 f"{more}"
             )
+        if optimizer.auto_report:
+            more = f"{more}; {optimizer.auto_report}"
         size = "" if bucket_numel is None else f", buckets of {bucket_numel:,}"
         rows.append(Row(f"{label}: {setting.name}{size}", found, setting.against, setting.limit, more))
         print(rows[-1].text, flush=True)

@@ -15,10 +15,12 @@ python benchmarks/weights_on_host.py --rows llama3-8b:bf16:24:4 llama3-8b:bf16:1
 A row is SHAPE:STATES:GB:SEQUENCES, with shapes of real_models.py and sequences of 2,048 tokens. A ":clipped" at its
 end clips every step, a ":host" keeps the inputs of blocks on the host, an ":embeddings" puts the weights of the
 embedding and output layers on the host too, and an ":auto" lets `ratio="auto"` keep a part of the blocks on the GPU.
-Otherwise all state is on the host, or the share `--ratio`. Rows with the same shape, states and ":embeddings" train
-one model after each other, because building it takes most of the time. It is built in the memory of the first row.
-Rows with ":auto" share a model only if they have the same memory too. `--rows tiny:fp32:0:2` runs on any machine.
-SHAPE@16 is the shape with 16 layers. STATES may be "4bit-none": 4-bit states and no master weights.
+Otherwise all state is on the host, or the share `--ratio`. A ":tiled" runs MLPs, norms and loss over tiles of 8,192
+tokens, for shapes whose MLP of all tokens does not fit. `--verbose` logs what `ratio="auto"` measures and predicts.
+Rows with the same shape, states and ":embeddings" train one model after each other, because building it takes most of
+the time. It is built in the memory of the first row. Rows with ":auto" share a model only if they have the same memory
+too. `--rows tiny:fp32:0:2` runs on any machine. SHAPE@16 is the shape with 16 layers. STATES may be "4bit-none": 4-bit
+states and no master weights.
 
 For 70 B parameters on one GPU see largest_model.py.
 """
@@ -31,6 +33,7 @@ import datetime
 import faulthandler
 import gc
 import json
+import logging
 import os
 import pstats
 import statistics
@@ -47,6 +50,7 @@ from twinflow import native
 from twinflow.activations import checkpoint_layers
 from twinflow.bench.machine import describe, read_machine
 from twinflow.integrations.chunked_loss import chunk_loss
+from twinflow.integrations.tiled import tile_sequence
 from twinflow.offload.materialize import build
 from twinflow.offload.plan import RESIDENT
 from twinflow.optim.twin import Tuning, TwinOptimizer
@@ -156,7 +160,10 @@ def trained(shape: str, states: str, cases: list[str], options: Any) -> None:
         early=True,
         max_grad_norm=NEVER,
         offload_params=True,
-        tuning=Tuning(offload_embeddings="embeddings" in cases[0].split(":")),
+        tuning=Tuning(
+            offload_embeddings="embeddings" in cases[0].split(":"),
+            **({"bucket_numel": options.bucket_numel} if options.bucket_numel else {}),
+        ),
     )
     profile.disable()
     prepared(model)
@@ -201,6 +208,7 @@ def trained_case(model: Any, optimizer: Any, shape: str, case: str, options: Any
     """Steps of one case: GPU memory, the number of sequences, and whether inputs are on the host or steps clipped."""
     cap, batch, *more = case.split(":")
     limit_memory(float(cap))
+    tiles = tile_sequence(model) if "tiled" in more else None
     handle = checkpoint_blocks(model, "host" in more)
     data = data_of(shape, int(batch))
     # A gradient whose norm exceeds NEVER is clipped. A power of two changes no digit of it.
@@ -236,6 +244,8 @@ def trained_case(model: Any, optimizer: Any, shape: str, case: str, options: Any
     num_steps = options.windows * options.steps
     num_in, num_out, busy_s = ((end - begin) / num_steps for begin, end in zip(before, counts(), strict=True))
     handle.remove()
+    if tiles is not None:
+        tiles.remove()
     return {
         "first_s": first_s,
         "step_s": statistics.median(seconds),
@@ -320,6 +330,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print where building the optimizer takes its time")
     parser.add_argument("--ratio", default="1")
+    parser.add_argument("--bucket-numel", type=int, help="elements of a bucket, instead of the default")
+    parser.add_argument("--verbose", action="store_true", help="log what ratio auto measures and predicts")
     parser.add_argument("--trace", help="write the spans of two steps to this file")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--save-to", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
@@ -327,6 +339,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.part:
         faulthandler.enable()
+        if options.verbose:
+            logging.basicConfig(level=logging.WARNING)
+            logging.getLogger("twinflow").setLevel(logging.DEBUG)
         kind, text = options.part
         shape, states, *cases = text.split("/")
         if kind == "alone":
@@ -338,6 +353,8 @@ def main() -> None:
         raise SystemExit("A small model has other losses with its weights on the host: no figures.")
     given = ["--windows", str(options.windows), "--steps", str(options.steps), "--ratio", options.ratio]
     given += ["--profile"] if options.profile else []
+    given += ["--verbose"] if options.verbose else []
+    given += ["--bucket-numel", str(options.bucket_numel)] if options.bucket_numel else []
     given += ["--trace", options.trace] if options.trace else []
     groups: dict[tuple[str, str, str, bool], list[str]] = {}  # the cases of each optimizer
     batches: dict[str, dict[str, None]] = {}

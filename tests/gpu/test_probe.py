@@ -14,7 +14,7 @@ from twinflow.planner import probe
 from twinflow.planner.machines import Rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-CUDA = torch.device("cuda")  # without an index, as the commands pass it
+CUDA = torch.device("cuda", 0)  # without an index, as the commands pass it
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ class Run:
     adapter_rank: int = 0  # rank of LoRA adapters on all linear layers of the blocks; 0: all parameters are trained
     four_bits: bool = False  # with adapters: the frozen matrices of the blocks have 4 bits for each weight
     is_tiled: bool = False  # MLPs, norms and loss run over tiles of the sequence
-    kept: Kept = KEPT  # with tiles: how the inputs of blocks are kept
+    kept: Kept = KEPT  # how the inputs of blocks are kept; without tiles, only `on_host` counts
     num_sequence: int = 1  # GPUs that share each sequence
     expert_parallel: int = 1  # GPUs that have all experts together; the experts of each are on world / size GPUs
 
@@ -146,10 +146,19 @@ class Run:
     @property
     def activation_bytes(self) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state."""
+        return self.activations_beside(0)
+
+    def activations_beside(self, num_away: int) -> int:
+        """The same, if the weights of `num_away` blocks are on the host. During the loss, only two of these blocks are
+        on the GPU: the last one, and the one that is fetched next. An output layer that is a block is there too.
+        """
         if self.is_tiled:
             return long.peak_bytes(self.model, WEIGHT_BYTES[self.weights], self.num_tokens, self.inputs)
         found = self._activations
-        return found.peak_bytes(len(self.model.blocks), self.num_tokens, self.num_recomputed, self.selective)
+        num_in_loss = 2 + any(self.ends)
+        free = max(0, min(BLOCKS_HERE, num_away) - num_in_loss) * max(self.layer_bytes, default=0)
+        peak = found.peak_bytes(len(self.model.blocks), self.num_tokens, self.num_recomputed, self.selective, free)
+        return peak - long.away_bytes(self.kept, self.num_tokens * found.stream_bytes)
 
     @property
     def first_block_bytes(self) -> int:
@@ -313,6 +322,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     """Bytes that the runtime allocates for a run. If `memory` is short, it chooses smaller buffers."""
     width, size = WEIGHT_BYTES[run.weights], run.size
     num_here = run.num_blocks_here(placed.resident) if run.offload_params else 0
+    num_away = len(run.block_bytes) - num_here if run.offload_params else 0
     weights = _weight_bytes(run, num_here)
     resident = int(placed.resident * size.resident)
     copied = _copied_size(run)
@@ -320,11 +330,12 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
     staging = int(min(placed.streamed, NUM_STAGES * bucket_numel(run)) * each)
     # The runtime chooses the place of gradients by the memory that is left beside weights and resident state.
     grads = gradient_plan(run, placed, max(0, _free_at_start(run, memory, num_here) - resident))
+    activations = run.activations_beside(num_away)
     gpu = {
         "weights": weights,
-        "gradients": _gradients_at_peak(run, placed, grads),
+        "gradients": _gradients_at_peak(run, placed, grads, activations),
         "state": resident,
-        "activations": run.activation_bytes // run.tensor_parallel,
+        "activations": activations // run.tensor_parallel,
         "staging": staging + _muon_bytes(run) + _unpacked_bytes(run),
     }
     slot = bucket_numel(run) * width
@@ -349,7 +360,7 @@ def bytes_of(run: Run, placed: Placed, memory: Memory) -> Bytes:
         "shadows": 0,
         "rings": min(slots, 2 * placed.host * width) if not (grads.holds_on_host or run.delayed) else 0,
         "process": PROCESS_BYTES + _LOOSE_BYTES,
-        "activations": run.inputs.host_bytes(run.model, width, run.num_tokens) if run.is_tiled else 0,
+        "activations": run.inputs.host_bytes(run.model, width, run.num_tokens),
     }
     host = {kind: count * run.world for kind, count in host.items()}
     if run.clips and not run.delayed and not grads.sums_on_host and not run.on_disk:
@@ -429,7 +440,7 @@ def gradient_plan(run: Run, placed: Placed, free_bytes: int) -> GradientPlan:
     return GradientPlan(sums + all_bytes, 0, False, False)
 
 
-def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
+def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan, activation_bytes: int) -> int:
     """GPU memory of gradients when activations and gradients together have their peak.
 
     With weights on the host, this is mostly at the beginning of backward. There are then the sums over micro-batches,
@@ -446,7 +457,7 @@ def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
         head += -(-run.ends[1] // run.world)  # the last block
     summed = placed.resident + placed.streamed if grads.sums_on_host else run.own_numel
     sums = 4 * summed if run.micro_batches > 1 else 0
-    freed = max(0, run.activation_bytes - run.first_block_bytes)
+    freed = max(0, activation_bytes - run.first_block_bytes)
     at_start = min(grads.gpu_bytes, sums + few + width * head)
     if grads.holds_on_host or grads.sums_on_host or not run.clips:
         return max(at_start, grads.gpu_bytes - freed)
@@ -459,7 +470,7 @@ def _gradients_at_peak(run: Run, placed: Placed, grads: GradientPlan) -> int:
     third = grads.gpu_bytes - min(3, num_blocks) * layer - freed + 2 * width * run.model.hidden * run.num_tokens
     third -= embedding // run.world if run.model.head_numel else 0
     fetched = max(0, min(BLOCKS_HERE, num_blocks - run.num_blocks_here(placed.resident)) - 2) * max(run.layer_bytes)
-    end = grads.gpu_bytes + embedding - fetched - run.activation_bytes
+    end = grads.gpu_bytes + embedding - fetched - activation_bytes
     return max(at_start, third, end)
 
 

@@ -94,12 +94,20 @@ class Activations:
         """Bytes of one block for each token in its backward, with what it keeps."""
         return self.stream_bytes + self.recomputed * self.block_bytes if is_checkpointed else 2 * self.block_bytes
 
-    def peak_bytes(self, num_blocks: int, num_tokens: int, num_recomputed: int, is_selective: bool = False) -> int:
+    def peak_bytes(
+        self,
+        num_blocks: int,
+        num_tokens: int,
+        num_recomputed: int,
+        is_selective: bool = False,
+        free_in_loss: int = 0,
+    ) -> int:
         """Peak memory of a micro-batch on the GPU beside weights, gradients and state.
 
         `num_recomputed` blocks keep only their inputs (activation checkpointing). With `is_selective`, the others keep
         only what is not cheap to compute. The peak is the loss with its logits, beside all that the blocks keep, or the
-        backward of a block, beside all that the blocks before it keep.
+        backward of a block, beside all that the blocks before it keep. `free_in_loss`: bytes of weights that are there
+        while a block runs, but not during the loss.
         """
         each = (self.selective_bytes or self.block_bytes) if is_selective else self.block_bytes
 
@@ -121,7 +129,7 @@ class Activations:
             )
             most.append(kept(last) + self.backward_bytes(is_checkpointed=False))
         loss = num_tokens * self.loss_bytes + self.fixed_bytes + min(num_tokens, self.chunk_tokens) * self.chunk_bytes
-        return int(max(num_tokens * kept(num_blocks) + loss, num_tokens * max(most)))
+        return int(max(num_tokens * kept(num_blocks) + loss - free_in_loss, num_tokens * max(most)))
 
 
 def _num_recomputed(count: int, num_recomputed: int, num_blocks: int) -> int:

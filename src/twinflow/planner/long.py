@@ -61,6 +61,11 @@ class Kept:
         return max(0, num_blocks - self.on_host * self.every)
 
 
+def away_bytes(kept: Kept, input_bytes: float) -> int:
+    """Bytes of the inputs of blocks that are not on the GPU because they are on the host."""
+    return int(max(0, kept.on_host - _WINDOW) * input_bytes)
+
+
 def choices(num_blocks: int, is_float8: bool, can_group: bool) -> Iterator[Kept]:
     """All ways to keep the inputs that a plan compares."""
     for every in _EVERY if can_group else (1,):
