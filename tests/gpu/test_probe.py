@@ -14,7 +14,7 @@ from twinflow.planner import probe
 from twinflow.planner.machines import Rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-CUDA = torch.device("cuda", 0)  # without an index, as the commands pass it
+CUDA = torch.device("cuda")  # without an index, as the commands pass it
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,10 @@ def rates() -> Rates:
 def little_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + (200 << 20)) / total, CUDA)
+    # On the current device: torch 2.11 takes no device without an index here.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + (200 << 20)) / total)
     yield
-    torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_copies(rates: Rates) -> None:
