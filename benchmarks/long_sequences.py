@@ -17,6 +17,7 @@ the time without layers. Each part prints its row when it ends. A part that fail
 
 python benchmarks/long_sequences.py --save
 python benchmarks/long_sequences.py --parts whole-512k --save
+python benchmarks/long_sequences.py --parts window-1m --disk FOLDER
 python benchmarks/long_sequences.py --tiny           # any machine: shows that the parts run
 """
 
@@ -171,12 +172,12 @@ def attention_of(name: str) -> Iterator[None]:
         yield
 
 
-def run(name: str, part: Part, shape: Shape) -> dict[str, Any]:
+def run(name: str, part: Part, shape: Shape, disk: str | None) -> dict[str, Any]:
     """The row of a part. If cuDNN's attention fails, the part runs again with FlashAttention."""
     for backend in BACKENDS:
         try:
             with attention_of(backend):
-                row = compare(shape, part) if name.startswith("tiled") else train(shape, part)
+                row = compare(shape, part) if name.startswith("tiled") else train(shape, part, disk)
             return {**row, "note": f"{row['note']}, {backend}"}
         except torch.OutOfMemoryError as error:
             return failed(error)
@@ -231,7 +232,7 @@ def compare(shape: Shape, part: Part) -> dict[str, Any]:
     return {"forward_s": found[True][0], "backward_s": found[True][1], "gpu": found[True][2], "note": text}
 
 
-def checkpointed(model: nn.Module, part: Part) -> Handle:
+def checkpointed(model: nn.Module, part: Part, disk: str | None = None) -> Handle:
     layers = [block.module for block in find_blocks(model)]
     return checkpoint_layers(
         model,
@@ -241,10 +242,11 @@ def checkpointed(model: nn.Module, part: Part) -> Handle:
         on_device=part.on_device,
         float8=part.is_float8,
         min_bytes=MIN_BYTES if CUDA else 1,
+        disk=disk if part.on_host else None,
     )
 
 
-def train(shape: Shape, part: Part) -> dict[str, Any]:
+def train(shape: Shape, part: Part, disk: str | None) -> dict[str, Any]:
     """Forward and backward of some layers, or a step of all."""
     tokens, cost = shape.tokens(part), shape.cost()
     num_layers = min(part.num_layers, shape.num_layers)
@@ -253,7 +255,7 @@ def train(shape: Shape, part: Part) -> dict[str, Any]:
         sparsify(model, shape.pattern())
     tiles = tile_sequence(model, shape.tile)
     optimizer = TwinOptimizer(model, "adamw", lr=1e-6, states="int8", ratio=1.0, early=True) if part.is_whole else None
-    handle = checkpointed(model, part)
+    handle = checkpointed(model, part, disk)
     on_host = -(-(shape.num_layers - part.on_device) // part.every) if part.on_host else 0
     kept = Kept(part.every, on_host, part.is_float8)
     width = 2 if CUDA else 4
@@ -319,6 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT)
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences")
+    parser.add_argument("--disk", help="write the inputs that are on the host to a file in this folder")
     parser.add_argument("--save", action="store_true", help="write a dated file to benchmarks/results")
     args = parser.parse_args()
     shape = Shape(args.tiny)
@@ -328,7 +331,7 @@ def main() -> None:
     for name in args.parts:
         part = PARTS[name]
         start = time.perf_counter()
-        row = run(name, part, shape)
+        row = run(name, part, shape, args.disk)
         clear()
         row["seconds"] = time.perf_counter() - start
         lines.append(line_of(name, part, shape, row))

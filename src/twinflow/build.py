@@ -358,13 +358,14 @@ def checkpoint_activations(
     return checkpoint_layers(
         module,
         layers,
-        offload=options.cpu_checkpointing,
+        offload=options.cpu_checkpointing or options.nvme_path is not None,
         partition=partition,
         trace=trace,
         selective=options.selective,
         every=options.every,
         on_device=options.layers_on_device,
         float8=options.float8,
+        disk=options.nvme_path,
     )
 
 

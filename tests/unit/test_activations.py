@@ -15,22 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from activations_support import INPUT_BYTES, LAYERS, SMALL, engine_of, gpt, gradients, same
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from twin_support import batch, quick_torch
 
-import twinflow
 from twinflow.activations import Handle, checkpoint_layers
 from twinflow.activations.offload import BACK, STREAM, HostPool
 from twinflow.config import load_config, notes
 from twinflow.device import Device
-from twinflow.models.gpt import GPT, GPTConfig
+from twinflow.models.gpt import GPT
 from twinflow.optim.twin import Tuning, TwinOptimizer
-
-LAYERS = 6
-SHAPE = GPTConfig(vocab_size=64, context=16, num_layers=LAYERS, hidden=32, num_heads=2, dropout=0.1)
-INPUT_BYTES = 2 * 16 * 32 * 4
-SMALL = 1024  # inputs of the tests are small
 
 
 @pytest.fixture(autouse=True)
@@ -51,26 +46,6 @@ def wrap() -> Iterator[Any]:
     yield put
     for handle in made:
         handle.remove()
-
-
-def gpt(**changes: Any) -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**{**vars(SHAPE), **changes}))
-
-
-def gradients(model: GPT, steps: int = 3) -> list[Tensor]:
-    """Losses and gradients of some micro-batches, and their sums."""
-    found = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = model(*batch(step)).loss
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -478,17 +453,6 @@ def test_with_the_overlapped_optimizer(wrap: Any, early: bool) -> None:
 )
 def test_when_the_config_turns_it_on(section: dict[str, Any], is_on: bool) -> None:
     assert load_config({"activation_checkpointing": section}).activation_checkpointing.is_asked_for == is_on
-
-
-def engine_of(model: nn.Module, section: dict[str, Any]) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "activation_checkpointing": section,
-    }
-    return twinflow.initialize(model=model, config=config)[0]
 
 
 @pytest.mark.parametrize(

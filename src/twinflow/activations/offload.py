@@ -7,6 +7,9 @@ first. An older input is freed on the device after the model's stream was made t
 waits only if a host buffer must be replaced by a larger one. Freed memory is reused in the order of the model's stream.
 A thread that queues a whole forward ahead of the GPU therefore does not keep all inputs on the device.
 
+With a `file`, an input is written to a disk when it leaves the device, and its host buffer is used again (disk.py).
+Backward starts to read the inputs of some layers before those that are copied back.
+
 The inputs of `resident` layers are not copied. With `is_float8`, the first input of a layer, which is the stream of
 hidden states, is in float8 between forward and backward, on the host or on the device.
 
@@ -18,17 +21,20 @@ more, because copies that still read or write the buffer are ahead of the next c
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from twinflow.activations.disk import InputFile, Record
 from twinflow.activations.float8 import Encoded, decode, encode
 from twinflow.device import Device, Event, Stream
 from twinflow.errors import wrong_state
@@ -62,8 +68,11 @@ class Saved:
     source: weakref.ref[Tensor]  # the tensor given to the layer, to recognise it if another layer gets it too
     version: int
     original: Tensor | None  # None after it was freed on the device
-    host: Tensor  # the copy on the host, with the layout of the original, or the memory of the input in float8
-    buffer: Tensor  # the pool's buffer; `host` is a view of it
+    # The copy on the host, with the layout of the original, or the memory of the input in float8. On the meta device
+    # while the input is on a disk.
+    host: Tensor
+    buffer: Tensor | None  # the pool's buffer; `host` is a view of it
+    record: Record | None = None  # on a disk
     encoded: Encoded | None = None  # the input in float8 on the device, until it is on the host
     out: Event | None = None
     back: Event | None = None
@@ -92,8 +101,10 @@ class Offload:
         ahead: int = 2,
         resident: Collection[str] = (),
         is_float8: bool = False,
+        file: InputFile | None = None,
     ) -> None:
         self.device = device
+        self.file = file
         self.bytes_out = 0
         self.bytes_back = 0
         self._where, self._min_bytes, self._window, self._ahead = where, min_bytes, window, ahead
@@ -155,9 +166,11 @@ class Offload:
         encoded = encode(original) if is_float8 else None
         source = original if encoded is None else encoded.memory
         num_bytes = source.numel() * source.element_size()
+        if self.file is not None:
+            self.file.make_room()
         buffer = self._pool.take(num_bytes)
         host = buffer[:num_bytes].view(source.dtype).as_strided(source.size(), source.stride())
-        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer, encoded)
+        saved = Saved(self, call, weakref.ref(tensor), tensor._version, original, host, buffer, encoded=encoded)
         stream = self._stream
         stream.wait(self.device.compute().record(), MADE)
         stream.run(lambda: host.copy_(source, non_blocking=True), "activation out", bytes=num_bytes)
@@ -174,8 +187,31 @@ class Offload:
                 self._order(saved)
                 saved.is_spoiled = saved.original._version != saved.version
                 saved.original = None
+                if self.file is not None:
+                    self._write(self.file, saved)
                 if saved.encoded is not None:  # its size and dtype are kept
                     saved.encoded = saved.encoded._replace(memory=saved.host)
+
+    def _write(self, file: InputFile, saved: Saved) -> None:
+        """Start to write an input to the disk. Its buffer goes back to the pool when it is written."""
+        buffer, out = saved.buffer, saved.out
+        assert buffer is not None
+        assert out is not None
+        num_bytes = saved.host.numel() * saved.host.element_size()
+        saved.record = file.write(buffer[:num_bytes], out, partial(self._pool.give, buffer))
+        saved.host, saved.buffer = saved.host.to("meta"), None
+
+    def _read(self, saved: Saved) -> None:
+        """Start to read an input from the disk, unless it is on the host."""
+        if self.file is None or saved.record is None or saved.buffer is not None or saved.restored is not None:
+            return
+        num_bytes = saved.record.num_bytes
+        buffer = self._pool.take(num_bytes)
+        # Copies that are queued on the stream may still read the buffer.
+        self.file.read(saved.record, buffer[:num_bytes], self._stream.record())
+        meta = saved.host
+        saved.host = buffer[:num_bytes].view(meta.dtype).as_strided(meta.size(), meta.stride())
+        saved.buffer = buffer
 
     def _order(self, saved: Saved) -> None:
         if not saved.is_ordered:
@@ -213,20 +249,21 @@ class Offload:
         return found
 
     def _prefetch(self, call: Call) -> None:
-        """Start the copies back of the inputs of the `ahead` calls before this one."""
-        for _ in range(self._ahead):
-            before = call.previous() if call.previous is not None else None
-            if before is None:
-                return
-            for saved in _alive(before):
-                if saved.original is None:
-                    self._bring(saved)
-            call = before
+        """Start the copies back of the inputs of the `ahead` calls before this one, after the reads of as many more."""
+        calls = list(itertools.islice(_before(call), 2 * self._ahead if self.file is not None else self._ahead))
+        away = [[saved for saved in _alive(before) if saved.original is None] for before in calls]
+        for saved in itertools.chain(*away):
+            self._read(saved)
+        for saved in itertools.chain(*away[: self._ahead]):
+            self._bring(saved)
 
     def _bring(self, saved: Saved) -> None:
         """Start the copy back, unless it was started before."""
         if saved.restored is not None:
             return
+        self._read(saved)
+        if saved.record is not None:
+            saved.record.wait()
         host = saved.host
         tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._where)
         num_bytes = tensor.numel() * tensor.element_size()
@@ -235,6 +272,9 @@ class Offload:
         stream.run(lambda: tensor.copy_(host, non_blocking=True), "activation back", bytes=num_bytes)
         saved.restored, saved.back = tensor, stream.record()
         self.bytes_back += num_bytes
+        if saved.record is not None and saved.buffer is not None:  # another backward reads it from the disk again
+            self._pool.give(saved.buffer)
+            saved.host, saved.buffer = host.to("meta"), None
 
     def _forget(self, saved: Saved) -> None:
         """Release the memory of an input that no graph refers to, after its backward or when the graph was dropped."""
@@ -244,7 +284,14 @@ class Offload:
             self._outlive_copies(saved.original if saved.encoded is None else saved.encoded.memory)
         if saved.restored is not None:
             self._outlive_copies(saved.restored)
-        self._pool.give(saved.buffer)
+        if saved.record is not None and self.file is not None:
+            self.file.free(saved.record, partial(self._give, saved.buffer))  # the buffer may still be read into
+        else:
+            self._give(saved.buffer)
+
+    def _give(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            self._pool.give(buffer)
 
     def _outlive_copies(self, tensor: Tensor) -> None:
         """Make the allocator reuse the tensor's memory only after the copies that are queued on the stream.
@@ -258,6 +305,8 @@ class Offload:
     def close(self) -> None:
         """Release threads and page-locked memory. A later backward that reads an input raises RuntimeError."""
         self._is_closed = True
+        if self.file is not None:
+            self.file.close()
         self._pool.clear()
         self.device.close()
 
@@ -303,6 +352,13 @@ class HostPool:
             self._free.clear()
             self._returned.clear()
             self.num_bytes = 0
+
+
+def _before(call: Call) -> Iterator[Call]:
+    """The calls before this one, the last one first."""
+    while call.previous is not None and (before := call.previous()) is not None:
+        yield before
+        call = before
 
 
 def _alive(call: Call | None) -> Iterator[Saved]:

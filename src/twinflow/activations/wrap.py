@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from twinflow.activations.disk import InputFile
 from twinflow.activations.grouped import Grouping
 from twinflow.activations.offload import MIN_BYTES, Offload
 from twinflow.activations.partitioned import Partition
@@ -48,17 +50,19 @@ def checkpoint_layers(
     every: int = 1,
     on_device: int = 0,
     float8: bool = False,
+    disk: str | Path | None = None,
 ) -> Handle:
     """Checkpoint layers of the model. `layers`: names of classes, or modules.
 
     With `offload`, floating-point inputs of at least `min_bytes` are kept in page-locked host memory until backward.
     The copies use streams of `device`, which the handle then owns. Without `device` new streams are made, which record
-    to `trace`. The inputs of the last `on_device` layers stay on the device. With `every` above 1, only every n-th
-    layer keeps its input, and backward computes the others from it (grouped.py). With `float8`, the first input of each
-    layer that keeps one is kept in float8, which changes gradients. With `partition`, each tensor rank keeps a part of
-    the inputs. With `selective`, the results of matrix products and of attention are kept too, and backward computes
-    only the other operations again. A model that has its own checkpointing switched on is not changed. A layer inside
-    another checkpointed layer is not checkpointed separately.
+    to `trace`. With `disk`, the path of a folder, the inputs are written to a file there. The inputs of the last
+    `on_device` layers stay on the device. With `every` above 1, only every n-th layer keeps its input, and backward
+    computes the others from it (grouped.py). With `float8`, the first input of each layer that keeps one is kept in
+    float8, which changes gradients. With `partition`, each tensor rank keeps a part of the inputs. With `selective`,
+    the results of matrix products and of attention are kept too, and backward computes only the other operations
+    again. A model that has its own checkpointing switched on is not changed. A layer inside another checkpointed layer
+    is not checkpointed separately.
 
     Raises ValueError if a layer is not found or is checkpointed already, or if `offload` and `partition` are both
     given.
@@ -67,6 +71,8 @@ def checkpoint_layers(
         raise invalid_value("every", every, "a whole number >= 1")
     if type(on_device) is not int or on_device < 0:
         raise invalid_value("on_device", on_device, "a whole number >= 0")
+    if disk is not None and not offload:
+        raise invalid_value("disk", disk, "None without offload=True", "A disk gets the inputs that leave the device.")
     found = {
         "activations": offload and partition is not None,
         "partitioned float8": partition is not None and (float8 or every > 1),
@@ -96,7 +102,8 @@ def checkpoint_layers(
         names = list(chosen)
         resident = names[len(names) - on_device :] if offload else names
         own = device or device_for(where, trace)
-        mover = Offload(own, where, min_bytes, resident=resident, is_float8=float8)
+        file = InputFile(disk) if disk is not None else None
+        mover = Offload(own, where, min_bytes, resident=resident, is_float8=float8, file=file)
     grouping = Grouping(every) if every > 1 else None
     made = [
         Checkpointed(name, module, mover, selective, grouping, i) for i, (name, module) in enumerate(chosen.items())

@@ -423,11 +423,15 @@ class ActivationCheckpointing(Section):
     every: Positive = ours(1, "turn checkpointing on if above 1; only every n-th layer keeps its input")
     layers_on_device: Whole = ours(0, "cpu_checkpointing: number of layers at the end whose inputs stay on the GPU")
     float8: bool = ours(False, "turn checkpointing on; keep layers' inputs in float8; this changes results")
+    nvme_path: str | None = ours(
+        None, "turn cpu_checkpointing on; a folder on a local disk, to which the inputs are written"
+    )
 
     @property
     def is_asked_for(self) -> bool:
         return (
             self.layers is not None
+            or self.nvme_path is not None
             or self.every > 1
             or any(value is True for value in (getattr(self, name) for name in type(self).model_fields))
         )
