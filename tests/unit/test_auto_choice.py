@@ -15,6 +15,7 @@ from auto_support import GB, Clock, PlayedRuntime, played, rates, run, until_set
 from twin_support import matrix_but
 
 from twinflow.offload.plan import HOST, RESIDENT
+from twinflow.offload.step_timer import StepMarks
 from twinflow.optim.auto import ChangeWatch
 from twinflow.planner.simulate import Timing
 
@@ -122,6 +123,28 @@ def test_times_alone_that_are_wrong_hide_no_placement(
     clock.disturbed = lambda step: factor if clock.is_quiet else 1.0
     assert until_settled(placement, clock) <= 12
     assert clock.step_s(share=SHARES[clipping]) <= 1.02 * better_s(clock, runtime, SHARES[clipping])
+
+
+@pytest.mark.parametrize(("num_micro", "first", "later"), [(2, 0.75, 0.25), (4, 0.5, 0.1), (8, 0.375, 0.25)])
+def test_micro_batches_of_different_lengths(
+    monkeypatch: pytest.MonkeyPatch, num_micro: int, first: float, later: float
+) -> None:
+    """All steps are equally long. The last micro-batch, which is timed, is longer in the steps that are timed alone."""
+    timing = Timing(0.33 / num_micro, 0.67 / num_micro, num_micro)
+    placement, runtime, clock = played(monkeypatch, rates(3e9), rates(3e9), timing)
+    monkeypatch.setattr(runtime, "settings", replace(runtime.settings, accumulation_steps=num_micro))
+
+    def take() -> StepMarks:
+        start, last_s = clock.now, first if clock.is_quiet else later
+        clock.now = end = start + clock.step_s(is_quiet=clock.is_quiet)
+        clock.num_steps += 1
+        clock.is_quiet = False
+        return StepMarks(start, (end - last_s, end - last_s / 2), end, end)
+
+    monkeypatch.setattr(runtime.timer, "take", take)
+    until_settled(placement, clock)
+    assert "alone -" not in placement.report
+    assert "alone 0.000" not in placement.report
 
 
 def test_a_shorter_step_after_a_move_does_not_prolong_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

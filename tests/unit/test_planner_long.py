@@ -12,10 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from twinflow.cli.main import app
+from twinflow.cli.plan import config_of
 from twinflow.planner import long
-from twinflow.planner.costs import KEPT, Memory, Placed, Run, bytes_of
+from twinflow.planner.cases import Disk, Setting
+from twinflow.planner.costs import KEPT, Memory, Placed, Run, bytes_of, input_file_bytes
+from twinflow.planner.fit import Wish, choose_fit
 from twinflow.planner.long import Kept
-from twinflow.planner.models import gpt_cost
+from twinflow.planner.machines import GB, GPUS, Host, Machine, rates_of
+from twinflow.planner.models import from_hf, gpt_cost
 
 MODEL = gpt_cost("GPT", 50_304, 1 << 20, 32, 4096, 32)
 RUN = Run(MODEL, 1, 1 << 18, is_tiled=True)
@@ -104,3 +108,31 @@ def test_the_plan_chooses_tiles_and_checkpoints(llama: Path, tmp_path: Path) -> 
     assert eight["run"]["num_sequence"] == 8
     assert eight["run"]["step_tokens"] == 1 << 20
     assert eight["config"]["sequence_parallel_size"] == 8
+
+
+def test_inputs_go_to_a_disk_before_they_lose_digits(tmp_path: Path) -> None:
+    """Float8 changes gradients. A disk only takes time, so it comes first."""
+    model = from_hf(LLAMA, "llama")
+    wish = Wish(model, 1 << 20, sequences=1, states="int8", offload_params=True)
+    machine = Machine(GPUS["h200"], Host(140 * GB, 16, 150e9))
+    memory = Memory(machine.gpu.memory_bytes, machine.host.ram_bytes)
+    plain = choose_fit(wish, Setting(rates_of(machine), memory))
+    assert plain.case.run.kept.is_float8
+    fast, slow = (
+        choose_fit(wish, Setting(rates_of(machine), memory, disk=Disk(str(tmp_path), rate, 10**13)))
+        for rate in (50e9, 1e8)
+    )
+    run = fast.case.run
+    assert fast.fits
+    assert run.kept.on_disk
+    assert not run.kept.is_float8
+    num_bytes = input_file_bytes(run)
+    assert num_bytes == (run.kept.on_host - 2) * 2 * model.hidden << 20
+    assert fast.host_bytes < plain.host_bytes
+    assert any(f"{num_bytes / 1e9:,.1f} GB, which each forward writes" in change for change in fast.changes)
+    assert fast.step_s < 2 * num_bytes / 1e8 <= slow.step_s
+    section = config_of(fast.case, {}, tmp_path)["activation_checkpointing"]
+    assert section["nvme_path"] == str(tmp_path)
+    assert section["cpu_checkpointing"] is True
+    full = choose_fit(wish, Setting(rates_of(machine), memory, disk=Disk(str(tmp_path), 2e9, 10**9)))
+    assert full.case.run.kept.is_float8

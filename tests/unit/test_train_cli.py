@@ -291,7 +291,6 @@ def test_what_auto_has_chosen_is_said_once(tmp_path: Path, text: Path, monkeypat
     assert result.output.count("From this step on the ratio is") == 1  # a move after the choice, in the fourth step
 
 
-@pytest.mark.matrix
 def test_a_resume_of_a_finished_run_says_that_no_step_was_made(tmp_path: Path, text: Path) -> None:
     run = (*SMALL, "--data", text, "--out", tmp_path / "run")
     assert train(*run).exit_code == 0
@@ -300,6 +299,7 @@ def test_a_resume_of_a_finished_run_says_that_no_step_was_made(tmp_path: Path, t
     assert "The run has 4 steps already, so no step was made. To train on, use --steps" in result.output
 
 
+@pytest.mark.matrix
 def test_a_run_may_be_resumed_with_another_ratio(tmp_path: Path, text: Path) -> None:
     for name, ratio in (("plain", 1), ("moved", 0.5)):
         run = (*SMALL, "--data", text, "--out", tmp_path / name, "--lr", "0.001", "--warmup", "1")

@@ -149,6 +149,8 @@ def config_of(case: Case, config: Mapping[str, Any], disk: Path | None = None) -
         options = made["activation_checkpointing"]
         if kept.on_host:
             options |= {"cpu_checkpointing": True, "layers_on_device": kept.layers_on_device(num_blocks)}
+        if kept.on_disk:
+            options["nvme_path"] = str(disk)
         if kept.every > 1:
             options["every"] = kept.every
         if kept.is_float8:

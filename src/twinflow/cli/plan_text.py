@@ -177,7 +177,7 @@ def long_sequence(run: Run) -> list[str]:
     kept, num_blocks = run.inputs, len(run.model.blocks)
     num_inputs = kept.num_inputs(num_blocks)
     form = " in float8" if kept.is_float8 else ""
-    where = f", {kept.on_host} of them on the host" if kept.on_host else ""
+    where = f", {kept.on_host} of them on the {'disk' if kept.on_disk else 'host'}" if kept.on_host else ""
     which = "each layer" if kept.every == 1 else f"every {kept.every}th layer" if kept.every > 2 else "every 2nd layer"
     return ["tile_sequence(model)", f"the input of {which} kept{form} ({num_inputs} inputs{where})"]
 

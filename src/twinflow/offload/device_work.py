@@ -288,7 +288,7 @@ class DeviceWork:
     def _give_flat(self, task: Task, read_until: Event | None) -> None:
         if task.flat is not None:
             with self._executor.changed:
-                self._executor.flats.give(task.bucket.plan, task.flat, read_until)
+                self._executor.flats.give(task.bucket.plan, task.flat, read_until or task.ready)
         task.flat = None
         task.sources.clear()
         task.grads = None

@@ -710,7 +710,7 @@ class Executor:
                 for handle, event in zip(self._ids[:count], self._events[:count], strict=True):
                     task = self._tasks.pop(handle)
                     if task.flat is not None:
-                        read_until = Event(event, self.device) if event else None
+                        read_until = Event(event, self.device) if event else task.ready
                         self.flats.give(task.bucket.plan, task.flat, read_until)
                     elif event:
                         Event(event, self.device).synchronize()

@@ -27,7 +27,7 @@ class FlatPool:
     """
 
     def __init__(self, device: torch.device, max_bytes: int, idle_bytes: int = 0) -> None:
-        """`idle_bytes`: what `shrink` leaves at most of the free buffers."""
+        """`idle_bytes`: `shrink` frees buffers while all of them, with those in use, take more than this."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._idle_bytes = idle_bytes
@@ -60,12 +60,13 @@ class FlatPool:
         return torch.zeros(plan.numel, dtype=plan.dtype, device=self._device), None
 
     def shrink(self) -> None:
-        """Free buffers whose last use has ended, until at most `idle_bytes` are left.
+        """Free buffers whose last use has ended, while all buffers take more than `idle_bytes`.
 
-        Their memory goes back to torch's allocator, which keeps it for the activations and for the buffers of the next
-        step, so the driver is not called. No stream uses a buffer after its event, and the copies into it came before,
-        so the next user of the memory has to wait for nothing. Without an event, only the stream on which the buffer
-        was allocated may still write to it. A buffer whose event has not passed stays, because the caller would wait.
+        Their memory goes back to torch's allocator. If it was allocated on the model's stream, activations and the
+        buffers of the next step use it without a call of the driver. With several ranks it was allocated on the stream
+        "reduce", and activations get it only when an allocation fails and torch frees its cache. No stream uses a
+        buffer after its event, and the copies into it came before, so the next user of the memory has to wait for
+        nothing. A buffer whose event has not passed stays, because the caller would wait.
         """
         for free in self._free.values():
             while free and self.num_bytes > self._idle_bytes and ((event := free[0][1]) is None or event.done()):

@@ -8,8 +8,8 @@ bucket's state is the host, the device ("resident"), or the host with updates on
    the device must not take memory that a forward needs.
 2. Time (`_time`): forward and backward are timed alone, with a barrier between steps.
 3. Watch (`_watch`): some steps without the barrier give the time of a step with the present placement.
-4. Choose (`_choose`): if all state is on the host and steps are nearly as fast as forward and backward alone, it stays
-   there. Otherwise buckets move, and steps are watched again. Two placements are tried: the planner's, for which the
+4. Choose (`_choose`): if steps with the first measured placement are nearly as fast as forward and backward alone, it
+   stays. Otherwise buckets move, and steps are watched again. Two placements are tried: the planner's, for which the
    rates of the host are corrected so that the planner's time of the present placement is the measured one, and the one
    with as much state on the device as fits. A placement is not tried if it is predicted to be slower than the fastest
    one so far (`_to_beat`). Of all measured placements the fastest stays.
@@ -240,7 +240,9 @@ class AutoPlacement:
         if not is_known:
             backwards = sorted(each.backward_s for each in found)
             self._is_varied |= backwards[-2] > (1.0 + _VARIED) * backwards[0]  # one step may have been disturbed
-        if not self._is_varied:  # otherwise the shortest times are those of the smallest inputs
+        shortest_s, longest_s = (end(each.backward_s for each in found) for end in (min, max))
+        # Otherwise the shortest times are those of the smallest inputs.
+        if not self._is_varied and longest_s <= (1.0 + _VARIED) * shortest_s:
             self._least = Timing(
                 min(self._least.forward_s, *(each.forward_s for each in found)),
                 min(self._least.backward_s, *(each.backward_s for each in found)),
@@ -314,8 +316,8 @@ class AutoPlacement:
             min(backward_s, self._least.backward_s),
             self._runtime.settings.accumulation_steps,
         )
-        excess_s = forward_s - timing.forward_s + backward_s - timing.backward_s
-        return min(times.work_s for times in alone) - timing.micro_batches * excess_s, timing
+        share = (timing.forward_s + timing.backward_s) / (forward_s + backward_s)
+        return share * min(times.work_s for times in alone), timing
 
     def _planned(self, timing: Timing) -> Sequence[str] | None:
         """The planner's placement, if it is predicted to be as fast as the fastest one so far."""

@@ -250,6 +250,7 @@ class TwinOptimizer(Outcomes):
         trained = self._find_trained(self._take_weights())
         self._join_ranks(trained)
         device, room = device_for(trained.where, self.trace), self._find_room(trained)
+        self._stays = set()
         kind, ratio = self._choose_ratio(trained, room)
         plans = build.plan_trained(trained, ratio, self.placement, self.tuning, self.team)
         plans, shards = (plans, None) if self.team is None else self.team.shards(plans, trained.specs)
@@ -344,11 +345,10 @@ class TwinOptimizer(Outcomes):
             whole = trained.aside.values.whole  # without weights that are read from their files later
             on_host = [whole[param.tensor] for param in trained.params if param.tensor in whole]
             room = build.with_weights(room, self._stays, on_host)
-        self._stays = set()
         return room
 
     def _choose_ratio(self, trained: build.Trained, room: build.Free) -> tuple[StateKind, float]:
-        """The kind of the state, and the share of it that begins on the host."""
+        """The kind of the state, and the share of it that begins on the host. Sets `ratio` and `tuning`."""
         if self._is_default_ratio and room.device_bytes is None:
             self.ratio = 1.0  # the model is on a CPU, which has no other memory
         kind = self.kind

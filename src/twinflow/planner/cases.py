@@ -13,7 +13,7 @@ from twinflow.planner.costs import Bytes, Memory, Run
 from twinflow.planner.formats import AUTOMATIC, STATES
 from twinflow.planner.machines import Rates
 from twinflow.planner.placement import at_ratio, best_ratio
-from twinflow.planner.simulate import Prediction, predict
+from twinflow.planner.simulate import Prediction, Timing, predict
 
 WIDER: Final = 1.05  # a wider format is recommended if its step takes at most this many times as long
 ON_HOST: Final = "weights on host"  # the kind of a case whose weights are on the host too
@@ -156,7 +156,7 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     if run.offload_params:  # blocks are not split
         ratio = (placed.host + placed.streamed) / run.own_numel
     used = costs.bytes_of(run, placed, setting.memory)
-    timing = costs.timing_of(run, setting.rates, setting.link_rate)
+    timing = _with_inputs(run, costs.timing_of(run, setting.rates, setting.link_rate), setting)
     items = at_ratio(costs.items_of(run, timing), ratio, run.placement, run.streamed)
     rates = _of_disk(run, placed, setting) if run.on_disk or run.weights_on_disk else setting.rates
     prediction = predict(
@@ -165,6 +165,17 @@ def case_at(kind: str, run: Run, setting: Setting, ratio: float) -> Case:
     if rates.host_params is not setting.rates.host_params and prediction.bound_by == "host":
         prediction = replace(prediction, bound_by="disk")
     return Case(kind, run, ratio, used, used.missing(costs.usable(setting.memory)), prediction)
+
+
+def _with_inputs(run: Run, timing: Timing, setting: Setting) -> Timing:
+    """The times of forward and backward with inputs of blocks on the disk, which a forward writes and a backward reads.
+    All GPUs share the disk.
+    """
+    num_bytes = costs.input_file_bytes(run)
+    if not num_bytes or setting.disk is None:
+        return timing
+    least_s = num_bytes / setting.disk.rate
+    return replace(timing, forward_s=max(timing.forward_s, least_s), backward_s=max(timing.backward_s, least_s))
 
 
 def _of_disk(run: Run, placed: costs.Placed, setting: Setting) -> Rates:

@@ -141,7 +141,7 @@ class Run:
         """
         if not self.offload_params or self.kept.every == 1:
             return self.kept
-        return Kept(1, min(len(self.model.blocks), self.kept.on_host * self.kept.every), self.kept.is_float8)
+        return replace(self.kept, every=1, on_host=min(len(self.model.blocks), self.kept.on_host * self.kept.every))
 
     @property
     def activation_bytes(self) -> int:
@@ -158,7 +158,8 @@ class Run:
         num_in_loss = 2 + any(self.ends)
         free = max(0, min(BLOCKS_HERE, num_away) - num_in_loss) * max(self.layer_bytes, default=0)
         peak = found.peak_bytes(len(self.model.blocks), self.num_tokens, self.num_recomputed, self.selective, free)
-        return peak - long.away_bytes(self.kept, self.num_tokens * found.stream_bytes)
+        num_inputs = min(self.inputs.on_host, self.num_recomputed)  # only these blocks keep nothing but their inputs
+        return peak - long.away_bytes(num_inputs, self.num_tokens * found.stream_bytes)
 
     @property
     def first_block_bytes(self) -> int:
@@ -374,6 +375,11 @@ def _copied_size(run: Run) -> StateBytes:
     blocks fetch them from this state. Those in fp16 are not a part of the master.
     """
     return replace(run.size, host=run.size.host + (WEIGHT_BYTES["fp16"] if run.weights == "fp16" else 0))
+
+
+def input_file_bytes(run: Run) -> int:
+    """Bytes of the files of all GPUs for inputs of blocks, which a micro-batch writes and reads once."""
+    return run.world * run.inputs.disk_bytes(run.model, WEIGHT_BYTES[run.weights], run.num_tokens)
 
 
 def file_bytes(run: Run, placed: Placed) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from twinflow.errors import invalid_value
@@ -71,6 +72,7 @@ class Wish:
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
     on_disk: bool = False  # the state that would be on the host is on the disk of the setting
     weights_on_disk: bool = False  # with on_disk, and weights on the host: these weights too
+    inputs_on_disk: bool = False  # of long sequences: the inputs of blocks that are not on the GPU
     expert_parallel: int | None = 1  # GPUs that have all experts together. None: as many as a run needs to fit
 
     def __post_init__(self) -> None:
@@ -150,12 +152,13 @@ def choose_fit(wish: Wish, setting: Setting) -> Fit:
         on_disks = [(wish.on_disk, wish.weights_on_disk)]  # state and weights
         if can_use_disk and not wish.on_disk:
             on_disks += [(True, False), (True, True)] if True in places(wish) else [(True, False)]
-        for state, weights in on_disks:
-            if (
-                best := _best_with_experts(replace(changed, on_disk=state, weights_on_disk=weights), setting)
-            ) is not None:
+        inputs = (False, True) if setting.disk is not None and _is_long(wish) else (False,)
+        for (state, weights), on_disk in product(on_disks, inputs):
+            tried = replace(changed, on_disk=state, weights_on_disk=weights, inputs_on_disk=on_disk)
+            if (best := _best_with_experts(tried, setting)) is not None:
                 notes = () if wish.expert_parallel else _expert_note(best.run.expert_parallel)
                 notes += () if wish.on_disk else _disk_note(best, setting)
+                notes += _inputs_note(best.run, setting)
                 return _fit_of(best, (*changes, *notes), ())
     last, changes = milder[-1]
     last = replace(last, expert_parallel=expert_sizes(last)[-1])
@@ -267,10 +270,10 @@ def _missing(run: Run, wish: Wish, setting: Setting) -> Memory:
 def _has_room(run: Run, wish: Wish, setting: Setting) -> bool:
     if not _missing(run, wish, setting).is_zero:
         return False
-    if not run.on_disk:
-        return True
-    assert setting.disk is not None
-    return costs.file_bytes(run, costs.placed_at(run, _ratio(run, wish, setting))) <= setting.disk.free_bytes
+    needed = costs.input_file_bytes(run)
+    if run.on_disk:
+        needed += costs.file_bytes(run, costs.placed_at(run, _ratio(run, wish, setting)))
+    return needed == 0 or (setting.disk is not None and needed <= setting.disk.free_bytes)
 
 
 def _best_with_experts(wish: Wish, setting: Setting) -> Case | None:
@@ -314,6 +317,16 @@ def _disk_note(case: Case, setting: Setting) -> tuple[str, ...]:
     )
 
 
+def _inputs_note(run: Run, setting: Setting) -> tuple[str, ...]:
+    disk, num_bytes = setting.disk, costs.input_file_bytes(run)
+    if not num_bytes or disk is None:
+        return ()
+    return (
+        f"Inputs of layers are on the disk of {disk.folder}: {num_bytes / GB:,.1f} GB, which each forward writes and "
+        f"each backward reads in {num_bytes / disk.rate:,.1f} s.",
+    )
+
+
 def _lack(missing: Memory) -> int:
     return missing.gpu_bytes + missing.host_bytes
 
@@ -353,7 +366,9 @@ def _runs(wish: Wish) -> Iterator[Run]:
                     if checkpointing and _is_long(wish) and run.expert_parallel == 1:
                         # A group of blocks runs again, for which the weights of all of them must be on the GPU.
                         can_group = not (offload_params or (run.stage == 3 and wish.world > 1))
-                        for kept in long.choices(len(wish.model.blocks), wish.is_float8, can_group):
+                        for kept in long.choices(
+                            len(wish.model.blocks), wish.is_float8, can_group, wish.inputs_on_disk
+                        ):
                             yield replace(run, is_tiled=True, kept=kept)
 
 

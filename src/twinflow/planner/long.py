@@ -23,6 +23,7 @@ ATTENTION_EFFICIENCY: Final = 0.7
 # Time of the backward of attention relative to its forward: five products instead of two.
 ATTENTION_BACKWARD: Final = 2.5
 _WINDOW: Final = 2  # inputs of blocks that are on the GPU while others are on the host
+_DISK_BUFFERS: Final = 6  # host buffers for inputs on a disk (activations/disk.py)
 _EVERY: Final = (1, 2, 4, 8)
 
 
@@ -33,6 +34,7 @@ class Kept:
     every: int = 1  # each n-th block keeps its input
     on_host: int = 0  # number of inputs that are on the host
     is_float8: bool = False
+    on_disk: bool = False  # the inputs that are not on the GPU are written to a disk
 
     def num_inputs(self, num_blocks: int) -> int:
         return -(-num_blocks // self.every)
@@ -49,7 +51,14 @@ class Kept:
         return count * self.input_bytes(model.hidden, width, num_tokens) + moving * whole
 
     def host_bytes(self, model: ModelCost, width: int, num_tokens: int) -> int:
-        return self.on_host * self.input_bytes(model.hidden, width, num_tokens)
+        """Bytes of the inputs on the host, or of the buffers for those on a disk."""
+        count = min(self.on_host, _DISK_BUFFERS) if self.on_disk else self.on_host
+        return count * self.input_bytes(model.hidden, width, num_tokens)
+
+    def disk_bytes(self, model: ModelCost, width: int, num_tokens: int) -> int:
+        """Bytes that a forward writes to a disk, and a backward reads. The last inputs are still on the GPU then."""
+        count = max(0, self.on_host - _WINDOW) if self.on_disk else 0
+        return count * self.input_bytes(model.hidden, width, num_tokens)
 
     @property
     def again(self) -> float:
@@ -61,19 +70,19 @@ class Kept:
         return max(0, num_blocks - self.on_host * self.every)
 
 
-def away_bytes(kept: Kept, input_bytes: float) -> int:
-    """Bytes of the inputs of blocks that are not on the GPU because they are on the host."""
-    return int(max(0, kept.on_host - _WINDOW) * input_bytes)
+def away_bytes(num_inputs: int, input_bytes: float) -> int:
+    """Bytes of the inputs of blocks that are not on the GPU, if `num_inputs` of them are kept on the host."""
+    return int(max(0, num_inputs - _WINDOW) * input_bytes)
 
 
-def choices(num_blocks: int, is_float8: bool, can_group: bool) -> Iterator[Kept]:
-    """All ways to keep the inputs that a plan compares."""
+def choices(num_blocks: int, is_float8: bool, can_group: bool, on_disk: bool = False) -> Iterator[Kept]:
+    """All ways to keep the inputs that a plan compares. `on_disk`: those that are not on the GPU are on a disk."""
     for every in _EVERY if can_group else (1,):
         if every > num_blocks:
             continue
         count = -(-num_blocks // every)
         for share in (0, count // 4, count // 2, 3 * count // 4, count):
-            yield Kept(every, share, is_float8)
+            yield Kept(every, share, is_float8, on_disk and share > 0)
 
 
 def block_bytes(model: ModelCost, width: int, num_tokens: int) -> float:
