@@ -441,6 +441,24 @@ def test_blocks_that_share_a_weight_called_without_their_root() -> None:
     assert_as_plain(partial(Net, tie=True), Run(losses), delay=0.005, early=True)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_zero_grad_drops_the_gradients_of_a_block_that_ran_again(ratio: float) -> None:
+    """No clipping decision holds its update back."""
+    model = build(Net)
+    optimizer = TwinOptimizer(model, **ADAMW, early=True, ratio=ratio)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = copied(model)
+    model(batch(2))
+    model.get_submodule("blocks.1")(batch(3)).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.wait()
+    assert [name for name, value in copied(model).items() if not torch.equal(value, before[name])] == []
+    optimizer.close()
+
+
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = build(Net)
     with twin(model, early=True) as optimizer:
