@@ -441,6 +441,24 @@ def test_blocks_that_share_a_weight_called_without_their_root() -> None:
     assert_as_plain(partial(Net, tie=True), Run(losses), delay=0.005, early=True)
 
 
+def test_a_part_that_was_not_updated_is_used_without_the_root() -> None:
+    """The head shares a bucket with the first layer. A step that updates only the first layer does not concern it."""
+    found = []
+    for is_twin in (False, True):
+        model = build(Net)
+        plain_one = partial(torch.optim.AdamW, model.parameters())
+        made: Any = (partial(TwinOptimizer, model, early=True) if is_twin else plain_one)(**ADAMW)
+        for number, part in enumerate(("first", "head", "first", "head")):
+            model.get_submodule(part)(batch(number)).square().mean().backward()
+            made.step()
+            made.zero_grad()
+        found.append(copied(model))
+        if is_twin:
+            made.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_zero_grad_drops_the_gradients_of_a_block_that_ran_again(ratio: float) -> None:
     """No clipping decision holds its update back."""

@@ -623,7 +623,7 @@ class Runtime:
         self._taker.close(job)
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
         is_traced = self._hooks is not None and self._hooks.is_traced
-        bypassed = refusals.note_bypassed(self.params, is_traced)
+        bypassed = refusals.note_bypassed(updated, is_traced)
         # Weights that live on the host have editions instead of versions (fetch_hooks.py).
         note_step([param for param in updated if not self._waits.lives_away(param.tensor)])
         self._taker.note_used(updated)
