@@ -477,6 +477,29 @@ def test_zero_grad_drops_the_gradients_of_a_block_that_ran_again(ratio: float) -
     optimizer.close()
 
 
+@pytest.mark.parametrize("calls_block", [True, False])
+def test_a_write_through_data_is_kept_without_a_forward_of_the_root(calls_block: bool) -> None:
+    """After a block was called alone, and after a step in which the weight has got no gradient."""
+    model = build(Net)
+    optimizer = TwinOptimizer(model, "sgd", lr=1e-2)
+    weight = model.get_parameter("blocks.1.down.weight")
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if calls_block:
+        evaluate(model.get_submodule("blocks.1"))
+    else:
+        model(batch(1))
+        model.get_submodule("head")(batch(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight.data.fill_(3.0)
+    model(batch(2)).square().mean().backward()
+    optimizer.step()
+    assert float(weight.detach().min()) > 2.0
+    optimizer.close()
+
+
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = build(Net)
     with twin(model, early=True) as optimizer:
