@@ -477,6 +477,26 @@ def test_zero_grad_drops_the_gradients_of_a_block_that_ran_again(ratio: float) -
     optimizer.close()
 
 
+def test_an_update_on_the_device_is_clipped_as_its_own_step() -> None:
+    """The steps after the first one use a layer with state on the host, and do not wait for the first update."""
+    found = []
+    for is_slow in (False, True):
+        model = build(Net)
+        optimizer = TwinOptimizer(model, "sgd", lr=1e-2, max_grad_norm=1.0, ratio=0.5, placement="tail")
+        if is_slow:
+            optimizer.runtime.device.delay("update", 0.02)
+        for number, (part, size) in enumerate([("blocks.1", 10.0), ("first", 1e3), ("first", 1e5), ("first", 1e7)]):
+            (model.get_submodule(part)(batch(number)) * size).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_slow:
+                optimizer.wait()
+        found.append(copied(model))
+        optimizer.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
 @pytest.mark.parametrize("calls_block", [True, False])
 def test_a_write_through_data_is_kept_without_a_forward_of_the_root(calls_block: bool) -> None:
     """After a block was called alone, and after a step in which the weight has got no gradient."""
