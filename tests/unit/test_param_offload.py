@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import dataclass
@@ -499,6 +500,19 @@ def test_modules_inside_blocks_that_are_never_called() -> None:
         optimizer.close()
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value)
+
+
+def test_a_traced_model_needs_its_weights() -> None:
+    """A trace would keep parameters without values."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+    optimizer = TwinOptimizer(model, lr=1e-2, offload_params=True)
+    with pytest.raises(RuntimeError, match="The model cannot be traced"):
+        torch.jit.trace(model, x)
+    with pytest.raises(RuntimeError, match="The model cannot be traced"):
+        torch.export.export(model, (x,))
+    torch.testing.assert_close(torch.jit.trace(copy.deepcopy(model), x)(x), model(x))
+    optimizer.close()
 
 
 def test_a_model_without_blocks_is_refused() -> None:

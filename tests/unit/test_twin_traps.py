@@ -441,6 +441,85 @@ def test_blocks_that_share_a_weight_called_without_their_root() -> None:
     assert_as_plain(partial(Net, tie=True), Run(losses), delay=0.005, early=True)
 
 
+def test_a_part_that_was_not_updated_is_used_without_the_root() -> None:
+    """The head shares a bucket with the first layer. A step that updates only the first layer does not concern it."""
+    found = []
+    for is_twin in (False, True):
+        model = build(Net)
+        plain_one = partial(torch.optim.AdamW, model.parameters())
+        made: Any = (partial(TwinOptimizer, model, early=True) if is_twin else plain_one)(**ADAMW)
+        for number, part in enumerate(("first", "head", "first", "head")):
+            model.get_submodule(part)(batch(number)).square().mean().backward()
+            made.step()
+            made.zero_grad()
+        found.append(copied(model))
+        if is_twin:
+            made.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_zero_grad_drops_the_gradients_of_a_block_that_ran_again(ratio: float) -> None:
+    """No clipping decision holds its update back."""
+    model = build(Net)
+    optimizer = TwinOptimizer(model, **ADAMW, early=True, ratio=ratio)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = copied(model)
+    model(batch(2))
+    model.get_submodule("blocks.1")(batch(3)).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.wait()
+    assert [name for name, value in copied(model).items() if not torch.equal(value, before[name])] == []
+    optimizer.close()
+
+
+def test_an_update_on_the_device_is_clipped_as_its_own_step() -> None:
+    """The steps after the first one use a layer with state on the host, and do not wait for the first update."""
+    found = []
+    for is_slow in (False, True):
+        model = build(Net)
+        optimizer = TwinOptimizer(model, "sgd", lr=1e-2, max_grad_norm=1.0, ratio=0.5, placement="tail")
+        if is_slow:
+            optimizer.runtime.device.delay("update", 0.02)
+        for number, (part, size) in enumerate([("blocks.1", 10.0), ("first", 1e3), ("first", 1e5), ("first", 1e7)]):
+            (model.get_submodule(part)(batch(number)) * size).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not is_slow:
+                optimizer.wait()
+        found.append(copied(model))
+        optimizer.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+@pytest.mark.parametrize("calls_block", [True, False])
+def test_a_write_through_data_is_kept_without_a_forward_of_the_root(calls_block: bool) -> None:
+    """After a block was called alone, and after a step in which the weight has got no gradient."""
+    model = build(Net)
+    optimizer = TwinOptimizer(model, "sgd", lr=1e-2)
+    weight = model.get_parameter("blocks.1.down.weight")
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if calls_block:
+        evaluate(model.get_submodule("blocks.1"))
+    else:
+        model(batch(1))
+        model.get_submodule("head")(batch(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight.data.fill_(3.0)
+    model(batch(2)).square().mean().backward()
+    optimizer.step()
+    assert float(weight.detach().min()) > 2.0
+    optimizer.close()
+
+
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
     model = build(Net)
     with twin(model, early=True) as optimizer:

@@ -42,6 +42,7 @@ class Param:
     was_hit: bool = False  # a gradient was taken in at least one backward of this step
     is_filled: bool = False  # its gradients in this step are zeros that replace missing ones (zero/partitioned.py)
     is_seen: bool = False  # a forward, or other code that reads the weights, has waited for them since the last step
+    was_updated: bool = False  # a step has updated it, so its uses have to wait for the last update
     is_bypassed: bool = False  # compiled graphs use it without the runtime's hooks, so `step` waits for its weights
     version: int = 0  # the tensor's version after the runtime's last write; the user's writes make it larger
     aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # `.data` tensors of the user, with their versions

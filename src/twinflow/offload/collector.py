@@ -368,6 +368,7 @@ class Collector:
             compute.run(partial(pack_gradients.measure_parts, norm, list(parts), bucket.plan.numel))
         # Matrices are exchanged in the order of their updates, which must be the same on all ranks.
         task.is_held = self._agrees and (bucket.plan.is_matrix or any(param.is_filled for param in bucket.members))
+        task.is_held |= task.job.is_dropped  # without limits it would be updated before the job is closed
         task.ready = compute.record()
         self._open.pop(bucket, None)
         task.job.tasks.append(task)

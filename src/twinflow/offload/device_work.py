@@ -56,6 +56,8 @@ class DeviceWork:
         self._stages = Stages(device)
         self._lock = threading.RLock()
         self._updated: dict[Bucket, Event] = {}  # the end of the last update of each bucket
+        # By job whose updates read the decision in device memory: the end of its last update on each stream.
+        self._readers: dict[Job, dict[Stream, Event]] = {}
         self._uncounted: list[Task] = []  # tasks that were queued before their decision was known on the host
         self._late: LateUpdates | None = None
         self._late_jobs: list[Job] = []  # closed jobs whose updates wait for the decision on the host
@@ -160,6 +162,13 @@ class DeviceWork:
                     _count(task)
             self._uncounted = left
 
+    def wait_for_readers(self, job: Job) -> None:
+        """Block until the updates of a job have read its decision in device memory, which the next job overwrites."""
+        with self._lock:
+            events = self._readers.pop(job, {}).values()
+        for event in events:
+            event.synchronize()
+
     # Sums of several backwards.
 
     def _add(self, task: Task) -> None:
@@ -242,6 +251,8 @@ class DeviceWork:
             stream.wait(task.ready, RESIDENT_READY)
         stream.run(passage.update, span="resident" if stage is None else "streamed", bucket=index)
         updated = self._updated[bucket] = stream.record()
+        if decision is not None:
+            self._readers.setdefault(job, {})[stream] = updated
         if passage.store is not None:
             fetched = self._executor.weights_copied_event(bucket) if bucket.offloads_params else None
             if fetched is not None:

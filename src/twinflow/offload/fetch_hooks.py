@@ -60,12 +60,21 @@ class Keeper(Protocol):
 
 
 def check_transform() -> None:
-    """Raises an exception inside a transform of torch.func, because transforms save tensors without these hooks."""
+    """Raises an exception inside a transform of torch.func, because transforms save tensors without these hooks, and
+    inside torch.jit.trace and torch.export, whose result would have no weights.
+    """
     if torch._C._functorch.maybe_current_level() is not None:
         raise wrong_state(
             "The model cannot run inside a transform of torch.func (grad, vmap, ...)",
             "its weights are on the host (offload_param), and such a transform keeps weights after their block has run",
             "Train without offload_param.",
+        )
+    is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+    if torch._C._get_tracing_state() is not None or is_exporting():
+        raise wrong_state(
+            "The model cannot be traced by torch.jit or exported",
+            "its weights are on the host (offload_param), and the traced model would use them without fetching them",
+            "Trace or export copy.deepcopy(model), which has all weights, or the model after close() of the optimizer.",
         )
 
 

@@ -59,6 +59,10 @@ class Listener(Protocol):
         """Called before the forward of a block. ROOT stands for the parameters outside of all blocks."""
         ...
 
+    def after_forward(self, block: int) -> None:
+        """Called when the forward of a block is queued."""
+        ...
+
     def before_recompute(self, block: int) -> None:
         """Called before a forward of a block that runs inside a backward."""
         ...
@@ -100,13 +104,16 @@ class ModelHooks:
                 self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         self._places: list[tuple[dict[str, nn.Module | None], str, Block]] = []  # `_modules` of the parent, key, block
         self._enter: dict[int, Callable[[], None]] = {}
+        self._leave: dict[int, Callable[[], None]] = {}
         self._wrapped: set[int] = set()  # blocks that the user has replaced by torch.compile(block)
         for block in blocks:
             enter = self._enter[block.index] = self._entry(block.index)
+            leave = self._leave[block.index] = self._exit(block.index)
             if block.module is not model:
                 # torch's CheckpointWrapper recomputes the module that it wraps, and not itself.
                 runs = getattr(block.module, "_checkpoint_wrapped_module", block.module)
                 self._handles.append(runs.register_forward_pre_hook(self._hook(runs, enter), prepend=True))
+                self._handles.append(runs.register_forward_hook(self._hook(runs, leave)))
                 parent, _, key = block.name.rpartition(".")
                 self._places.append((model.get_submodule(parent)._modules, key, block))
         self.find_compiled()
@@ -127,16 +134,17 @@ class ModelHooks:
     def find_compiled(self) -> None:
         """Make the model and the blocks wait for their weights, if they were compiled since the last call."""
         if self._model._compiled_call_impl is not None:
-            _wrap(self._model, self._enter_all)
+            _wrap(self._model, self._enter_all, self._leave_model)
         for modules, key, block in self._places:
             if block.module._compiled_call_impl is not None:
-                _wrap(block.module, self._enter[block.index])
+                _wrap(block.module, self._enter[block.index], self._leave[block.index])
             found = modules.get(key)
             is_wrapped = found is not block.module and getattr(found, "_orig_mod", None) is block.module
             if found is not None and is_wrapped and block.index not in self._wrapped:
                 self._wrapped.add(block.index)
                 hook = self._hook(found, self._enter[block.index])
                 self._handles.append(found.register_forward_pre_hook(hook, prepend=True))
+                self._handles.append(found.register_forward_hook(self._hook(found, self._leave[block.index])))
 
     def _entry(self, block: int) -> Callable[[], None]:
         listener = self._listener
@@ -148,6 +156,15 @@ class ModelHooks:
                 listener.before_forward(block)
 
         return enter
+
+    def _exit(self, block: int) -> Callable[[], None]:
+        listener = self._listener
+
+        def leave() -> None:
+            if not in_backward():
+                listener.after_forward(block)
+
+        return leave
 
     def _enter_model(self) -> None:
         if in_backward():
@@ -235,22 +252,26 @@ def _note_traced(key: int) -> int:
 
 
 class CompiledCall:
-    """The compiled call of a module, with a function that runs before it."""
+    """The compiled call of a module, with functions that run before and after it."""
 
-    def __init__(self, call: Callable[..., object], before: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[..., object], before: Callable[[], None], after: Callable[[], None]) -> None:
         self.call = call
         self._before = before
+        self._after = after
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if not torch.compiler.is_compiling():
-            self._before()
-        return self.call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        self._before()
+        result = self.call(*args, **kwargs)
+        self._after()
+        return result
 
 
-def _wrap(module: nn.Module, before: Callable[[], None]) -> None:
+def _wrap(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
     compiled = module._compiled_call_impl
     if compiled is not None and not isinstance(compiled, CompiledCall):
-        module._compiled_call_impl = CompiledCall(compiled, before)
+        module._compiled_call_impl = CompiledCall(compiled, before, after)
 
 
 class GradientQueue:

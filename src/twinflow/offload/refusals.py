@@ -58,6 +58,7 @@ def check_seen(param: Param) -> None:
     if (
         param.is_seen
         or param.is_bypassed
+        or not param.was_updated  # the buckets may be due for other parameters
         or not any(bucket.due for bucket in param.buckets if not bucket.offloads_params)
     ):
         return
@@ -71,12 +72,14 @@ def check_seen(param: Param) -> None:
 def note_bypassed(params: Iterable[Param], is_traced: bool) -> list[Bucket]:
     """Mark the parameters that a compiled graph has used without running our hooks, and return their buckets.
 
-    `step` calls this function, and waits for these buckets itself from then on. Resets `is_seen`.
+    `step` calls this function with the parameters that it updates, and waits for these buckets itself from then on.
+    Their next forward has to wait for them again.
     """
     found: dict[Bucket, None] = {}
     for param in params:
         param.is_bypassed |= is_traced and param.was_hit and not param.is_seen
         param.is_seen = False
+        param.was_updated = True
         if param.is_bypassed:
             found.update(dict.fromkeys(bucket for bucket in param.buckets if not bucket.offloads_params))
     return list(found)

@@ -372,6 +372,10 @@ class Runtime:
             self._taker.expect_several(self._waits.enter(block))
         self._waits.wait_for_block(block, self.can_undo)
 
+    def after_forward(self, block: int) -> None:
+        """Guard the weights of a block that was called alone, as `after_model` guards all weights."""
+        self._waits.leave_block(block)
+
     def before_recompute(self, block: int) -> None:
         """Prepare a forward of a block inside a backward. It does not wait, because the first forward has waited."""
         self._waits.uncover_block(block)
@@ -613,11 +617,11 @@ class Runtime:
         return job
 
     def _close(self, job: Job) -> None:
-        """Close a job, guard the weights that it updates, and prepare for the next step."""
+        """Close a job, guard the weights, and prepare for the next step."""
         self._taker.close(job)
         updated = [param for param in self.params if param.was_hit or self.sharing is not None]
         is_traced = self._hooks is not None and self._hooks.is_traced
-        bypassed = refusals.note_bypassed(self.params, is_traced)
+        bypassed = refusals.note_bypassed(updated, is_traced)
         # Weights that live on the host have editions instead of versions (fetch_hooks.py).
         note_step([param for param in updated if not self._waits.lives_away(param.tensor)])
         self._taker.note_used(updated)
@@ -627,7 +631,7 @@ class Runtime:
         self._waits.hold(Held.of(bypassed))
         if self._hooks is not None:
             self._hooks.find_compiled()
-            self._waits.cover(updated)
+            self._waits.cover(self.params)  # also those without a gradient, whose guards the backward has removed
 
     # Outside of the training loop.
 

@@ -61,6 +61,9 @@ class Steps:
         self._norm_reducer = norm_reducer
         self.job: Job | None = None  # the open job: the step, or the part of a step, that gets gradients now
         self.last: Job | None = None  # the previous step
+        # The last jobs with even and odd numbers. Each job uses the memory for norms and decision of the job before the
+        # last one.
+        self._users: dict[int, Job] = {}
         self.num_jobs = 0  # number of steps so far, including the open one
         self.num_parts = 0  # backwards of this step whose gradients were submitted to be summed
 
@@ -95,6 +98,10 @@ class Steps:
         `scale`: the gradients are the true gradients times this number.
         """
         self.num_jobs += 1
+        before = self._users.get(self.num_jobs % 2)
+        if before is not None:  # it is over if forwards since then have waited for all weights
+            self._executor.wait_for_decision(before)
+            self._device_work.wait_for_readers(before)
         settings = self._settings
         is_delayed = settings.delayed_update and self.num_jobs > settings.delayed_update_start
         self.job = Job(
@@ -158,6 +165,8 @@ class Steps:
             self._collector.take_all(job, self._params, stand_in)
         if not job.is_dropped:
             self.release()  # the last job's weights are copied from the state before this job's updates change it
+        if self._sharing is None:
+            self._users[job.number % 2] = job
         if self._sharing is not None:
             self._sharing.close(job, [param.was_hit for param in self._params])
         elif self._norm_reducer is not None:

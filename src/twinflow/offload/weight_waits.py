@@ -38,6 +38,7 @@ class WeightWaits:
         self.waited_s = 0.0  # seconds that forwards have waited for weights
         self.num_forwards = 0  # forwards of the model in this step
         self.is_covered = False  # weights are guarded, and no backward has begun since
+        self._is_in_model = False  # a forward of the whole model runs, which guards all weights when it ends
         # Parameters that were frozen in a forward of this step. If one of them gets a gradient from another forward, no
         # hook shows when backward has read the weight for the last time. No update may then run before `step`.
         self._used_frozen: set[Param] = set()
@@ -62,6 +63,7 @@ class WeightWaits:
 
     def begin_forward(self) -> None:
         """Start a forward of the whole model. The runs of its blocks are counted from here."""
+        self._is_in_model = True
         self._forwards.begin()
         self.num_forwards += torch.is_grad_enabled()
 
@@ -95,6 +97,11 @@ class WeightWaits:
         """Remove the guards of a block's weights, because its forward has waited for them."""
         weight_guard.uncover(self._forwards.guarded(block))
 
+    def leave_block(self, block: int) -> None:
+        """Guard the weights of a block whose forward has ended, unless a forward of the whole model does it later."""
+        if not self._is_in_model:
+            self.cover(self._forwards.used(block))
+
     def finish_recording(self) -> None:
         """End the recording of the first forward. The order of its blocks is the order of deadlines."""
         order = self._forwards.finish_recording()
@@ -104,12 +111,14 @@ class WeightWaits:
     def cover(self, params: Sequence[Param]) -> None:
         """Guard weights, except weights that compiled graphs use without our hooks. `step` waits for these weights."""
         self.is_covered = True
+        self._is_in_model = False
         weight_guard.cover([param.tensor for param in params if not param.is_bypassed])
 
     # Backward.
 
     def begin_backward(self) -> None:
         """Remove the guards of weights that the forward has used: blocks that are recomputed use them again."""
+        self._is_in_model = False  # an exception may have ended the forward
         if self.is_covered:
             self.is_covered = False
             again = [p.tensor for p in self._params if p.is_seen and not p.hits]  # others wait when they are used
@@ -123,6 +132,7 @@ class WeightWaits:
     def end_step(self) -> None:
         """Forget the forwards of this step."""
         self._forwards.forget_runs()
+        self._is_in_model = False
         self.num_forwards = 0
         self._used_frozen.clear()
 
