@@ -636,6 +636,29 @@ def test_blocks_compiled_after_the_optimizer_was_built(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("is_first", [False, True], ids=["before", "after"])
+def test_writes_through_data_persist_in_a_model_that_is_compiled_in_place(is_first: bool) -> None:
+    """If a model is compiled after the optimizer was built, its first call runs without our functions."""
+    models = [build(Net), build(Net)]
+    if is_first:
+        models[1].compile(backend="eager")
+    optimizers = [torch.optim.AdamW(models[0].parameters(), lr=1e-2), TwinOptimizer(models[1], lr=1e-2, early=True)]
+    if not is_first:
+        models[1].compile(backend="eager")
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for i, param in enumerate(model.parameters()):
+                if i % 2 == step % 2:
+                    param.data.mul_(0.9)
+    optimizers[1].close()
+    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in-place"])
 def test_blocks_compiled_and_run_before_the_optimizer_is_built(in_place: bool) -> None:
     """Their graphs were traced without our hooks."""

@@ -67,6 +67,10 @@ class Listener(Protocol):
         """Called before a forward of a block that runs inside a backward."""
         ...
 
+    def found_compiled(self) -> None:
+        """Called when the model was compiled in place, and its calls run the other methods from now on."""
+        ...
+
     def before_load(self, module: nn.Module) -> None:
         """Called before `load_state_dict` writes to the module's own parameters."""
         ...
@@ -133,8 +137,8 @@ class ModelHooks:
 
     def find_compiled(self) -> None:
         """Make the model and the blocks wait for their weights, if they were compiled since the last call."""
-        if self._model._compiled_call_impl is not None:
-            _wrap(self._model, self._enter_all, self._leave_model)
+        if self._model._compiled_call_impl is not None and _wrap(self._model, self._enter_all, self._leave_model):
+            self._listener.found_compiled()
         for modules, key, block in self._places:
             if block.module._compiled_call_impl is not None:
                 _wrap(block.module, self._enter[block.index], self._leave[block.index])
@@ -268,10 +272,13 @@ class CompiledCall:
         return result
 
 
-def _wrap(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+def _wrap(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> bool:
+    """Returns whether the compiled call was not wrapped before."""
     compiled = module._compiled_call_impl
-    if compiled is not None and not isinstance(compiled, CompiledCall):
-        module._compiled_call_impl = CompiledCall(compiled, before, after)
+    if compiled is None or isinstance(compiled, CompiledCall):
+        return False
+    module._compiled_call_impl = CompiledCall(compiled, before, after)
+    return True
 
 
 class GradientQueue:

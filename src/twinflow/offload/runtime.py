@@ -376,6 +376,11 @@ class Runtime:
         """Guard the weights of a block that was called alone, as `after_model` guards all weights."""
         self._waits.leave_block(block)
 
+    def found_compiled(self) -> None:
+        """Guard all weights again. A first call that ran without our functions has left some unguarded."""
+        for param in self.params:
+            param.is_bypassed = False
+
     def before_recompute(self, block: int) -> None:
         """Prepare a forward of a block inside a backward. It does not wait, because the first forward has waited."""
         self._waits.uncover_block(block)
