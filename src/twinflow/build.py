@@ -358,7 +358,7 @@ def checkpoint_activations(
     return checkpoint_layers(
         module,
         layers,
-        offload=options.cpu_checkpointing or options.nvme_path is not None,
+        offload=options.offloads,
         partition=partition,
         trace=trace,
         selective=options.selective,

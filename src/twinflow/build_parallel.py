@@ -143,7 +143,7 @@ def _combination(config: Config, axes: Axes, model: Model, optimizer: Any) -> Co
         offload is not None and offload.delayed_update,
         offload.ratio if offload is not None else 0.0,
         offload.sums if offload is not None else "auto",
-        config.activation_checkpointing.cpu_checkpointing,
+        config.activation_checkpointing.offloads,
         isinstance(optimizer, TwinOptimizer),
         sparse is not None and bool(sparse.different_layout_per_head),
         config.tensor_parallel.sequence,

@@ -98,16 +98,19 @@ class InputFile:
     def _place(self, num_bytes: int) -> Record:
         """Space for a record: that of one that was freed, or at the end of the file."""
         self._collect()
+        holes = self._holes.get(num_bytes)
+        if holes:
+            offset = holes.pop()
+        else:
+            offset, end = self._end, self._end + num_bytes
+            if end > self.num_bytes:
+                self._reserve(end)
+            self._end = end
         self._num_live += 1
-        if holes := self._holes.get(num_bytes):
-            return Record(holes.pop(), num_bytes)
-        if self._end + num_bytes > self.num_bytes:
-            self._reserve(self._end + num_bytes)
-        self._end += num_bytes
-        return Record(self._end - num_bytes, num_bytes)
+        return Record(offset, num_bytes)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Makes the file larger."""
+        """Reserves space on the disk, so that no write fails for lack of it."""
         try:
             os.posix_fallocate(self._file.fileno(), self.num_bytes, num_bytes - self.num_bytes)
         except OSError as error:

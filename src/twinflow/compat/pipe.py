@@ -42,7 +42,7 @@ def configure(
     if deepspeed_config is not None:
         section = load_config(deepspeed_config).activation_checkpointing
         asked["partition_activations"] = asked["partition_activations"] or section.partition_activations
-        asked["checkpoint_in_cpu"] = asked["checkpoint_in_cpu"] or section.cpu_checkpointing
+        asked["checkpoint_in_cpu"] = asked["checkpoint_in_cpu"] or section.offloads
     for name, value in asked.items():
         if value:
             raise invalid_value(f"{name} for deepspeed.checkpointing.checkpoint()", value, [False], _SECTION)

@@ -428,6 +428,11 @@ class ActivationCheckpointing(Section):
     )
 
     @property
+    def offloads(self) -> bool:
+        """Whether the inputs of layers leave the GPU until backward."""
+        return self.cpu_checkpointing or self.nvme_path is not None
+
+    @property
     def is_asked_for(self) -> bool:
         return (
             self.layers is not None

@@ -93,7 +93,7 @@ LIMITS: Final = (
         _PIPE,
         lambda c: c.cpu_checkpointing,
         "inputs are fetched from the host in the order of one backward, and a pipeline runs several backwards",
-        "Set cpu_checkpointing to false. Activation checkpointing without it works.",
+        "Set cpu_checkpointing to false, and leave nvme_path out. Activation checkpointing without them works.",
     ),
     Limit(
         "sparse_attention.different_layout_per_head=True",
