@@ -134,5 +134,8 @@ def test_inputs_go_to_a_disk_before_they_lose_digits(tmp_path: Path) -> None:
     section = config_of(fast.case, {}, tmp_path)["activation_checkpointing"]
     assert section["nvme_path"] == str(tmp_path)
     assert section["cpu_checkpointing"] is True
+    never = choose_fit(replace(wish, can_tile=False), Setting(rates_of(machine), memory, disk=Disk("d", 50e9, 10**13)))
+    assert not never.case.run.is_tiled
+    assert not never.fits
     full = choose_fit(wish, Setting(rates_of(machine), memory, disk=Disk(str(tmp_path), 2e9, 10**9)))
     assert full.case.run.kept.is_float8

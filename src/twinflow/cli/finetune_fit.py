@@ -79,6 +79,7 @@ def choose(
         world=world,
         stage=STAGE if world > 1 else 0,
         on_disk=rates is not None,
+        can_tile=False,  # this command does not call tile_sequence()
     )
     fit = choose_fit(wish, setting)
     if fit.offload_params and settings.offload_params is None and settings.method == "qlora":

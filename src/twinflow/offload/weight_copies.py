@@ -26,7 +26,9 @@ class OnWrite(Protocol):
     """Called after the user's write to a weight. It stores the values when no update uses the state."""
 
     def __call__(self, param: Tensor, values: Tensor, *, is_running: bool = False, is_counted: bool = True) -> None:
-        """`ParamOffload.store` describes the arguments."""
+        """`is_running`: the weight's block wrote to it while it ran. `is_counted`: the write increments the parameter's
+        version.
+        """
         ...
 
 

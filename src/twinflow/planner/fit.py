@@ -72,6 +72,7 @@ class Wish:
     is_float8: bool = False  # long sequences: blocks may keep their inputs in float8
     on_disk: bool = False  # the state that would be on the host is on the disk of the setting
     weights_on_disk: bool = False  # with on_disk, and weights on the host: these weights too
+    can_tile: bool = True  # whether the run can use tiles and checkpoints of long sequences
     inputs_on_disk: bool = False  # of long sequences: the inputs of blocks that are not on the GPU
     expert_parallel: int | None = 1  # GPUs that have all experts together. None: as many as a run needs to fit
 
@@ -192,7 +193,9 @@ def _milder(wish: Wish) -> list[tuple[Wish, tuple[str, ...]]]:
 
 def _is_long(wish: Wish) -> bool:
     """Whether tiles are considered: the memory of tiled blocks with adapters is not known."""
-    return wish.tokens >= long.LONG_TOKENS and wish.method == "full" and wish.checkpointing is not False
+    return (
+        wish.can_tile and wish.tokens >= long.LONG_TOKENS and wish.method == "full" and wish.checkpointing is not False
+    )
 
 
 def _best_of(wish: Wish, setting: Setting) -> Case | None:
