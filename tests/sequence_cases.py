@@ -250,7 +250,7 @@ def errors(rank: int, world: int) -> dict[str, str]:
     with torch.no_grad():
         note("cache", lambda: model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False))
     handle.remove()
-    assert model.generate(tokens[:1, :4], max_new_tokens=2, do_sample=False).shape == (1, 6)
+    assert model.generate(tokens[:1, :4], max_new_tokens=2, do_sample=False, eos_token_id=None).shape == (1, 6)
 
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = hugging_face("Llama", max_position_embeddings=20, rope_parameters=dynamic)
