@@ -330,7 +330,7 @@ class AutoPlacement:
             self._speed = self._speed_of(items, timing, self._seen[-1].step_s, ways)
         decision = self._decision(self._ahead_numel(items, size, room))
         # All inputs of a prediction, so that a log shows why a placement was rejected.
-        LOGGER.debug(f"ratio auto: {self._rates}, of which the host has {self._speed:.2f}; {timing}; {decision}; {room}")
+        LOGGER.debug(f"ratio auto: {self._rates}, host {self._speed:.2f}; {timing}; {decision}; {room}")
         with suppress(MemoryError):  # no placement leaves the reserve that the planner wants; the present one works
             rates = _scaled(self._rates, _MARGIN * self._speed)
             choice = choose(items, timing, rates, self._states, decision, room, size, ways)
