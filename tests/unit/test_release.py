@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from fork_support import run_script
 from typer.main import get_command
 
@@ -29,7 +31,7 @@ def test_the_citation_names_this_version() -> None:
 
 def test_every_source_file_names_the_license() -> None:
     found = {path: mark for mark, path in sources()}
-    assert {path.suffix for path in found} == {".py", ".h", ".cpp", ".sh"}
+    assert {path.suffix for path in found} == {".py", ".h", ".cpp", ".sh", ".txt", ""}
     without = []
     for path, mark in found.items():
         lines = path.read_text().splitlines()
@@ -46,6 +48,8 @@ def sources() -> Iterator[tuple[str, Path]]:
         for pattern, mark in (("*.py", "#"), ("*.sh", "#"), ("*.h", "//"), ("*.cpp", "//")):
             for path in (ROOT / folder).rglob(pattern):
                 yield mark, path
+    yield "#", ROOT / "CMakeLists.txt"
+    yield "#", ROOT / "Makefile"
 
 
 @pytest.mark.skipif(tomllib is None, reason="tomllib is in Python 3.11")
@@ -55,6 +59,15 @@ def test_the_version_has_one_place_and_wheels_two_architectures() -> None:
     source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
     assert (ROOT / source).read_text().count(f'"{twinflow.__version__}"') == 1
     assert project["tool"]["cibuildwheel"]["archs"] == ["x86_64", "aarch64"]
+
+
+@pytest.mark.skipif(tomllib is None, reason="tomllib is in Python 3.11")
+def test_the_workflow_tests_the_pythons_that_the_package_names() -> None:
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    named = [found[1] for line in classifiers if (found := re.fullmatch(r"Programming .* :: (3\.\d+)", line))]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    assert named
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == named
 
 
 @pytest.mark.parametrize(
