@@ -135,6 +135,42 @@ def test_gradients_can_be_read_after_the_last_backward() -> None:
     ours.close()
 
 
+class Twice(nn.Module):
+    """A model whose block runs twice, so that its parameters get two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(self.blocks[0](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_one_backward_too_many_loses_no_gradient_of_a_block_that_runs_twice(ratio: float) -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    same = copy.deepcopy(model)
+    tuning = Tuning(bucket_numel=128, sums="host")
+    options = {"max_grad_norm": 1e9, "early": True, "accumulation_steps": PARTS, "ratio": ratio}
+    optimizer = TwinOptimizer(model, "sgd", lr=0.1, tuning=tuning, **options)
+    plain = torch.optim.SGD(same.parameters(), lr=0.1)
+    for step in range(2):
+        for part in range(PARTS + 1):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + part))
+            model(x).square().sum().backward()
+            same(x).square().sum().backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    optimizer.close()
+    for a, b in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 def test_a_function_makes_the_model_and_it_trains() -> None:
     optimizer = TwinOptimizer(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), lr=1e-2)
     model = optimizer.model
