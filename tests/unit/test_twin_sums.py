@@ -171,6 +171,26 @@ def test_one_backward_too_many_loses_no_gradient_of_a_block_that_runs_twice(rati
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_a_step_without_a_forward_before_it_waits_for_a_streamed_update_that_reads_the_sums() -> None:
+    weights = []
+    for streamed in (0.0, 1.0):
+        model = gpt()
+        tuning = Tuning(bucket_numel=4096, sums="host", streamed=streamed)
+        options = {"momentum": 0.9, "max_grad_norm": 1e9, "early": True, "accumulation_steps": 2}
+        optimizer = TwinOptimizer(model, "sgd", lr=0.1, tuning=tuning, **options)
+        for name in ("streamed0", "streamed1") if streamed else ():
+            optimizer.runtime.device.delay(name, 0.01)
+        for part in range(2):
+            loss_of(model, part).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.close()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
 def test_a_function_makes_the_model_and_it_trains() -> None:
     optimizer = TwinOptimizer(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), lr=1e-2)
     model = optimizer.model
