@@ -374,6 +374,24 @@ def test_a_write_through_data_persists_if_a_weight_is_read_before_it() -> None:
     optimizer.close()
 
 
+@in_all_modes
+def test_a_write_through_data_persists_for_a_weight_without_a_gradient_in_this_backward(
+    early: bool | str, max_grad_norm: float | None
+) -> None:
+    def loop(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(STEPS):
+            if number % 2:  # updates all weights, from the masters
+                loss_of(model, number).backward()
+            else:
+                loss_of(model, number).backward(inputs=[*model[2].parameters()])
+                model[0].weight.data.add_(0.1)
+                model[4].weight.data.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(loop, early, max_grad_norm)
+
+
 def test_a_state_dict_has_the_values_of_set() -> None:
     model, optimizer = new_offloaded()
     step(model, optimizer, 0)

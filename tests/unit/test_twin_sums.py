@@ -135,6 +135,62 @@ def test_gradients_can_be_read_after_the_last_backward() -> None:
     ours.close()
 
 
+class Twice(nn.Module):
+    """A model whose block runs twice, so that its parameters get two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(self.blocks[0](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_one_backward_too_many_loses_no_gradient_of_a_block_that_runs_twice(ratio: float) -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    same = copy.deepcopy(model)
+    tuning = Tuning(bucket_numel=128, sums="host")
+    options = {"max_grad_norm": 1e9, "early": True, "accumulation_steps": PARTS, "ratio": ratio}
+    optimizer = TwinOptimizer(model, "sgd", lr=0.1, tuning=tuning, **options)
+    plain = torch.optim.SGD(same.parameters(), lr=0.1)
+    for step in range(2):
+        for part in range(PARTS + 1):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + part))
+            model(x).square().sum().backward()
+            same(x).square().sum().backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    optimizer.close()
+    for a, b in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_without_a_forward_before_it_waits_for_a_streamed_update_that_reads_the_sums() -> None:
+    weights = []
+    for streamed in (0.0, 1.0):
+        model = gpt()
+        tuning = Tuning(bucket_numel=4096, sums="host", streamed=streamed)
+        options = {"momentum": 0.9, "max_grad_norm": 1e9, "early": True, "accumulation_steps": 2}
+        optimizer = TwinOptimizer(model, "sgd", lr=0.1, tuning=tuning, **options)
+        for name in ("streamed0", "streamed1") if streamed else ():
+            optimizer.runtime.device.delay(name, 0.01)
+        for part in range(2):
+            loss_of(model, part).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.close()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
 def test_a_function_makes_the_model_and_it_trains() -> None:
     optimizer = TwinOptimizer(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), lr=1e-2)
     model = optimizer.model

@@ -79,7 +79,7 @@ def checkpoint_layers(
         "selective groups": selective and (float8 or every > 1),
     }
     refuse("Other keys of the config", found)
-    chosen = _outermost(model, _find(model, layers))
+    chosen = _outermost(_find(model, layers))
     itself = _checkpoints_itself(model)
     if itself is not None:
         lost = ", and nothing is offloaded" if offload else ""
@@ -255,7 +255,7 @@ def class_of(module: nn.Module) -> str:
     return (bases[0] if is_made else type(module)).__name__
 
 
-def _outermost(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _outermost(found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The modules of `found` that are not inside another one of them. Inner layers run again with the outer layer."""
     inside = {id(part) for module in found.values() for part in module.modules() if part is not module}
     kept = {name: module for name, module in found.items() if id(module) not in inside}

@@ -72,6 +72,11 @@ class Param:
             self._places = [_place(self.index, bucket) for bucket in self.buckets]
         return self._places
 
+    def own_slices(self) -> list[tuple[Bucket, int]]:
+        """This rank's slices of the parameter, in order, as the bucket and the index of the slice in it."""
+        found = [(b, i) for b in self.buckets for i, piece in enumerate(b.slices) if piece.param == self.index]
+        return sorted(found, key=lambda at: at[0].slices[at[1]].start)
+
     @property
     def is_written(self) -> bool:
         """Whether the user has written to the parameter, or to one of its aliases, since the runtime's last write."""

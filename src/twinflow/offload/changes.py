@@ -160,10 +160,9 @@ def adopt(params: Sequence[Param], keep: bool, given: Mapping[nn.Parameter, Tens
             continue
         with plain():
             values = given.get(param.tensor, param.local).detach().reshape(-1)
-        for bucket in param.buckets:
-            for i, piece in enumerate(bucket.slices):
-                if piece.param == param.index:
-                    bucket.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
+        for bucket, i in param.own_slices():
+            piece = bucket.slices[i]
+            bucket.updater.write_master(bucket, i, values[piece.start : piece.start + piece.numel], keep)
         param.note_write()
 
 

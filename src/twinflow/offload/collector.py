@@ -261,15 +261,16 @@ class Collector:
     def _summed(self, bucket: Bucket, index: int, task: Task | None) -> Tensor | None:
         """Return the total of a bucket, if it contains the gradient of a slice, with gradients of an open task."""
         param = bucket.params[index]
-        if not bucket.is_on_device and task is not None and any(one is task for one in task.job.tasks):
+        is_submitted = task is not None and any(one is task for one in task.job.tasks)
+        if is_submitted and not bucket.is_on_device:
             # The total contains the last backward. The executor keeps it for the update, and `added` is empty.
             return bucket.total if self._sharing is not None or param.was_hit else None
         added = bucket.added if bucket.is_on_device else self._executor.added(bucket)
         total = bucket.total if index in added else None
-        if task is None or task.flat is None or not param.hits or bucket.is_on_device:
+        if task is None or is_submitted or task.flat is None or not param.hits:
             return total
-        open_part = task.flat.cpu().float()  # of a late parameter
-        return open_part if total is None else total + open_part
+        open_part = task.flat.float()  # of a late parameter, or of one that shares a bucket with a late one
+        return open_part if total is None else total + open_part.to(total.device)
 
     def task_of(self, bucket: Bucket) -> Task | None:
         """Return the incomplete task of a bucket in this step, or None."""

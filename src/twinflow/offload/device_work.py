@@ -41,7 +41,7 @@ from twinflow.offload.frozen import FrozenState
 from twinflow.offload.job import DeviceOptimizer, Job, Task
 from twinflow.offload.plan import STREAMED, Slice
 from twinflow.offload.staging import Stages
-from twinflow.offload.sync import OLD_WEIGHTS, RESIDENT_READY, STORED, WEIGHT_SENT
+from twinflow.offload.sync import FLAT_FREE, OLD_WEIGHTS, RESIDENT_READY, STORED, WEIGHT_SENT
 
 _CHECK_S = 1.0  # a thread that waits for another one looks for failures this often
 
@@ -176,6 +176,9 @@ class DeviceWork:
         if task.ready is not None:
             stream.wait(task.ready, RESIDENT_READY)
         bucket = task.bucket
+        last = self._updated.get(bucket)
+        if last is not None:  # a streamed update reads the total on another stream, and no forward may have waited
+            stream.wait(last, FLAT_FREE)
         stream.run(_sum(task, stream), span="sum", bucket=bucket.plan.index)
         bucket.added.update(task.present)
         self._give_flat(task, stream.record())

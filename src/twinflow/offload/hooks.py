@@ -89,6 +89,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Engine(Protocol):
+    """The method of torch's autograd engine that is used here. torch has no type annotation for it."""
+
+    def queue_callback(self, callback: Callable[[], None]) -> None: ...
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that runs now has ended: the innermost one, with reentrant checkpointing."""
+    engine: _Engine = torch.autograd.Variable._execution_engine  # torch has no public name for it
+    engine.queue_callback(callback)
+
+
 class ModelHooks:
     """The hooks on the modules of one model."""
 

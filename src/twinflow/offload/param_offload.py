@@ -29,7 +29,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from twinflow.offload.bucket import Bucket
 from twinflow.offload.executor import Executor
 from twinflow.offload.fetch_hooks import put_hooks
 from twinflow.offload.fetcher import Fetch, Gather, NativeFetcher, SharedFetcher
-from twinflow.offload.hooks import in_backward
+from twinflow.offload.hooks import call_after_backward, in_backward
 from twinflow.offload.host_params import HostParams
 from twinflow.offload.lost_weights import refuse_use
 from twinflow.offload.quantised import inner_tensors, is_wrapper, plain_params
@@ -71,14 +70,6 @@ class BlockWeights:
     def newest(self) -> int:
         """Sum of the job numbers of the buckets, which changes with each step."""
         return sum(buffer.bucket.due for buffer in self.buffers if buffer.bucket is not None)
-
-
-class _Engine(Protocol):
-    """The method of torch's autograd engine that is used here. torch has no type annotation for it."""
-
-    def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the outermost backward has ended."""
-        ...
 
 
 class ParamOffload:
@@ -285,8 +276,7 @@ class ParamOffload:
         """Registers `_end_backward` with autograd at the first hook of a backward."""
         if not self._is_in_backward and in_backward():
             self._is_in_backward = True
-            engine: _Engine = torch.autograd.Variable._execution_engine  # torch has no public name for it
-            engine.queue_callback(self._end_backward)
+            call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._is_in_backward = False

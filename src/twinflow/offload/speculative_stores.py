@@ -101,7 +101,7 @@ class SpeculativeStores:
                 is_full = self.num_bytes + nbytes > self.max_bytes + self.saved_bytes
                 if is_full or self._num_queued >= _MAX_QUEUED:
                     continue
-                self._count(bucket.plan, nbytes)
+                self._count(nbytes)
             self._maker.submit(self._add, bucket.plan, nbytes)
 
     def prepare(self, ahead: Sequence[Bucket], saved: Sequence[Bucket] = ()) -> int:
@@ -127,7 +127,7 @@ class SpeculativeStores:
                 with self._lock:
                     is_full = self.num_bytes + nbytes > max_bytes
                     if not is_full:
-                        self._count(plan, nbytes)
+                        self._count(nbytes)
                 if not is_full:
                     self._add(plan, nbytes)
                     num_made += 1
@@ -178,7 +178,7 @@ class SpeculativeStores:
         self.max_bytes = min(self.max_bytes, self.num_bytes)
         self.saved_bytes = self.num_bytes - self.max_bytes
 
-    def _count(self, plan: BucketPlan, nbytes: int) -> None:
+    def _count(self, nbytes: int) -> None:
         self.num_bytes += nbytes
         self._num_queued += 1
 

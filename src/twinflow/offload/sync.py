@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 # Each comment names the work that waits and, after the colon, what it waits for.
-FLAT_FREE: Final = "grad.flat_free"  # writing gradients to a flat buffer: for the end of the last read of it
+FLAT_FREE: Final = "grad.flat_free"  # writing gradients to a flat buffer or a total: for the end of the last read of it
 REDUCE_READY: Final = "reduce.grad_ready"  # the reduction over ranks: for complete gradients
 PUBLISH_READY: Final = "publish.sent"  # gathering weights from ranks: for this rank's part in its parameters
 GRAD_READY: Final = "out.grad_ready"  # the copy to the host: for complete gradients

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from twinflow.offload.blocks import Block
 from twinflow.offload.bucket import Bucket, Param
 from twinflow.offload.executor import Executor, Held
 from twinflow.offload.forwards import Forwards
+from twinflow.offload.hooks import call_after_backward, in_backward
 from twinflow.offload.param_offload import ParamOffload
 
 
@@ -117,12 +119,18 @@ class WeightWaits:
     # Backward.
 
     def begin_backward(self) -> None:
-        """Remove the guards of weights that the forward has used: blocks that are recomputed use them again."""
+        """Remove the guards of weights that the forward has used: blocks that are recomputed use them again.
+
+        A weight is guarded again when its gradient is taken. Weights without a gradient in this backward are guarded
+        when it ends, because a write through `.data` before `step` would not be noticed without the guard.
+        """
         self._is_in_model = False  # an exception may have ended the forward
-        if self.is_covered:
+        if self.is_covered and in_backward():  # `step` takes gradients too, after the backward
             self.is_covered = False
-            again = [p.tensor for p in self._params if p.is_seen and not p.hits]  # others wait when they are used
-            weight_guard.uncover([tensor for tensor in again if not self.lives_away(tensor)])
+            # The other weights wait when they are used.
+            again = [p for p in self._params if p.is_seen and not p.hits and not self.lives_away(p.tensor)]
+            weight_guard.uncover([param.tensor for param in again])
+            call_after_backward(partial(weight_guard.cover, [p.tensor for p in again if not p.is_bypassed]))
 
     @property
     def has_unfrozen(self) -> bool:

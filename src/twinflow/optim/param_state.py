@@ -19,7 +19,7 @@ from torch import Tensor
 from twinflow.conflicts import conflict
 from twinflow.dist.agree import gather_json
 from twinflow.errors import invalid_value, wrong_state
-from twinflow.offload.bucket import Bucket, Param, local_of
+from twinflow.offload.bucket import Param, local_of
 from twinflow.offload.changes import check_changed, written
 from twinflow.offload.read_gradient import COMPLETE, LEFT, gradient_state, read_gradient
 from twinflow.offload.runtime import Runtime
@@ -127,7 +127,7 @@ def write_local(tensor: Tensor, key: str, value: Tensor, call: str) -> None:
         remedy = "Use safe_set_full_fp32_param() on all ranks, or stage 3."
         stage = optimizer.zero.stage if optimizer.zero is not None else 0
         raise wrong_state(f"{call} cannot run", f"with stage {stage} other ranks have the weight too", remedy)
-    spans = _spans(optimizer, param)
+    spans = _spans(param)
     _check_shape(param, value, (sum(numel for _, numel in spans),))
     _prepare_write(optimizer, param)
     flat, at = value.detach().reshape(-1), {}
@@ -204,19 +204,14 @@ def _gather(
 # Slices of this rank.
 
 
-def _pieces(param: Param) -> list[tuple[Bucket, int]]:
-    found = [(b, i) for b in param.buckets for i, piece in enumerate(b.slices) if piece.param == param.index]
-    return sorted(found, key=lambda at: at[0].slices[at[1]].start)
-
-
-def _spans(optimizer: TwinOptimizer, param: Param) -> list[tuple[int, int]]:
-    return [(param.first + b.slices[i].start, b.slices[i].numel) for b, i in _pieces(param)]
+def _spans(param: Param) -> list[tuple[int, int]]:
+    return [(param.first + b.slices[i].start, b.slices[i].numel) for b, i in param.own_slices()]
 
 
 def _own_slices(optimizer: TwinOptimizer, param: Param, key: str) -> list[tuple[int, Tensor]]:
     """This rank's slices of a tensor, each with its start in the flattened parameter."""
     found = []
-    for bucket, i in _pieces(param):
+    for bucket, i in param.own_slices():
         values: Mapping[str, object] = bucket.updater.read(bucket, i) if key == MASTER or bucket.steps[i] else {}
         if optimizer.rule is None and key != MASTER:  # The state of a torch optimizer is in a dict of its own.
             values = dict_of(values, "state")
@@ -233,7 +228,7 @@ def _joined(slices: list[tuple[int, Tensor]], param: Param) -> Tensor | None:
 
 def _write(optimizer: TwinOptimizer, param: Param, key: str, cut: Callable[[int, int], Tensor]) -> None:
     """Writes this rank's slices of the tensor `key`, and keeps the other tensors of the state."""
-    for bucket, i in _pieces(param):
+    for bucket, i in param.own_slices():
         piece = bucket.slices[i]
         values: dict[str, object] = dict(bucket.updater.read(bucket, i))
         given = cut(param.first + piece.start, piece.numel).float().cpu()
@@ -249,7 +244,7 @@ def _write(optimizer: TwinOptimizer, param: Param, key: str, cut: Callable[[int,
             flat = local_of(param.tensor).detach().view(-1) if param.local.is_contiguous() else None
             whole = param.local.detach().clone().reshape(-1) if flat is None else flat
             if param.is_sharded or not _is_partitioned(optimizer):
-                for start, numel in _spans(optimizer, param):
+                for start, numel in _spans(param):
                     whole[start - param.first : start - param.first + numel] = cut(start, numel)
             else:  # the weight is whole on every rank
                 whole.copy_(cut(0, whole.numel()))

@@ -136,7 +136,7 @@ def stream(optimizer: Outcomes) -> Iterator[tuple[str, StateDict]]:
     If ranks share a parameter, there is an entry for each part that this rank has.
     """
     for param in optimizer.runtime.params:
-        pieces = _pieces(param)
+        pieces = param.own_slices()
         if not pieces or not pieces[0][0].steps[pieces[0][1]]:
             continue
         if optimizer.rule is None:  # the entry of a user's optimizer has its own tensors and needs no conversion
@@ -216,7 +216,7 @@ def weight_reader(param: Param) -> Callable[[], Tensor | Parts] | None:
     None if the state of the whole parameter is not on this host, or does not contain exactly these weights.
     """
     stores = []
-    pieces = _pieces(param)
+    pieces = param.own_slices()
     for bucket, index in pieces:
         if not isinstance(bucket.updater, RuleUpdater) or bucket.is_shared or bucket.offloads_params:
             return None
@@ -241,7 +241,7 @@ def _as_streams(name: str, value: object) -> object:
 
 def _read_param(optimizer: Outcomes, param: Param) -> StateDict:
     """Step, master and states of one parameter in its shape; empty if it was never updated."""
-    pieces = _pieces(param)
+    pieces = param.own_slices()
     if not pieces or pieces[0][0].steps[pieces[0][1]] == 0:
         return {}
     parts = [bucket.updater.read(bucket, i) for bucket, i in pieces]
@@ -254,12 +254,6 @@ def _read_param(optimizer: Outcomes, param: Param) -> StateDict:
         values = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         entry[name] = values if name.endswith("_scale") else values.view(param.tensor.shape)
     return entry
-
-
-def _pieces(param: Param) -> list[tuple[Bucket, int]]:
-    """A parameter's slices in order, as (bucket, index)."""
-    found = [(b, i) for b in param.buckets for i, piece in enumerate(b.slices) if piece.param == param.index]
-    return sorted(found, key=lambda at: at[0].slices[at[1]].start)
 
 
 def restore(
@@ -278,7 +272,7 @@ def restore(
     drops_scales = saved.get("states", optimizer.states) != optimizer.states
     weights_win = not saved["has_unsent"] and not is_exchanged
     for param in runtime.params:
-        for bucket, i in _pieces(param):
+        for bucket, i in param.own_slices():
             is_known = param.name in known
             piece, before = bucket.slices[i], None
             if bucket.offloads_params and weights_win:  # offloaded weights are part of the state
