@@ -42,6 +42,7 @@ from twin_support import (
 from twinflow.device import Event
 from twinflow.offload.taken_gradient import TakenGradient
 from twinflow.optim.loss_scale import LossScale, dynamic, static
+from twinflow.optim.twin import TwinOptimizer
 from twinflow.rules import RULES
 from twinflow.rules.formats import split
 
@@ -592,13 +593,46 @@ def test_groups_and_schedulers_follow_torch(scheduler: str, early: bool) -> None
         assert [g["betas"] for g in ours.param_groups] == [g["betas"] for g in theirs.param_groups]
 
 
+@pytest.mark.parametrize("early", [True, "auto"])
+def test_gradients_of_another_models_loss_are_dropped(early: Any) -> None:
+    """A GAN whose optimizers call zero_grad() before backward: the painter's loss adds to used gradients of the judge.
+
+    In the first steps these are in `.grad`, and an update from their sum could not be undone.
+    """
+
+    def losses(build: Callable[[nn.Module], Any]) -> list[float]:
+        torch.manual_seed(0)
+        painter, judge = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+        painter_optimizer, judge_optimizer = build(painter), build(judge)
+        found = []
+        for _ in range(8):
+            fake = painter(torch.randn(4, 4))
+            judge_optimizer.zero_grad()
+            loss = judge(fake.detach()).square().mean() - judge(torch.randn(4, 4)).mean()
+            loss.backward()
+            judge_optimizer.step()
+            painter_optimizer.zero_grad()
+            painter_loss = (judge(fake) - 1.0).square().mean()
+            painter_loss.backward()
+            painter_optimizer.step()
+            found += [loss.item(), painter_loss.item()]
+        for optimizer in (painter_optimizer, judge_optimizer):
+            if isinstance(optimizer, TwinOptimizer):
+                optimizer.close()
+        return found
+
+    wanted = losses(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ours = losses(lambda model: TwinOptimizer(model, "adamw", lr=1e-2, early=early))
+    assert ours == pytest.approx(wanted, abs=1e-5)
+
+
 def test_a_group_that_is_added_later_is_refused() -> None:
     """Its parameters would have no bucket. What there was is trained as before."""
     model = gpt()
     before = weights(model)
     with closing(twin(model, param_groups=[{"params": model.blocks[0].parameters()}])) as optimizer:
         with pytest.raises(
-            ValueError, match=r"takes all its parameters at the start.*Build a new optimizer with all groups"
+            ValueError, match=r"takes all its parameters at the start.*new optimizer with all groups.*can be frozen"
         ):
             optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
         assert len(optimizer.param_groups) == 1

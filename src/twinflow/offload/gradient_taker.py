@@ -113,6 +113,7 @@ class GradientTaker:
         self._is_taking: bool | None = None  # whether this step's gradients are taken; None before the first gradient
         self._is_disturbed = False  # the user read or changed gradients or weights between backward and step
         self._has_complete = False  # a parameter has all of its gradients of this step
+        self._has_used = False  # a backward has added to a gradient that the last step has used
         self._watched_options: Sequence[Options] | None = None  # options during backward, if `EarlyPolicy.watches`
 
     @property
@@ -195,7 +196,7 @@ class GradientTaker:
                     self._return_gradients("backward(create_graph=True) ran")
                 self._is_taking = False  # these gradients have an autograd graph, which a copy would not have
             if self._is_taking is None and found:
-                self._is_taking = self._early.takes and not self._waits.has_unfrozen
+                self._is_taking = self._early.takes and not self._waits.has_unfrozen and not self._has_used
             self._waits.begin_backward()
             if self._is_taking:
                 self._take(queue, found)
@@ -383,6 +384,14 @@ class GradientTaker:
         if not is_open and self.can_undo:
             self._late_from_now.add(param)  # a loop that adds gradients like this once does so in every step
         return is_open or self._steps.is_part_open
+
+    def note_added(self) -> None:
+        """Note that a backward adds a gradient to one that `step()` has used and that was not reset.
+
+        Most loops drop this sum: the backward of another model has passed through this one, and `zero_grad()` follows.
+        The gradients therefore stay in `.grad`, because an update could not be undone then.
+        """
+        self._has_used = True
 
     # Reads and writes between backward and `step`.
 
@@ -583,6 +592,7 @@ class GradientTaker:
         self._is_taking = None
         self._is_disturbed = False
         self._has_complete = False
+        self._has_used = False
         self._watched_options = None
 
 

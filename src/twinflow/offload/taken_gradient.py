@@ -49,6 +49,10 @@ class Giver(Protocol):
         """Whether the runtime will take the next gradient of this parameter too."""
         ...
 
+    def note_added(self) -> None:
+        """Note that a backward adds a gradient to one that `step()` has used and that was not reset."""
+        ...
+
 
 class TakenGradient(Tensor):
     """The stand-in for the gradient of one parameter."""
@@ -156,6 +160,8 @@ class TakenGradient(Tensor):
             more = more if self.arrived is None else self.arrived + more
             self.arrived = more
             return self if into else more
+        if self.is_used and giver is not None:
+            giver.note_added()
         value = self.value()
         return value.add_(more) if into else value + more
 

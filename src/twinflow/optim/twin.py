@@ -649,7 +649,8 @@ class TwinOptimizer(Outcomes):
         if self._runtime is not None:
             raise ValueError(
                 "add_param_group() cannot add parameters, because a TwinOptimizer takes all its parameters at the "
-                "start. Build a new optimizer with all groups."
+                "start. Build a new optimizer with all groups. Parameters that are trained later can be frozen "
+                "(requires_grad=False) once the optimizer is built."
             )
         super().add_param_group(param_group)
 
