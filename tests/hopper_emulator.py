@@ -471,6 +471,8 @@ CASES = [
     Case("heads side by side", heads=(4, 2), batch=2, is_fused=True),
     Case("fewer queries", structure="random", block=64, length=128, keys=384, heads=(2, 1)),
     Case("nothing kept", structure="holes", block=64, length=512),
+    Case("80", 80, heads=(2, 2), is_causal=True, is_cut=True),
+    Case("96, heads side by side", 96, structure="random", length=512, heads=(2, 1), batch=2, is_fused=True),
 ]
 
 

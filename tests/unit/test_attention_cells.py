@@ -18,7 +18,7 @@ from twinflow.attention import (
     hopper,
 )
 from twinflow.attention.extras import check_call
-from twinflow.attention.launch import Call, rows_of
+from twinflow.attention.launch import Call
 from twinflow.attention.layout import Layout, from_dense
 from twinflow.attention.tiles import CELL, DIAGONAL, OWN, WHOLE, Span, TilePlan, Work, cell_plan
 from twinflow.attention.tuning import tunings_for
@@ -114,7 +114,7 @@ def test_scattered_small_blocks_are_left_to_others() -> None:
 
 @needs_language
 def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 in half precision, whole tiles, one pattern, and nothing added to scores."""
+    """Heads of 72 to 128 in half precision, whole tiles, one pattern, and nothing added to scores."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def has_plan(num_tokens: int = 512, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: object) -> bool:
@@ -131,6 +131,9 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert has_plan()
     assert has_plan(dtype=torch.float16, scale=0.3)
     assert not has_plan(num_tokens=500)
+    assert has_plan(dim=96)
+    assert has_plan(dim=72)
+    assert not has_plan(dim=76)  # rows that are not multiples of 16 bytes
     assert not has_plan(dim=64)
     assert not has_plan(dtype=torch.float32)
     assert not has_plan(scale=-1.0)
@@ -157,25 +160,15 @@ def test_heads_that_differ_have_no_plan() -> None:
     assert hopper.plan_for("forward", {"q": q}, call) is None
 
 
-def test_rows_of_heads_in_a_matrix() -> None:
-    """One after the other, side by side, side by side with those of other tensors; else there are none."""
+def test_tensors_that_a_descriptor_can_describe() -> None:
+    """Heads one after the other, side by side, and side by side with those of other tensors."""
     whole = torch.randn(3, 4, 8, 16)
     fused = torch.randn(3, 8, 6 * 16)
     side_by_side = fused[..., 16:80].unflatten(2, (4, 16)).transpose(1, 2)
-    for tensor in (whole, whole.transpose(1, 2), side_by_side, whole[:1, :1], side_by_side[:1]):
-        rows = rows_of(tensor)
-        assert rows is not None
-        batch, heads, length, dim = tensor.shape
-        for number in range(batch * heads):
-            first, col = number // rows.fold * length, number % rows.fold * rows.step
-            part = rows.matrix[first : first + length, col : col + dim]
-            assert torch.equal(part, tensor[number // heads, number % heads])
-    for tensor in (
-        whole.transpose(2, 3),
-        whole[:, :, ::2],
-        whole[:, :1],
-        whole[:, :3],
-        whole[..., 1:],
-        fused[:, :, None, 1:17],
-    ):
-        assert rows_of(tensor) is None
+    one = torch.randn(8, 16).as_strided((1, 1, 8, 16), (1, 3, 16, 1))  # strides that nobody uses
+    for tensor in (whole, whole.transpose(1, 2), side_by_side, whole[:1, :1], whole[:, :3], whole[:, :, ::2], one):
+        assert hopper._is_described(tensor)
+        steps = [*hopper._steps(tensor), 1]
+        assert torch.equal(tensor.as_strided(tensor.shape, steps), tensor)
+    for tensor in (whole.transpose(2, 3), whole[..., 1:], fused[:, :, None, 1:17], whole[:, :, :1].expand(3, 4, 8, 16)):
+        assert not hopper._is_described(tensor)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
-whole tiles, and scores without bias, mask and dropout. For other calls, triton_attention.py launches the kernels of
-kernels.py, with the same results. A program computes its own tile of queries or keys and iterates over other tiles.
+"""Launches the kernels for Hopper. They support head dimensions from 72 to 128 in half precision, one pattern for all
+heads, whole tiles, and scores without bias, mask and dropout. For other calls, triton_attention.py launches the kernels
+of kernels.py, with the same results. A program computes its own tile of queries or keys and iterates over other tiles.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from twinflow.attention.direct_launch import Box, Slot
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import SCRATCH_SLOTS, Call, Launch, Rows, is_interpreting, rows_of
+from twinflow.attention.launch import SCRATCH_SLOTS, Call, Launch, is_interpreting
 from twinflow.attention.tiles import CELL, OWN, TilePlan, device_cells
 
-HEAD_DIM = 128
+DIM = 128  # columns of a tile; TMA fills those that a head does not have with zeros
+LEAST_DIM = 72  # the kernels in plain Triton have tiles of 64 columns for narrower heads
 HALF = 64
 WHOLE_TILE = 128  # tokens of other tiles in forward if all tiles are whole
 STAGES = {64: 4, 128: 2}  # pipeline stages of other tiles in forward, by their tokens
@@ -40,6 +41,7 @@ TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 class Shape(NamedTuple):
     """Constants for which a kernel is compiled."""
 
+    HEAD_DIM: int
     STAGES: int  # pipeline stages of other tiles
     GROUP: int  # query heads per head of keys
     HAS_CUTS: bool
@@ -49,7 +51,7 @@ class Shape(NamedTuple):
 
 def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan | None:
     """The plan of a kernel, or None if the kernel does not support the call."""
-    if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors.values() if tensor.dim() == 4):
+    if not _allows(call) or not all(_is_described(tensor) for tensor in tensors.values() if tensor.dim() == 4):
         return None
     is_whole = name == "forward" and call.layout.block >= OWN and not call.layout.is_causal
     other = WHOLE_TILE if is_whole else CELL
@@ -63,17 +65,13 @@ def launch_of(name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePl
 
     sizes, other, by_keys = call.sizes, plan.size.other, name == "key_gradients"
     own, others, results = TENSORS[name]
-    rows = {key: _rows(tensors[key]) for key in (*own, *others, *results)}
     counts = [HALF] * len(own) + [other] * len(others) + [HALF] * len(results)
-    boxes = [_box(key, rows[key], count) for key, count in zip(rows, counts, strict=True)]
-    places = [number for one in rows.values() for number in (one.fold, one.step)]
-    more: tuple[Slot | Box, ...]
+    boxes = [_box(key, tensors[key], n) for key, n in zip((*own, *others, *results), counts, strict=True)]
+    more: tuple[object, ...]
     if name == "forward":
         more = (Slot("lse"), SCRATCH_SLOTS.sums, SCRATCH_SLOTS.tops, SCRATCH_SLOTS.weights)
     elif name == "query_gradients":
-        out = _rows(tensors["out"])
-        places += [out.fold, out.step, out.matrix.stride(0)]
-        more = (Slot("out"), Slot("lse"), Slot("delta"), SCRATCH_SLOTS.sums)
+        more = (Slot("out"), _steps(tensors["out"]), Slot("lse"), Slot("delta"), SCRATCH_SLOTS.sums)
     else:
         num_rows = tensors["lse"].numel()
         vectors = (_vector("lse", num_rows, other), _vector("delta", num_rows, other))
@@ -81,21 +79,22 @@ def launch_of(name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePl
     num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
     total = plan.max_items * sizes.batch * num_heads
     lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
-    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
+    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads, num_heads)
     tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
     stages = STAGES[other] if name == "forward" else BACKWARD_STAGES
-    shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
+    shape = Shape(
+        sizes.head_dim, stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal
+    )
     scale = float(scale_of(call.extras, sizes.head_dim))
-    args = (*boxes, *more, tables, tuple(places), *numbers, scale, shape)
+    args = (*boxes, *more, tables, *numbers, scale, shape)
     return Launch(getattr(kernels_hopper, name), min(total, _num_processors(call.device)), OPTIONS, args)
 
 
 def _allows(call: Call) -> bool:
     sizes = call.sizes
     is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
-    is_fit = (
-        sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain and call.layout.window is None
-    )
+    is_fit = LEAST_DIM <= sizes.head_dim <= DIM and call.layout.num_patterns == 1
+    is_fit = is_fit and call.is_plain and call.layout.window is None
     is_fit = is_fit and scale_of(call.extras, sizes.head_dim) >= MIN_SCALE
     is_ours = call.tunings.hopper and is_whole and is_fit
     return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()
@@ -124,25 +123,34 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _box(name: str, rows: Rows, count: int) -> Box:
+def _is_described(tensor: Tensor) -> bool:
+    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim]."""
+    steps = _steps(tensor)
+    are_aligned = all(step > 0 and step * tensor.element_size() % 16 == 0 for step in steps)
+    return are_aligned and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor[..., 0].numel() < 2**31
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and tokens. Those of dimensions of size one, which may have any value, are replaced,
+    because a descriptor needs multiples of 16 bytes, and because Triton 3.6 confuses the numbers of a tuple if one of
+    them is 1.
+    """
+    whole = tensor.shape[2] * tensor.stride(2)
+    return tuple(tensor.stride(i) if tensor.shape[i] > 1 or i == 2 else whole for i in range(3))
+
+
+def _box(name: str, tensor: Tensor, count: int) -> Box:
     """The TMA descriptor of a tensor that copies `count` rows of a head at once."""
-    matrix = rows.matrix
-    return Box(name, tuple(matrix.shape), matrix.stride(), (count, HEAD_DIM), _swizzled(count, matrix.dtype))
+    block = (1, 1, count, DIM)
+    return Box(name, tuple(tensor.shape), (*_steps(tensor), 1), block, _swizzled(block, tensor.dtype))
 
 
 @lru_cache
-def _swizzled(count: int, dtype: torch.dtype) -> Any:
+def _swizzled(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for([count, HEAD_DIM], kinds[dtype])
-
-
-def _rows(tensor: Tensor) -> Rows:
-    """The result of `rows_of`, which is not None because `plan_for` has checked the tensor."""
-    rows = rows_of(tensor)
-    assert rows is not None, (tensor.shape, tensor.stride())
-    return rows
+    return gl.NVMMASharedLayout.get_default_for(list(block), kinds[dtype])
 
 
 def _vector(name: str, num_rows: int, count: int) -> Box:

@@ -12,9 +12,12 @@ the other use the tensor cores. The tiles of the next item are loaded while this
 - `other_bufs`: other tiles of two tensors, [stages, tile, dim]; and two vectors per tile if scores are [keys, queries].
 - `bars`: barriers for full and for empty buffers: of own tiles, and of the other tiles of each of the two tensors.
 - `plan`: items, codes and words of a TilePlan.
-- `places`: two numbers for each tensor with rows, in the order of the descriptors, see launch.Rows.
-- `sizes`: items of all heads, items of a head, long items, own rows, other rows and slots of a head. They are separate
-  arguments of a kernel, because Triton compiles a kernel again if a number in a tuple is 1.
+- `sizes`: items of all heads, items of a head, long items, own rows, other rows, slots of a head, and own heads of an
+  element of the batch. They are separate arguments of a kernel, because Triton compiles a kernel again if a number in a
+  tuple is 1.
+
+Descriptors of tensors with rows have four dimensions: batch, head, row and column. TMA neither loads nor stores what is
+outside of them: columns that a tile has in addition to a head are zeros, and are not stored.
 
 Operands that are constant over a loop are read from shared memory, because ptxas 12.8 reuses registers that hold such
 an operand. The length of a loop over tiles must also be used elsewhere, because otherwise Triton 3.6 does not keep its
@@ -66,16 +69,17 @@ def read_item(plan, number, sizes):
 
 
 @gluon.jit
-def corner(head, num_rows, places, NUMBER: gl.constexpr):
-    """First row and column of a head (over the whole batch) in the matrix of a tensor."""
-    fold = places[2 * NUMBER]
-    return head // fold * num_rows, head % fold * places[2 * NUMBER + 1]
+def buffers(rows, NUM: gl.constexpr):
+    """Shared memory for NUM blocks of rows that a TMA descriptor copies."""
+    SHAPE: gl.constexpr = [rows.block_type.shape[2], rows.block_type.shape[3]]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, rows.dtype)
+    return gl.allocate_shared_memory(rows.dtype, [NUM, SHAPE[0], SHAPE[1]], LAYOUT)
 
 
 @gluon.jit
-def buffers(rows, NUM: gl.constexpr):
-    """Shared memory for NUM blocks of rows that a TMA descriptor copies."""
-    return gl.allocate_shared_memory(rows.dtype, [NUM] + rows.block_type.shape, rows.layout)  # noqa: RUF005
+def vector_buffers(numbers, NUM: gl.constexpr):
+    """Shared memory for NUM blocks of numbers that a TMA descriptor copies."""
+    return gl.allocate_shared_memory(numbers.dtype, [NUM, numbers.block_type.shape[0]], numbers.layout)
 
 
 @gluon.jit
@@ -98,9 +102,7 @@ def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(
-    own, others, own_bufs, other_bufs, bars, plan, places, sizes, GROUP: gl.constexpr, MEMBERS: gl.constexpr
-):
+def load_tiles(own, others, own_bufs, other_bufs, bars, plan, sizes, GROUP: gl.constexpr, MEMBERS: gl.constexpr):
     """The work of the loading warp. `own` and `others` are descriptors, in the order of the buffers."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
@@ -114,18 +116,15 @@ def load_tiles(
         slot = turn & 1
         mbarrier.wait(bars[1].index(slot), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(bars[0].index(slot), len(own_bufs) * OWN * DIM * 2)
+        batch = head // sizes[6]
+        inner = head % sizes[6]
         for i in gl.static_range(len(own_bufs)):
-            row, col = corner(head, sizes[3], places, i)
             for half in gl.static_range(2):
-                at = row + tile * OWN + half * HALF
-                buf = own_bufs[i].index(slot * 2 + half)
-                tma.async_copy_global_to_shared(own[i], [at, col], bars[0].index(slot), buf)
+                place = [batch, inner, tile * OWN + half * HALF, 0]
+                tma.async_copy_global_to_shared(own[i], place, bars[0].index(slot), own_bufs[i].index(slot * 2 + half))
         for member in range(MEMBERS):
-            other_head = (head * MEMBERS + member) // GROUP
-            corners = (
-                corner(other_head, sizes[4], places, len(own_bufs)),
-                corner(other_head, sizes[4], places, len(own_bufs) + 1),
-            )
+            other_inner = (inner * MEMBERS + member) // GROUP
+            line = (head * MEMBERS + member) // GROUP * sizes[4]
             code = gl.load(plan[1] + start)
             for t in range(start, stop):
                 following = gl.load(plan[1] + t + 1)
@@ -136,11 +135,13 @@ def load_tiles(
                     mbarrier.wait(bars[3 + 2 * i].index(stage), phase)
                     full = bars[2 + 2 * i].index(stage)
                     mbarrier.expect(full, TILE_BYTES)
-                    place = [corners[i][0] + at, corners[i][1]]
+                    place = [batch, other_inner, at, 0]
                     tma.async_copy_global_to_shared(others[i], place, full, other_bufs[i].index(stage))
                     if HAS_VECTORS:
-                        vector = other_head * sizes[4] + at
-                        tma.async_copy_global_to_shared(others[2 + i], [vector], full, other_bufs[2 + i].index(stage))
+                        start_of_tile = [line + at]
+                        tma.async_copy_global_to_shared(
+                            others[2 + i], start_of_tile, full, other_bufs[2 + i].index(stage)
+                        )
                 count += 1
                 code = following
         turn += 1
@@ -158,12 +159,12 @@ def give_back(bars, slot, is_held):
 
 
 @gluon.jit
-def store_rows(rows, row, col, buf, value):
-    """Store rows by TMA through the buffer of an own tile that is not read any more."""
+def store_rows(rows, head, row, sizes, buf, value):
+    """Store rows of a head by TMA, through the buffer of an own tile that is not read any more."""
     buf.store(value)
     fence_async_shared()
     sync()
-    tma.async_copy_shared_to_global(rows, [row, col], buf)
+    tma.async_copy_shared_to_global(rows, [head // sizes[6], head % sizes[6], row, 0], buf)
 
 
 @gluon.jit
@@ -187,22 +188,22 @@ def masked(scores, word, CAUSAL: gl.constexpr, BY_KEYS: gl.constexpr, LAYOUT: gl
     return gl.where(keep, scores, float("-inf"))
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def forward(q, k, v, out, lse, sums, tops, weights, plan, places, total, num_items, num_long, num_own, num_other,
-            num_slots, scale, S: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots", "num_heads"])
+def forward(q, k, v, out, lse, sums, tops, weights, plan, total, num_items, num_long, num_own, num_other, num_slots,
+            num_heads, scale, S: gl.constexpr):  # fmt: skip
     """Compute outputs and log-sum-exp for tiles of queries. q, k, v and out are TMA descriptors. If S.HAS_CELLS is
     false, every tile is whole.
     """
     own_bufs = (buffers(q, 4),)
     other_bufs = (buffers(k, S.STAGES), buffers(v, S.STAGES))
     bars = make_bars(S.STAGES)
-    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots, num_heads)
     results = (out, lse, sums, tops, weights)
-    loads = ((q,), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
+    loads = ((q,), (k, v), own_bufs, other_bufs, bars, plan, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
     gl.warp_specialize(
         [
-            (_own_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (_own_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_own_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
+            (_own_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
             (load_tiles, loads),
         ],
         [4, 1],
@@ -211,7 +212,7 @@ def forward(q, k, v, out, lse, sums, tops, weights, plan, places, total, num_ite
 
 
 @gluon.jit
-def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
+def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, sizes, results, scale, S: gl.constexpr):
     """The work of one warpgroup, which computes one half of each own tile."""
     DIM: gl.constexpr = other_bufs[0].shape[2]
     OTHER: gl.constexpr = other_bufs[0].shape[1]
@@ -249,13 +250,12 @@ def _own_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, size
             gl.store(tops + place * OWN + PART * HALF + rows, top)
             gl.store(weights + place * OWN + PART * HALF + rows, weight)
         else:
-            row, col = corner(head, sizes[3], places, 3)
             at = head * sizes[3] + tile * OWN + PART * HALF
             is_empty = weight == 0.0
             divisor = gl.where(is_empty, 1.0, weight)
             gl.store(lse + at.to(gl.int64) + rows, gl.where(is_empty, float("inf"), top + gl.log2(divisor)))
             acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, SUMS))[:, None]
-            store_rows(out, row + tile * OWN + PART * HALF, col, q_tile, acc.to(q_tile.dtype))
+            store_rows(out, head, tile * OWN + PART * HALF, sizes, q_tile, acc.to(q_tile.dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)
@@ -351,20 +351,22 @@ def _weigh(scores, top, weight, factor):
     return p, new_top, fade, weight * fade + gl.sum(p, 1)
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, total, num_items, num_long, num_own,
-                    num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
-    """Compute the gradients of tiles of queries. q, grad, k, v and dq are TMA descriptors."""
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots", "num_heads"])
+def query_gradients(q, grad, k, v, dq, out, steps, lse, delta, sums, plan, total, num_items, num_long, num_own,
+                    num_other, num_slots, num_heads, scale, S: gl.constexpr):  # fmt: skip
+    """Compute the gradients of tiles of queries. q, grad, k, v and dq are TMA descriptors. `steps` are the strides of
+    `out`.
+    """
     own_bufs = (buffers(q, 4), buffers(grad, 4))
     other_bufs = (buffers(k, S.STAGES), buffers(v, S.STAGES))
     bars = make_bars(S.STAGES)
-    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
-    results = (out, lse, delta, dq, sums)
-    loads = ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots, num_heads)
+    results = (out, steps, lse, delta, dq, sums)
+    loads = ((q, grad), (k, v), own_bufs, other_bufs, bars, plan, sizes, gl.constexpr(S.GROUP), gl.constexpr(1))
     gl.warp_specialize(
         [
-            (_query_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (_query_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_query_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
+            (_query_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
             (load_tiles, loads),
         ],
         [4, 1],
@@ -373,19 +375,19 @@ def query_gradients(q, grad, k, v, dq, out, lse, delta, sums, plan, places, tota
 
 
 @gluon.jit
-def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
+def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, sizes, results, scale, S: gl.constexpr):
     """The work of one warpgroup, which computes one half of each own tile. Rows of `out` are read one item ahead."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    out, lse, delta, dq, sums = results
+    out, steps, lse, delta, dq, sums = results
     count = 0
     turn = 0
     is_held = 0  # whether the previous item still uses its own tiles
     head, tile, start, stop, piece = read_item(plan, gl.program_id(0), sizes)
-    out_tile = _read_out(out, head, tile * OWN + PART * HALF, places, sizes, DIM, ROWS)
+    out_tile = _read_out(out, steps, head, tile * OWN + PART * HALF, sizes, S.HEAD_DIM, DIM, ROWS)
     for number in range(gl.program_id(0), sizes[0], gl.num_programs(0)):
         following = read_item(plan, number + gl.num_programs(0), sizes)
         slot = turn & 1
@@ -397,7 +399,7 @@ def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, si
         q_tile = own_bufs[0].index(slot * 2 + PART)
         g_tile = own_bufs[1].index(slot * 2 + PART)
         row_delta = gl.sum(out_tile.to(gl.float32) * g_tile.load(ROWS).to(gl.float32), 1)
-        out_tile = _read_out(out, following[0], following[1] * OWN + PART * HALF, places, sizes, DIM, ROWS)
+        out_tile = _read_out(out, steps, following[0], following[1] * OWN + PART * HALF, sizes, S.HEAD_DIM, DIM, ROWS)
         gl.store(delta + base + gl.arange(0, HALF, gl.SliceLayout(1, ROWS)), row_delta)
         row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, SCORES))
         acc = gl.full([HALF, DIM], 0.0, gl.float32, SUMS)
@@ -426,22 +428,23 @@ def _query_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, si
         if S.HAS_CUTS and piece >= 0:
             store_piece(sums, (head * sizes[5] + piece).to(gl.int64), acc, PART, SUMS)
         else:
-            row, col = corner(head, sizes[3], places, 4)
-            store_rows(dq, row + tile * OWN + PART * HALF, col, q_tile, acc.to(q_tile.dtype))
+            store_rows(dq, head, tile * OWN + PART * HALF, sizes, q_tile, acc.to(q_tile.dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)
 
 
 @gluon.jit
-def _read_out(out, head, position, places, sizes, DIM: gl.constexpr, ROWS: gl.constexpr):
-    """Load rows of `out`, the sixth tensor in `places`. Its stride between rows is stored after all places."""
-    row, col = corner(head, sizes[3], places, 5)
-    stride = places[12]
+def _read_out(out, steps, head, position, sizes, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr):
+    """Load rows of the output of a head. Columns that it does not have are zeros."""
     rows = gl.arange(0, HALF, gl.SliceLayout(1, ROWS))
     cols = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
-    first = out + (row + position).to(gl.int64) * stride + col
-    return gl.load(first + (rows[:, None] * stride + cols[None, :]))
+    first = out + (head // sizes[6]).to(gl.int64) * steps[0] + (head % sizes[6]).to(gl.int64) * steps[1]
+    places = first + position.to(gl.int64) * steps[2] + (rows[:, None] * steps[2] + cols[None, :])
+    if HEAD_DIM == DIM:
+        return gl.load(places)
+    else:
+        return gl.load(places, mask=(cols < HEAD_DIM)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -469,23 +472,24 @@ def _add_to_queries(acc, own, other_bufs, bars, stage, phase, scale, word, S: gl
     return acc
 
 
-@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots"])
-def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, places, total, num_items, num_long, num_own,
-                  num_other, num_slots, scale, S: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["total", "num_items", "num_long", "num_own", "num_other", "num_slots", "num_heads"])
+def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, total, num_items, num_long, num_own,
+                  num_other, num_slots, num_heads, scale, S: gl.constexpr):  # fmt: skip
     """Compute the gradients of tiles of keys and values, summed over the query heads that share them. All tensors
     except the scratch memory and the plan are TMA descriptors.
     """
     own_bufs = (buffers(k, 4), buffers(v, 4))
-    other_bufs = (buffers(q, S.STAGES), buffers(grad, S.STAGES), buffers(lse, S.STAGES), buffers(delta, S.STAGES))
+    other_bufs = (buffers(q, S.STAGES), buffers(grad, S.STAGES), vector_buffers(lse, S.STAGES),
+                  vector_buffers(delta, S.STAGES))  # fmt: skip
     bars = make_bars(S.STAGES)
-    sizes = (total, num_items, num_long, num_own, num_other, num_slots)
+    sizes = (total, num_items, num_long, num_own, num_other, num_slots, num_heads)
     results = (dk, dv, sums_k, sums_v)
     others = (q, grad, lse, delta)
-    loads = ((k, v), others, own_bufs, other_bufs, bars, plan, places, sizes, gl.constexpr(1), gl.constexpr(S.GROUP))
+    loads = ((k, v), others, own_bufs, other_bufs, bars, plan, sizes, gl.constexpr(1), gl.constexpr(S.GROUP))
     gl.warp_specialize(
         [
-            (_key_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
-            (_key_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S)),
+            (_key_rows, (gl.constexpr(0), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
+            (_key_rows, (gl.constexpr(1), own_bufs, other_bufs, bars, plan, sizes, results, scale, S)),
             (load_tiles, loads),
         ],
         [4, 1],
@@ -494,7 +498,7 @@ def key_gradients(k, v, q, grad, dk, dv, lse, delta, sums_k, sums_v, plan, place
 
 
 @gluon.jit
-def _key_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, sizes, results, scale, S: gl.constexpr):
+def _key_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, sizes, results, scale, S: gl.constexpr):
     """The work of one warpgroup, which computes one half of each own tile. Scores are [keys, queries]."""
     STAGES: gl.constexpr = other_bufs[0].shape[0]
     DIM: gl.constexpr = other_bufs[0].shape[2]
@@ -543,10 +547,8 @@ def _key_rows(PART: gl.constexpr, own_bufs, other_bufs, bars, plan, places, size
             store_piece(sums_v, place, dv_acc, PART, SUMS)
         else:
             at = tile * OWN + PART * HALF
-            row, col = corner(head, sizes[3], places, 4)
-            store_rows(dk, row + at, col, own[0], dk_acc.to(own[0].dtype))
-            row, col = corner(head, sizes[3], places, 5)
-            store_rows(dv, row + at, col, own[1], dv_acc.to(own[1].dtype))
+            store_rows(dk, head, at, sizes, own[0], dk_acc.to(own[0].dtype))
+            store_rows(dv, head, at, sizes, own[1], dv_acc.to(own[1].dtype))
         turn += 1
         head, tile, start, stop, piece = following
     tma.store_wait(0)

@@ -344,34 +344,6 @@ def current_stream(device: torch.device) -> int:
     return stream
 
 
-@dataclass(frozen=True)
-class Rows:
-    """All rows of a tensor [batch, heads, tokens, dim] as one matrix. Head h (over the whole batch) begins at row h //
-    fold * tokens and column h % fold * step.
-    """
-
-    matrix: Tensor
-    fold: int
-    step: int
-
-
-def rows_of(tensor: Tensor) -> Rows | None:
-    """The rows of a tensor for a TMA descriptor. None if its strides or its address do not allow one. Heads may follow
-    each other, or be adjacent in a row as in the output of a projection.
-    """
-    batch, heads, length, dim = tensor.shape
-    of_batch, of_head, of_token, of_element = tensor.stride()
-    if tensor.data_ptr() % 16 or batch * heads * length >= 2**31:
-        return None
-    if tensor.is_contiguous():
-        return Rows(tensor.view(-1, dim), 1, 0)
-    width = (heads - 1) * of_head + dim
-    is_matrix = of_element == 1 and of_token >= width and (batch == 1 or of_batch == length * of_token)
-    if not is_matrix or of_token * tensor.element_size() % 16 or of_head * tensor.element_size() % 16:
-        return None
-    return Rows(tensor.as_strided((batch * length, width), (of_token, 1)), heads, of_head)
-
-
 def is_rows(tensor: Tensor) -> bool:
     """Whether heads follow each other in memory, as the descriptors of the Triton kernels require."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.numel() // tensor.shape[-1] < 2**31

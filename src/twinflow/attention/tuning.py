@@ -67,7 +67,6 @@ WITH_DESCRIPTORS: dict[int, Tunings] = {
         Tuning(64, 128, 4, 1, 168, tma=True),
         Tuning(64, 64, 4, 2, tma=True),
         Tuning(64, 64, 4, 2, tma=True),
-        hopper=True,
     ),
 }
 
@@ -79,12 +78,15 @@ def padded_dim(head_dim: int) -> int:
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
     found = TUNING[padded_dim(head_dim), dtype == torch.float32]
-    fast = WITH_DESCRIPTORS.get(head_dim)
-    if fast is None or dtype == torch.float32:
+    if dtype == torch.float32:
         return found
-    return Tunings(
-        replace(fast.forward, otherwise=found.forward),
-        replace(fast.queries, otherwise=found.queries),
-        replace(fast.keys, otherwise=found.keys),
-        hopper=fast.hopper,
+    found = replace(found, hopper=padded_dim(head_dim) == 128)
+    fast = WITH_DESCRIPTORS.get(head_dim)
+    if fast is None:
+        return found
+    return replace(
+        found,
+        forward=replace(fast.forward, otherwise=found.forward),
+        queries=replace(fast.queries, otherwise=found.queries),
+        keys=replace(fast.keys, otherwise=found.keys),
     )
