@@ -5,8 +5,7 @@ Triton's interpreter cannot run Gluon. Here each program has a thread for each o
 block, with their phases, their arrivals and their bytes. What the GPU does asynchronously is done as late as possible:
 a product is computed, and a copy by TMA is done, only when somebody waits for it. A buffer that is given back too early
 is then overwritten first, and a result that nobody has waited for cannot be used. Memory is full of NaN before it is
-written, and every access through a pointer is checked against the size of its tensor. What a compiler does wrong is
-not seen here: tests/gpu/test_attention_hopper.py runs the compiled kernels.
+written, and every access through a pointer is checked against the size of its tensor.
 
 `python tests/hopper_emulator.py CASE ...` prints a line of JSON for each case, as attention_support.py does. It needs
 TRITON_INTERPRET=1, because the pieces of cut rows are combined by Triton's kernels.
@@ -342,7 +341,6 @@ def language() -> SimpleNamespace:
         SliceLayout=nothing,
         DotOperandLayout=nothing,
         BlockedLayout=nothing,
-        NVMMADistributedLayout=nothing,
         NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
         float32=torch.float32,
         int32=torch.int32,
@@ -449,30 +447,44 @@ class Case:
     """A forward and a backward."""
 
     name: str
-    width: int = 128
+    width: int
     structure: str = "window"
-    block: int = 128
-    length: int = 384
+    block: int = 64
+    length: int = 320
     keys: int = 0  # other number of keys
     heads: tuple[int, int] = (1, 1)
     batch: int = 1
     is_causal: bool = False
+    extra: str = "none"
     is_cut: bool = False
     num_processors: int = 2  # so that a program has several items
+    window: int | None = None
     is_fused: bool = False  # heads side by side, in one tensor with others
 
 
 CASES = [
-    Case("whole tiles", length=512, batch=2),
-    Case("causal, shared heads", is_causal=True, heads=(2, 1)),
-    Case("small blocks, cut", structure="longformer", block=64, length=512, batch=2, is_cut=True),
-    Case("causal, cut", structure="longformer", length=512, is_causal=True, is_cut=True, num_processors=3),
-    Case("random", structure="random", length=512, heads=(2, 2)),
-    Case("heads side by side", heads=(4, 2), batch=2, is_fused=True),
-    Case("fewer queries", structure="random", block=64, length=128, keys=384, heads=(2, 1)),
-    Case("nothing kept", structure="holes", block=64, length=512),
-    Case("80", 80, heads=(2, 2), is_causal=True, is_cut=True),
-    Case("96, heads side by side", 96, structure="random", length=512, heads=(2, 1), batch=2, is_fused=True),
+    Case("128", 128, block=128, length=384),
+    Case("128 odd causal", 128, block=128, length=300, is_causal=True, heads=(2, 1)),
+    Case("128 padding cut", 128, "longformer", block=64, length=470, batch=2, extra="padding", is_cut=True),
+    Case("64", 64, "random", block=128, length=512, heads=(2, 2)),
+    Case("64 heads with patterns of their own", 64, "heads", block=64, length=333, heads=(3, 3), batch=2),
+    Case("64 causal cut", 64, "longformer", block=128, length=512, is_causal=True, is_cut=True, num_processors=3),
+    Case("64 fused", 64, "window", block=128, length=384, heads=(4, 2), batch=2, is_fused=True),
+    Case("80", 80, "window", block=64, length=201, extra="documents"),
+    Case("96 odd", 96, "window", block=64, length=299, heads=(2, 2), is_causal=True, extra="padding"),
+    Case("96 patterns and documents", 96, "heads", block=128, length=385, heads=(2, 2), extra="both", is_cut=True),
+    Case("256", 256, "random", block=128, length=256),
+    Case("256 causal", 256, "longformer", block=64, length=230, heads=(2, 1), is_causal=True, extra="documents"),
+    Case("64 fewer queries", 64, "window", block=64, length=130, keys=300, heads=(2, 1)),
+    Case("64 window", 64, "window", block=128, length=470, heads=(2, 1), window=150),
+    Case("64 narrow window", 64, "random", block=64, length=200, window=23, extra="softcap"),
+    Case("128 causal window", 128, "window", block=64, length=330, is_causal=True, window=128),
+    Case("96 softcap and sinks", 96, "window", block=64, length=200, is_causal=True, extra="softcap and sinks"),
+    Case("64 nothing kept", 64, "holes", block=64, length=448),
+    Case("40 fused", 40, "random", block=128, length=300, heads=(2, 2), is_fused=True),
+    Case("72 causal", 72, "window", block=64, length=333, heads=(2, 1), batch=2, is_causal=True),
+    Case("104 padding", 104, "window", block=64, length=320, heads=(2, 1), batch=2, extra="padding"),
+    Case("192", 192, "random", block=64, length=200),
 ]
 
 
@@ -541,9 +553,18 @@ def run_case(case: Case, device: str = "cpu") -> None:
         tensors = [random(num_heads, case.length), random(num_kv_heads, num_keys), random(num_kv_heads, num_keys)]
         grad = random(num_heads, case.length)
     options: dict[str, Any] = {"scale": 0.1}
-    layout = layout_of(case)
+    if case.extra in ("padding", "both"):
+        options["key_padding"] = torch.rand(case.batch, num_keys, generator=generator) < 0.8
+    if case.extra in ("documents", "both"):
+        options["documents"] = torch.rand(case.batch, num_keys, generator=generator).lt(0.02).cumsum(1)
+    if "softcap" in case.extra:
+        options["softcap"] = 0.9
+    if "sinks" in case.extra:
+        options["sinks"] = torch.randn(num_heads, generator=generator)
+    layout = layout_of(case) if case.window is None else layout_of(case).windowed(case.window)
     tensors, grad = [tensor.to(device) for tensor in tensors], grad.to(device)
-    tunings = replace(tunings_for(case.width, dtype), hopper=True)
+    options |= {name: option.to(device) for name, option in options.items() if isinstance(option, Tensor)}
+    tunings = replace(tunings_for(case.width, dtype), hopper=True, hopper_tokens=math.inf)
     if case.is_cut:
         tunings = replace(tunings, min_piece=1)
     names: list[str] = []
@@ -552,7 +573,8 @@ def run_case(case: Case, device: str = "cpu") -> None:
     with emulation(names, case.num_processors) if device == "cpu" else counted(names):
         out = attend(*inputs, layout, Extras(**options), "triton", tunings)
         found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-    assert names == ["forward", "query_gradients", "key_gradients"], names
+    wanted = ["forward", "query_gradients"] + ["key_gradients"] * (2 if case.width > 128 else 1)
+    assert names == wanted, names
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     truth = dense_attention(*exact, layout, **options)
     expected = [truth.detach(), *torch.autograd.grad(truth, exact, grad.double())]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import hopper_emulator as emulator
 import pytest
 import torch
 
@@ -215,6 +216,13 @@ def test_heads_side_by_side(case: tuple[Any, ...], launched: list[str]) -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert found[0].stride() == grad.stride()
+
+
+@pytest.mark.parametrize("case", emulator.CASES, ids=lambda case: case.name)
+def test_cases_of_the_emulator(case: emulator.Case) -> None:
+    """Other widths, padding, documents, patterns of heads, odd lengths, and heads side by side."""
+    emulator.run_case(case, "cuda")
+    emulator.run_case(replace(case, length=case.length * 3 + 5, keys=case.keys and case.keys * 3 + 5), "cuda")
 
 
 @pytest.mark.parametrize("width", [64, 128, 72])

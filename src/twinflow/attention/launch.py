@@ -38,6 +38,7 @@ class ExtraArgs(NamedTuple):
     """
 
     padding: Slot | None
+    documents: Slot | None
     mask: Slot | None
     bias: Slot | None
     relative: Slot | None
@@ -151,7 +152,7 @@ class Call:
     @cached_property
     def has_no_tensors(self) -> bool:
         extras = self.extras
-        tensors = (extras.bias, extras.relative, extras.key_padding, extras.mask)
+        tensors = (extras.bias, extras.relative, extras.key_padding, extras.documents, extras.mask)
         return all(tensor is None for tensor in tensors)
 
     @property
@@ -209,7 +210,7 @@ class Call:
             HAS_PARTIAL=plan is None or plan.has_partial,
             HAS_BIAS=has_bias,
             HAS_CAP=extras.softcap > 0.0,
-            HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
+            HAS_MASKS=any(x is not None for x in (extras.key_padding, extras.documents, extras.mask)),
             MASK_STEP=_expanded(extras.mask, sizes)[2],
             BIAS_STEP=_expanded(extras.bias, sizes)[2],
             DROPOUT=extras.dropout > 0.0,
@@ -241,7 +242,7 @@ class Call:
     def extra_args(self) -> ExtraArgs:
         """The slots of the tensors of `extras`."""
         extras = self.extras
-        given = (extras.key_padding, extras.mask, extras.bias, extras.relative)
+        given = (extras.key_padding, extras.documents, extras.mask, extras.bias, extras.relative)
         return ExtraArgs(*(Slot(n) if x is not None else None for n, x in zip(ExtraArgs._fields, given, strict=True)))
 
     @cached_property
@@ -257,6 +258,8 @@ class Call:
         found: dict[str, Tensor | int] = {"seed": _as_int32(seed_word(seed_of(extras))) if extras.dropout else 0}
         if extras.key_padding is not None:
             found["padding"] = extras.key_padding.contiguous().view(torch.uint8)
+        if extras.documents is not None:
+            found["documents"] = extras.documents.to(torch.int32).contiguous()
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         if mask is not None:
             found["mask"] = mask.view(torch.uint8)
