@@ -359,6 +359,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between")
     parser.add_argument("--flex", default=",".join(FLEX_OPTIONS), help="its options to try, with commas between")
     parser.add_argument("--tune", action="store_true", help="sweep our kernels' tiles, warps and stages instead")
+    parser.add_argument("--widths", type=int, nargs="+", help="widths of heads for --tune: 64, 80, 96, 128 or 256")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths of `patterns`, `blocks` and `shapes`")
     parser.add_argument("--case", nargs="+", help="only lines of `shapes` that contain one of these words")
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
@@ -375,7 +376,7 @@ def main() -> None:
     if given.tune:
         import sparse_tuning
 
-        found = sparse_tuning.jobs(scale)
+        found = sparse_tuning.jobs(scale, given.widths)
     else:
         found = jobs(scale, parts, parts_of(given.flex, tuple(FLEX_OPTIONS)))
         found += sparse_shapes.jobs(scale, given.case) if "shapes" in parts else []
@@ -387,7 +388,7 @@ def main() -> None:
             raise SystemExit(f"Some kernels did not end within {WARM_S} s. The last case of a process is one of them.")
         print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if given.tune:
-        return sparse_tuning.report(scale)
+        return sparse_tuning.report(scale, given.widths)
     error, clock = None if parts == ["shapes"] else check(scale), Clock(scale.device)
     print(f"checked after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     facts: Row = {"date": datetime.date.today().isoformat(), "dtype": str(scale.dtype).removeprefix("torch.")}
