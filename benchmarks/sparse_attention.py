@@ -298,6 +298,8 @@ def cells_of(row: Row, name: str) -> list[str]:
 def page(facts: Row) -> str:
     """The result as Markdown, one JSON line last."""
     lines = [f"# Sparse attention, {facts['date']}", "", *header(), f"- {facts['dtype']}, batch 1"]
+    if facts["kernels"]:
+        lines += [f"- `--kernels {facts['kernels']}`"]
     if facts["error"] is not None:
         where = f"at {facts['check_length']} tokens, of the norm"
         lines += [f"- largest error against float64 {where}: {facts['error']:.1e}"]
@@ -361,6 +363,9 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="sweep our kernels' tiles, warps and stages instead")
     parser.add_argument("--widths", type=int, nargs="+", help="widths of heads for --tune: 64, 80, 96, 128 or 256")
     parser.add_argument("--tokens", type=int, nargs="+", help="lengths of `patterns`, `blocks` and `shapes`")
+    parser.add_argument(
+        "--kernels", choices=("hopper", "triton"), help="use these kernels wherever they support a call"
+    )
     parser.add_argument("--case", nargs="+", help="only lines of `shapes` that contain one of these words")
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
@@ -371,6 +376,8 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
     if scale is FULL and not torch.cuda.is_available():
         raise SystemExit("needs CUDA but for --tiny")
+    if given.kernels:
+        sparse_shapes.use_kernels(given.kernels)
     if given.tokens:
         scale = replace(scale, lengths=tuple(given.tokens))
     if given.tune:
@@ -392,7 +399,13 @@ def main() -> None:
     error, clock = None if parts == ["shapes"] else check(scale), Clock(scale.device)
     print(f"checked after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     facts: Row = {"date": datetime.date.today().isoformat(), "dtype": str(scale.dtype).removeprefix("torch.")}
-    facts |= {"check_length": scale.check_length, "error": error, "was_cut": False, "parts": {}}
+    facts |= {
+        "kernels": given.kernels,
+        "check_length": scale.check_length,
+        "error": error,
+        "was_cut": False,
+        "parts": {},
+    }
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for part in parts:
         begin = time.perf_counter()

@@ -4,6 +4,7 @@ Its lines are widths, padding, patterns of heads, odd lengths, causal attention 
 
     python benchmarks/sparse_attention.py --only shapes                                  # about 150 s on an H200
     python benchmarks/sparse_attention.py --only shapes --tokens 32768 --case causal 96  # some lines only
+    python benchmarks/sparse_attention.py --only shapes --kernels triton                 # not the kernels for Hopper
 
 The share is dense time x kept area / our time, of forward and backward. The kept area counts the scores that the
 pattern, causality, padding and sequences keep, over the scores of dense attention: all of them, or for causal
@@ -50,7 +51,15 @@ from sparse_common import (
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from twinflow.attention import BigBirdSparsityConfig, FixedSparsityConfig, Layout, from_flat
+from twinflow.attention import (
+    BigBirdSparsityConfig,
+    FixedSparsityConfig,
+    Layout,
+    documents_of,
+    from_flat,
+    triton_attention,
+)
+from twinflow.attention.tuning import Tunings, tunings_for
 
 PATTERNS = ("random 10%", "fixed", "bigbird", "longformer", "window")
 KINDS = ("causal", "padding", "heads", "odd", "packed")
@@ -61,7 +70,6 @@ SHORT_BATCH, SHORT_HEADS, SHORT_WIDTH = 8, 12, 64
 MISSING = 37  # tokens by which an odd length is shorter than whole blocks
 PADDED = 0.1  # of the keys
 NUM_SEQUENCES = 8
-MASK_BYTES = 2**31  # of the largest mask of packed sequences; at 128k tokens it would take 17 GB
 Interval = tuple[int, int]
 
 
@@ -89,6 +97,16 @@ class Case:
         return MAIN_SHARE if not self.kind and self.shape.head_dim in (64, 128) else OTHER_SHARE
 
 
+def use_kernels(name: str) -> None:
+    """From now on, calls use the kernels for Hopper wherever these support them ("hopper"), or never ("triton")."""
+
+    def chosen(head_dim: int, dtype: torch.dtype) -> Tunings:
+        found = tunings_for(head_dim, dtype)
+        return replace(found, hopper=name == "hopper" and found.hopper, hopper_tokens=math.inf)
+
+    triton_attention.tunings_for = chosen  # type: ignore[assignment]
+
+
 def cases(scale: Scale, words: list[str] | None = None) -> list[Case]:
     """All cases, or those whose name or width contains one of the words."""
     narrow, wide = scale.shapes
@@ -96,7 +114,7 @@ def cases(scale: Scale, words: list[str] | None = None) -> list[Case]:
     found += [Case(pattern, shape) for shape in scale.others for pattern in ("bigbird", "random 10%")]
     for shape in (wide, narrow):
         found += [Case("bigbird", shape, kind) for kind in KINDS]
-        found += [Case("fixed", shape, "causal"), Case("random 10%", shape, "heads")]
+        found += [Case("fixed", shape, "causal"), Case("random 10%", shape, "heads"), Case("window", shape, "packed")]
     found.append(Case("bigbird", Shape(SHORT_HEADS, SHORT_WIDTH) if scale.device == "cuda" else narrow, "short"))
     return [case for case in found if not words or any(word in f"{case.name}, {case.shape}" for word in words)]
 
@@ -105,8 +123,7 @@ def lengths_of(scale: Scale, case: Case) -> tuple[int, ...]:
     if case.kind == "short":
         return (scale.short_length,)
     missing = MISSING if case.kind == "odd" else 0
-    most = math.isqrt(MASK_BYTES) if case.kind == "packed" else math.inf
-    return tuple(length - missing for length in scale.lengths if length <= most)
+    return tuple(length - missing for length in scale.lengths)
 
 
 def at_length(scale: Scale, case: Case, length: int) -> Case:
@@ -160,9 +177,8 @@ def options_of(case: Case, length: int, device: str) -> dict[str, Tensor]:
     if case.kind == "padding":
         return {"key_padding": (positions < num_keys(case, length))[None]}
     if case.kind == "packed":
-        ends = torch.tensor([stop for _, stop in sequences(case, length)], device=device)
-        sequence = torch.bucketize(positions, ends, right=True)
-        return {"mask": (sequence[:, None] == sequence)[None, None]}
+        starts = [0, *(stop for _, stop in sequences(case, length))]
+        return {"documents": documents_of(torch.tensor(starts, dtype=torch.int32, device=device), length)}
     return {}
 
 
@@ -208,8 +224,11 @@ def check(scale: Scale, case: Case) -> float:
     kept = layout.to_dense().to(scale.device)
     kept = kept.repeat_interleave(layout.block, 1).repeat_interleave(layout.block, 2)[:, :length, :length]
     kept = kept.tril() if layout.is_causal else kept
-    for option in options_of(few, length, scale.device).values():
-        kept = kept & (option[0] if option.dim() == 4 else option)
+    options = options_of(few, length, scale.device)
+    if "key_padding" in options:
+        kept = kept & options["key_padding"]
+    if "documents" in options:
+        kept = kept & (options["documents"] == options["documents"].T)
     whole = length * (length + 1) / 2 if layout.is_causal else length**2
     share = kept_share(layout, few, length)
     if abs(float(kept.double().sum()) / layout.num_heads / whole - share) > 1e-9:

@@ -81,7 +81,7 @@ def test_the_script_of_bert_measures_longest_sequences_and_longformer(tmp_path: 
 def test_the_script_measures_every_shape_at_the_given_length() -> None:
     shown = run("sparse_attention.py", "--only", "shapes", "--tokens", "512")
     rows = [line for line in shown.splitlines() if line.startswith("| ") and "| 512 |" in line]
-    assert len(rows) == 2 * len(shapes.PATTERNS) + 2 + 2 * (len(shapes.KINDS) + 1)
+    assert len(rows) == 2 * len(shapes.PATTERNS) + 2 + 2 * (len(shapes.KINDS) + 2)
     assert "| bigbird, 8 sequences | 256 |" in shown
     assert "| bigbird, odd length | 475 |" in shown
     assert "failed" not in shown
