@@ -7,8 +7,9 @@ a product is computed, and a copy by TMA is done, only when somebody waits for i
 is then overwritten first, and a result that nobody has waited for cannot be used. Memory is full of NaN before it is
 written, and every access through a pointer is checked against the size of its tensor.
 
-`python tests/hopper_emulator.py CASE ...` prints a line of JSON for each case, as attention_support.py does. It needs
-TRITON_INTERPRET=1, because the pieces of cut rows are combined by Triton's kernels.
+`TRITON_INTERPRET=1 python tests/hopper_emulator.py CASE ...` prints a line of JSON for each case, as
+attention_support.py does. The pieces of cut rows are combined by Triton's kernels, in the interpreter. Without the
+variable, the same cases run on CUDA, with the compiled kernels and without the emulator.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ast
 import contextlib
 import json
 import math
+import os
 import sys
 import threading
 import traceback
@@ -584,12 +586,13 @@ def run_case(case: Case, device: str = "cpu") -> None:
 
 
 def main() -> None:
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
     for case in CASES:
         if sys.argv[1:] and case.name not in sys.argv[1:]:
             continue
         problem = ""
         try:
-            run_case(case)
+            run_case(case, device)
         except Exception:
             problem = traceback.format_exc(limit=-6)
         print(json.dumps([case.name, problem]), flush=True)
