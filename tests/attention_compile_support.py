@@ -108,16 +108,16 @@ class NoUtils:
 
 
 def stale_numbers(text: str) -> list[str]:
-    """Lines in a loop that use a number that was loaded before the loop.
+    """Lines in a loop over items that use a number that was loaded before this loop.
 
     The kernels for Hopper load the numbers of an item before the loop over items, and those of the next item in it. If
     such a number is only the bound of an inner loop, Triton 3.6 and 3.7 do not hand it on from item to item, so that
     the bound is always that of the first item.
     """
-    found, lines = [], text.splitlines()
+    found, lines, stop = [], text.splitlines(), 0
     for at, line in enumerate(lines):
         start = re.match(r"( *)(%[\w:]+ = )?scf\.for ", line)
-        if start is None:
+        if start is None or at < stop:  # no loop, or one in a loop over items
             continue
         indent, stop = start[1], at + 1
         while not lines[stop].startswith(indent + "}"):
