@@ -31,6 +31,11 @@ Operands that are constant over a loop are read from shared memory, because ptxa
 an operand. A number of an item that is handed on from one turn of the loop over items to the next must be used for more
 than the bounds of inner loops: Triton 3.6 and 3.7 remove what a loop hands on if its only uses are such bounds, so that
 all items would have the bounds of the first one. Tests of the compiled code look for such numbers.
+
+The loop over tiles with a mask takes the own tile by another number than the loop over tiles without one, although both
+numbers are the same. ptxas 12.8 computes parts of the address of an operand once for both loops, in a place where the
+first loop is skipped if it has no tiles, so that the second loop would read any memory. It cannot know that a number of
+an item, which is never negative, has no sign bit. Tests of the machine code look for such addresses.
 """
 
 from __future__ import annotations
@@ -272,9 +277,11 @@ def process_items(PART: gl.constexpr, KIND: gl.constexpr, own_bufs, other_bufs, 
         mbarrier.wait(bars[0].index(slot), (turn // SLOTS) & 1)
         words = plan[2] + item[3] * 2 + PART
         loop = (count, num_whole, num_masked, words, (slot + 1) % SLOTS, is_held)
+        again = slot * 2 + PART + (item[4] >> 31)  # the same number, see above
         if KIND == FORWARD:
             own = matrices(own_bufs[0], slot * 2 + PART)
-            acc, top, weight, is_held = forward_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            twice = (own, matrices(own_bufs[0], again))
+            acc, top, weight, is_held = forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             acc = store_weights(results, acc, top, weight, item, at, sizes, PART, S)
             store_rows(results[0], own, own_bufs[0], slot * 2 + PART, acc, results[2], item, at, sizes, PART, S)
@@ -284,13 +291,15 @@ def process_items(PART: gl.constexpr, KIND: gl.constexpr, own_bufs, other_bufs, 
             lines = read_lines(results, own[1], outs, item[0] * sizes[3] + at, sizes[3] - at, S)
             if SLOTS == 2:
                 early = read_early(KIND, True, results, following, sizes, PART, S)
-            dq, is_held = query_sums(own, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            twice = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
+            dq, is_held = query_sums(twice, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             dq = scaled(dq, factors[0])
             store_rows(results[0], own[0], own_bufs[0], slot * 2 + PART, dq, results[4], item, at, sizes, PART, S)
         else:
             own = (matrices(own_bufs[0], slot * 2 + PART), matrices(own_bufs[1], slot * 2 + PART))
-            dk, dv, is_held = key_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            twice = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
+            dk, dv, is_held = key_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             if S.WANTS_K:
                 dk = scaled(dk, factors[0])
@@ -476,10 +485,11 @@ def store_piece(pieces, place, sums, PART: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def forward_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+def forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
     """Sums of weighted values, maxima in base 2, and sums of weights. The product of weights and values of a tile that
-    has no mask overlaps with the next tile's scores.
+    has no mask overlaps with the next tile's scores. `twice`: the own tile for tiles without and with a mask.
     """
+    own, again = twice
     k_bufs, v_bufs = other_bufs
     count, num_whole, num_masked, words, other_slot, is_held = loop
     factor = factors[0] * LOG2E
@@ -527,7 +537,7 @@ def forward_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.c
             v_stage = number % SECOND
             mbarrier.wait(bars[2].index(stage), (number // FIRST) & 1)
             if word != 0:
-                scores = start_scores(own, matrices(k_bufs, stage), S)
+                scores = start_scores(again, matrices(k_bufs, stage), S)
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 scores = capped(scores, factors, S)
                 if word != WHOLE:
@@ -633,8 +643,9 @@ def product_sum(out, grad, S: gl.constexpr):
 
 
 @gluon.jit
-def query_sums(own, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
-    """The gradients of queries, without the factor `scale`."""
+def query_sums(twice, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+    """The gradients of queries, without the factor `scale`. `twice`: as in `forward_sums`."""
+    own, again = twice
     count, num_whole, num_masked, words, other_slot, is_held = loop
     FIRST: gl.constexpr = other_bufs[0][0].shape[0]
     SECOND: gl.constexpr = other_bufs[1][0].shape[0]
@@ -652,7 +663,7 @@ def query_sums(own, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S:
             number = count + num_whole + t
             wait_for_tile(bars, number, FIRST, SECOND)
             if word != 0:
-                dq = add_to_queries(dq, own, lines, other_bufs, vector_bufs, bars, number, ids, factors, word, False,
+                dq = add_to_queries(dq, again, lines, other_bufs, vector_bufs, bars, number, ids, factors, word, False,
                                     True, S)  # fmt: skip
             mbarrier.arrive(bars[3].index(number % FIRST), count=1)
             mbarrier.arrive(bars[5].index(number % SECOND), count=1)
@@ -697,8 +708,11 @@ def add_to_queries(dq, own, lines, other_bufs, vector_bufs, bars, number, ids, f
 
 
 @gluon.jit
-def key_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
-    """The gradients of keys, without the factor `scale`, and of values. Scores are [keys, queries]."""
+def key_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+    """The gradients of keys, without the factor `scale`, and of values. Scores are [keys, queries]. `twice`: as in
+    `forward_sums`.
+    """
+    own, again = twice
     count, num_whole, num_masked, words, other_slot, is_held = loop
     FIRST: gl.constexpr = other_bufs[0][0].shape[0]
     SECOND: gl.constexpr = other_bufs[1][0].shape[0]
@@ -720,8 +734,8 @@ def key_sums(own, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.const
                 number = count + num_whole + t
                 wait_for_tile(bars, number, FIRST, SECOND)
                 if word != 0:
-                    dk, dv = add_to_keys(dk, dv, own, other_bufs, vector_bufs, bars, number, ids, factors, word, False,
-                                         True, S)  # fmt: skip
+                    dk, dv = add_to_keys(dk, dv, again, other_bufs, vector_bufs, bars, number, ids, factors, word,
+                                         False, True, S)  # fmt: skip
                 mbarrier.arrive(bars[3].index(number % FIRST), count=1)
                 mbarrier.arrive(bars[5].index(number % SECOND), count=1)
                 word = next_word
