@@ -3,9 +3,10 @@
 
 `python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-FLAG] ...` prints a line of JSON for each
 kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps, how many
-products on tensor cores and asynchronous copies it has, whether it can be launched through the driver, and stale
-numbers. Flags: causal, odd (length), padding, softcap, window, heads (that differ), portable (not the kernels for
-Hopper). It is a process of its own, since it gives Triton a driver that only knows the target.
+products on tensor cores and asynchronous copies it has, whether it can be launched through the driver, stale numbers,
+and operands whose address may not be written. Flags: causal, odd (length), padding, softcap, window, heads (that
+differ), portable (not the kernels for Hopper). It is a process of its own, since it gives Triton a driver that only
+knows the target.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import triton
+from machine_code import disassembled, unwritten_operands
 from triton.backends.compiler import GPUTarget
 
 from twinflow.attention import direct_launch, launch
@@ -163,6 +165,7 @@ def recorder(name: str) -> Callable[..., None]:
             "is_direct": is_direct(compiled, self.args, given),
             "descriptor_copies": text.count("async_tma_copy_global_to_local"),
             "stale_numbers": stale_numbers(text),
+            "unwritten_operands": unwritten_operands(disassembled(compiled.asm["ptx"])),
         }
         print(json.dumps(found), flush=True)
 
@@ -172,7 +175,7 @@ def recorder(name: str) -> Callable[..., None]:
 def compile_call(name: str) -> None:
     """Forward and backward of a call."""
     dim, dtype, block, heads, kv_heads, *flags = name.split("-")
-    length = LENGTH - 10 if "odd" in flags else LENGTH
+    length = LENGTH - 12 if "odd" in flags else LENGTH
     num_blocks = -(-length // int(block))
     grid = torch.ones(num_blocks, num_blocks, dtype=torch.bool)
     grids = grid.expand(int(heads), -1, -1).clone()

@@ -233,6 +233,8 @@ def wait_for_products(num_pending: int, deps: list[Any]) -> Any:
 
 def copy_in(rows: Descriptor, place: list[Any], bar: Barrier, into: Shared) -> None:
     assert into.data.numel() == math.prod(rows.block)
+    # As on an H200, where such a copy is an illegal instruction.
+    assert int(place[-1]) * rows.tensor.element_size() % 16 == 0, "a copy that does not begin at 16 bytes"
     whole, inner = rows.parts(place)
 
     def copy() -> None:
@@ -467,26 +469,27 @@ class Case:
 CASES = [
     Case("128", 128, block=128, length=384),
     Case("128 odd causal", 128, block=128, length=300, is_causal=True, heads=(2, 1)),
-    Case("128 padding cut", 128, "longformer", block=64, length=470, batch=2, extra="padding", is_cut=True),
+    Case("128 padding cut", 128, "longformer", block=64, length=472, batch=2, extra="padding", is_cut=True),
     Case("64", 64, "random", block=128, length=512, heads=(2, 2)),
-    Case("64 heads with patterns of their own", 64, "heads", block=64, length=333, heads=(3, 3), batch=2),
+    Case("64 heads with patterns of their own", 64, "heads", block=64, length=332, heads=(3, 3), batch=2),
     Case("64 causal cut", 64, "longformer", block=128, length=512, is_causal=True, is_cut=True, num_processors=3),
     Case("64 fused", 64, "window", block=128, length=384, heads=(4, 2), batch=2, is_fused=True),
     Case("80", 80, "window", block=64, length=201, extra="documents"),
-    Case("96 odd", 96, "window", block=64, length=299, heads=(2, 2), is_causal=True, extra="padding"),
-    Case("96 patterns and documents", 96, "heads", block=128, length=385, heads=(2, 2), extra="both", is_cut=True),
+    Case("96 odd", 96, "window", block=64, length=299, is_causal=True, extra="padding"),
+    Case("96 patterns and documents", 96, "heads", block=128, length=388, heads=(2, 2), extra="both", is_cut=True),
     Case("256", 256, "random", block=128, length=256),
-    Case("256 causal", 256, "longformer", block=64, length=230, heads=(2, 1), is_causal=True, extra="documents"),
-    Case("64 fewer queries", 64, "window", block=64, length=130, keys=300, heads=(2, 1)),
-    Case("64 window", 64, "window", block=128, length=470, heads=(2, 1), window=150),
+    Case("256 causal", 256, "longformer", block=64, length=232, heads=(2, 1), is_causal=True, extra="documents"),
+    Case("64 fewer queries", 64, "window", block=64, length=132, keys=300, heads=(2, 1)),
+    Case("64 window", 64, "window", block=128, length=472, heads=(2, 1), window=150),
     Case("64 narrow window", 64, "random", block=64, length=200, window=23, extra="softcap"),
     Case("128 causal window", 128, "window", block=64, length=330, is_causal=True, window=128),
     Case("96 softcap and sinks", 96, "window", block=64, length=200, is_causal=True, extra="softcap and sinks"),
     Case("64 nothing kept", 64, "holes", block=64, length=448),
     Case("40 fused", 40, "random", block=128, length=300, heads=(2, 2), is_fused=True),
-    Case("72 causal", 72, "window", block=64, length=333, heads=(2, 1), batch=2, is_causal=True),
+    Case("72 causal", 72, "window", block=64, length=332, heads=(2, 1), batch=2, is_causal=True),
     Case("104 padding", 104, "window", block=64, length=320, heads=(2, 1), batch=2, extra="padding"),
     Case("192", 192, "random", block=64, length=200),
+    Case("64 odd heads", 64, "window", block=64, length=333, heads=(2, 1)),  # lines of lse are not at 16 bytes
 ]
 
 
@@ -575,7 +578,8 @@ def run_case(case: Case, device: str = "cpu") -> None:
     with emulation(names, case.num_processors) if device == "cpu" else counted(names):
         out = attend(*inputs, layout, Extras(**options), "triton", tunings)
         found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-    wanted = ["forward", "query_gradients"] + ["key_gradients"] * (2 if case.width > 128 else 1)
+    is_aligned = case.length % 4 == 0 or case.batch * num_heads == 1
+    wanted = ["forward", "query_gradients"] + ["key_gradients"] * (2 if case.width > 128 else 1) * is_aligned
     assert names == wanted, names
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     truth = dense_attention(*exact, layout, **options)

@@ -24,6 +24,7 @@ HALF = 64
 WHOLE_TILE = 128  # tokens of other tiles in forward if no tile has a mask
 SHARED_BYTES = 225 * 1024  # for tiles; some of the 227 KiB are for barriers and vectors
 MAX_STAGES = 4  # pipeline stages of other tiles
+ALIGNED = 4  # numbers of a vector in 16 bytes
 NO_ID = -(2**31)  # of keys that are padding
 MIN_SCALE = 1e-30  # smallest supported scale of scores; it is far from zero in fp32
 NUM_PROCESSORS = 132  # number of multiprocessors that is assumed if kernels are only compiled, without a GPU
@@ -73,11 +74,27 @@ def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan |
         return None
     if not all(_is_described(tensor) for tensor in tensors.values() if tensor.dim() == 4):
         return None
+    if not _has_aligned_lines(name, call):
+        return None
     is_wide = name == "forward" and call.layout.block >= OWN and call.sizes.head_dim <= 128
     wide = WHOLE_TILE if is_wide and call.sizes.num_keys % WHOLE_TILE == 0 and not call.layout.is_causal else CELL
     plan = device_cells(call.layout, call.span, wide, by_keys, call.work(by_keys), call.device)
     is_long = plan is not None and _mean_tokens(plan) > call.tunings.hopper_tokens
     return None if is_long else plan
+
+
+def _has_aligned_lines(name: str, call: Call) -> bool:
+    """Whether every line of the vectors that TMA copies begins at a multiple of 16 bytes, as on an H200 it must. The
+    lines are those of each head (log-sum-exp and delta) or of each element of the batch (ids).
+    """
+    sizes = call.sizes
+    if name == "key_gradients":
+        return sizes.num_queries % ALIGNED == 0 or sizes.batch * sizes.num_heads == 1
+    return sizes.num_keys % ALIGNED == 0 or sizes.batch == 1 or not _has_ids(call)
+
+
+def _has_ids(call: Call) -> bool:
+    return call.extras.key_padding is not None or call.extras.documents is not None
 
 
 def _mean_tokens(plan: TilePlan) -> float:
@@ -93,7 +110,7 @@ class HopperLaunch:
         from twinflow.attention import kernels_hopper
 
         self._call = call
-        self._has_ids = call.extras.key_padding is not None or call.extras.documents is not None
+        self._has_ids = _has_ids(call)
         num_heads = call.sizes.num_kv_heads if name == "key_gradients" else call.sizes.num_heads
         num_programs = min(plan.max_items * call.sizes.batch * num_heads, _num_processors(call.device))
         # The sums of wide heads for keys and values do not fit into registers together.
@@ -118,7 +135,7 @@ def _args(
     own, others, results = TENSORS[name]
     lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
     num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
-    has_ids = call.extras.key_padding is not None or call.extras.documents is not None
+    has_ids = _has_ids(call)
     counts = [HALF] * len(own) + [other] * len(others) + [HALF] * len(results)
     boxes: list[object] = []
     for key, count in zip((*own, *others, *results), counts, strict=True):
@@ -173,7 +190,7 @@ def _shape(name: str, call: Call, plan: TilePlan, wants: tuple[bool, bool], edge
         HAS_WINDOW=call.layout.window is not None,
         WINDOW_REST=(call.layout.window or 0) % CELL,
         HAS_CAP=call.extras.softcap > 0.0,
-        HAS_IDS=call.extras.key_padding is not None or call.extras.documents is not None,
+        HAS_IDS=_has_ids(call),
         WANTS_K=wants[0],
         WANTS_V=wants[1],
         SCORES=_registers(other),
