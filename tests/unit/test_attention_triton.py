@@ -159,7 +159,8 @@ def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, call: str) -> None:
 )
 def test_compiled_those_for_hopper_fit(tmp_path: Path, call: str) -> None:
     """A program has a multiprocessor to itself: two warpgroups with products, each with its own half, and a loader."""
-    num_parts = len(hopper.widths_of(int(call.split("-")[0])))
+    dim, _, _, heads, kv_heads, *_ = call.split("-")
+    num_parts, is_single = len(hopper.widths_of(int(dim))), heads == kv_heads
     products = {"forward": 4, "query_gradients": 3, "key_gradients": 4}
     copies = {"forward": 4, "query_gradients": 6, "key_gradients": 6}
     found = compiled(tmp_path, call)
@@ -175,8 +176,9 @@ def test_compiled_those_for_hopper_fit(tmp_path: Path, call: str) -> None:
         assert figures["warps"] == 12, figures
         assert figures["registers"] * figures["warps"] * 32 <= REGISTERS, figures
         assert figures["shared_bytes"] <= SHARED_BYTES, figures
-        # Between items, and with wide heads also in loops.
-        assert figures["spilled_bytes"] <= (1000 if call.startswith(("192", "256")) else 340), figures
+        # Between items, and with wide heads or query heads that share keys also in loops.
+        limit = 1000 if call.startswith(("192", "256")) else 340 if is_single else 560
+        assert figures["spilled_bytes"] <= limit, figures
         assert figures["is_direct"], figures
 
 
