@@ -2,13 +2,14 @@
 """Sparse attention beside FlexAttention and dense attention: forward, and forward with backward, on one GPU.
 
 Parts (`--only`): `patterns`, structures of block 128 at 32k and 128k tokens; `blocks`, equal areas in smaller blocks;
-`million`, a million tokens in one call, and its memory; `math`, dense attention with a mask. Limits stand beside what
-was measured. Dense is the better of SDPA's flash and cuDNN kernels; Flex is compiled, by default and with the best of
-some `kernel_options`. Times are those of the GPU, with work queued ahead; a forward is that of training. Results are
-checked first, against float64 and against Flex: no speed is printed where they differ. All kernels are compiled before
-that, in processes side by side. `--tune` sweeps tiles, warps and stages of our kernels instead. Prints the machine,
-tables and one JSON line; `--save` writes a dated file in benchmarks/results. Needs CUDA and Triton; `--tiny` shows on
-the CPU that the script works, nothing more.
+`million`, a million tokens in one call, and its memory; `math`, dense attention with a mask; `shapes`, widths, padding,
+odd lengths and more beside dense attention, see sparse_shapes.py. Limits stand beside what was measured. Dense is the
+better of SDPA's flash and cuDNN kernels; Flex is compiled, by default and with the best of some `kernel_options`. Times
+are those of the GPU, with work queued ahead; a forward is that of training. Results are checked first, against float64
+and against Flex: no speed is printed where they differ. All kernels are compiled before that, in processes side by
+side. `--tune` sweeps tiles, warps and stages of our kernels instead. Prints the machine, tables and one JSON line;
+`--save` writes a dated file in benchmarks/results. Needs CUDA and Triton; `--tiny` shows on the CPU that the script
+works, nothing more.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+import sparse_shapes
 import torch
-import torch.nn.functional as F
 from sparse_common import (
     FULL,
     PASSES,
@@ -38,9 +39,13 @@ from sparse_common import (
     Scale,
     Shape,
     Way,
+    best,
+    dense,
     header,
     inputs,
     layout_of,
+    measure_dense,
+    ours,
     parts_of,
     relative,
     run_jobs,
@@ -50,14 +55,16 @@ from sparse_common import (
     synchronize,
     table,
     to_json,
+    try_passes,
     warm,
 )
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from twinflow.attention import Layout, LocalSlidingWindowSparsityConfig, sparse_attention
+from twinflow.attention import Layout, LocalSlidingWindowSparsityConfig
 
-PARTS = ("patterns", "blocks", "million", "math")
+PARTS = ("patterns", "blocks", "million", "math", "shapes")
+WARM_S = 150.0  # a limit for compiling the kernels of `shapes`, in case that one of them does not end
 PATTERNS = ("bigbird", "longformer", "fixed", "window", "random 10%", "random 25%")
 CLUSTERED = ("window", "longformer", "fixed")
 BLOCKED = (*CLUSTERED, "bigbird")  # in smaller blocks; the random ones of the last are not clustered there
@@ -80,18 +87,6 @@ FLEX_OPTIONS: dict[str, dict[str, Any]] = {
         "bwd_num_stages": 3,
     },
 }  # fmt: skip
-
-
-def ours(layout: Layout) -> Way:
-    return lambda q, k, v: sparse_attention(q, k, v, layout)
-
-
-def dense(backend: SDPBackend, mask: Tensor | None = None) -> Way:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    return run
 
 
 def flex(layout: Layout, device: str, options: dict[str, Any]) -> Way:
@@ -117,19 +112,6 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def try_passes(clock: Clock, name: str, way: Way, data: tuple[Tensor, ...]) -> dict[str, float]:
-    """The same of what may not be there; infinite then."""
-    try:
-        return clock.passes(way, data)
-    except Exception as error:  # a kernel that does not compile or is not built has many names
-        print(f"{name}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
-        return dict.fromkeys(PASSES, math.inf)
-
-
-def best(found: list[dict[str, float]]) -> dict[str, float]:
-    return {name: min(times[name] for times in found) for name in PASSES}
-
-
 def check(scale: Scale) -> float:
     """The largest error of the structures and blocks against attention in float64; no figures if it is too large."""
     worst = 0.0
@@ -152,13 +134,6 @@ def check(scale: Scale) -> float:
             raise SystemExit(f"no speed is reported: {pattern}, block {block}, {shape}: error {error:.2e}")
         worst = max(worst, error)
     return worst
-
-
-def measure_dense(scale: Scale, clock: Clock, data: tuple[Tensor, ...]) -> dict[str, float]:
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    if scale.device == "cpu":
-        backends = [SDPBackend.MATH]
-    return best([try_passes(clock, backend.name, dense(backend), data) for backend in backends])
 
 
 def measure_patterns(scale: Scale, clock: Clock, flex_names: list[str]) -> Iterator[Row]:
@@ -279,8 +254,9 @@ def jobs(scale: Scale, parts: list[str], flex_names: list[str]) -> list[Callable
         found += [
             partial(own, *case) for case in itertools.product(scale.shapes, scale.lengths, structures, (scale.base,))
         ]
-    lengths = (scale.check_length, scale.lengths[0]) if "blocks" in parts else (scale.check_length,)
-    found += [partial(own, *case) for case in itertools.product(scale.shapes, lengths, BLOCKED, scale.blocks)]
+    if parts != ["shapes"]:
+        lengths = (scale.check_length, scale.lengths[0]) if "blocks" in parts else (scale.check_length,)
+        found += [partial(own, *case) for case in itertools.product(scale.shapes, lengths, BLOCKED, scale.blocks)]
     if "million" in parts:
         found += [partial(once, maker) for maker in makers_of_million(scale).values()]
     return found
@@ -305,6 +281,8 @@ def limits_of(row: Row, name: str) -> list[tuple[str, float | None, str, float]]
             found.append(("best dense", over(row["dense"], row["ours"], name, density), ">=", DENSE_SHARE))
     if "over_base" in row and row["pattern"] in CLUSTERED and row["over_base"][name] != 1.0:
         found.append(("over the largest block", row["over_base"][name], "<=", BLOCK_LIMIT))
+    if "wanted" in row and name == "both":
+        found.append(("of dense", sparse_shapes.share_of(row, name), ">=", row["wanted"]))
     if "beyond_gb" in row:
         found.append(("GB beyond", row["beyond_gb"], "<=", BEYOND_GB))
     return found
@@ -320,7 +298,11 @@ def cells_of(row: Row, name: str) -> list[str]:
 def page(facts: Row) -> str:
     """The result as Markdown, one JSON line last."""
     lines = [f"# Sparse attention, {facts['date']}", "", *header(), f"- {facts['dtype']}, batch 1"]
-    lines += [f"- largest error against float64 at {facts['check_length']} tokens, of the norm: {facts['error']:.1e}"]
+    if facts["kernels"]:
+        lines += [f"- `--kernels {facts['kernels']}`"]
+    if facts["error"] is not None:
+        where = f"at {facts['check_length']} tokens, of the norm"
+        lines += [f"- largest error against float64 {where}: {facts['error']:.1e}"]
     lines += ["- cut short: what was measured until then"] if facts["was_cut"] else []
     first = ["heads", "tokens", "structure", "block", "density", "pass", "ours, ms"]
     parts = facts["parts"]
@@ -357,6 +339,7 @@ def page(facts: Row) -> str:
         body.append([*cells, shown(row["math"][name], 3), shown(over(row["math"], row["ours"], name))])
     if body:
         lines += table("Dense attention with a mask", [*first, "math, ms", "math / ours"], body)
+    lines += sparse_shapes.lines_of(parts["shapes"]) if parts.get("shapes") else []
     lines += ["", *(missed(parts) if torch.cuda.is_available() else ["Without a GPU no limit means anything."]), ""]
     return "\n".join([*lines, *to_json(facts)])
 
@@ -378,6 +361,12 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between")
     parser.add_argument("--flex", default=",".join(FLEX_OPTIONS), help="its options to try, with commas between")
     parser.add_argument("--tune", action="store_true", help="sweep our kernels' tiles, warps and stages instead")
+    parser.add_argument("--widths", type=int, nargs="+", help="widths of heads for --tune: 64, 80, 96, 128 or 256")
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of `patterns`, `blocks` and `shapes`")
+    parser.add_argument(
+        "--kernels", choices=("hopper", "triton"), help="use these kernels wherever they support a call"
+    )
+    parser.add_argument("--case", nargs="+", help="only lines of `shapes` that contain one of these words")
     parser.add_argument("--tiny", action="store_true", help="on the CPU")
     parser.add_argument("--save", action="store_true", help="write the result to a dated file")
     parser.add_argument("--warm", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -387,28 +376,41 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
     if scale is FULL and not torch.cuda.is_available():
         raise SystemExit("needs CUDA but for --tiny")
+    if given.kernels:
+        sparse_shapes.use_kernels(given.kernels)
+    if given.tokens:
+        scale = replace(scale, lengths=tuple(given.tokens))
     if given.tune:
         import sparse_tuning
 
-        found = sparse_tuning.jobs(scale)
+        found = sparse_tuning.jobs(scale, given.widths)
     else:
         found = jobs(scale, parts, parts_of(given.flex, tuple(FLEX_OPTIONS)))
+        found += sparse_shapes.jobs(scale, given.case) if "shapes" in parts else []
     if given.warm:
         return run_jobs(found, *given.warm)
     start = time.perf_counter()
     if scale.device == "cuda":
-        warm(rest, len(found))
+        if not warm(rest, len(found), WARM_S if parts == ["shapes"] else math.inf):
+            raise SystemExit(f"Some kernels did not end within {WARM_S} s. The last case of a process is one of them.")
         print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     if given.tune:
-        return sparse_tuning.report(scale)
-    error, clock = check(scale), Clock(scale.device)
+        return sparse_tuning.report(scale, given.widths)
+    error, clock = None if parts == ["shapes"] else check(scale), Clock(scale.device)
     print(f"checked after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     facts: Row = {"date": datetime.date.today().isoformat(), "dtype": str(scale.dtype).removeprefix("torch.")}
-    facts |= {"check_length": scale.check_length, "error": error, "was_cut": False, "parts": {}}
+    facts |= {
+        "kernels": given.kernels,
+        "check_length": scale.check_length,
+        "error": error,
+        "was_cut": False,
+        "parts": {},
+    }
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for part in parts:
         begin = time.perf_counter()
-        measure = MEASURES[part] if part != "patterns" else partial(measure_patterns, flex_names=given.flex.split(","))
+        measure = {**MEASURES, "shapes": partial(sparse_shapes.measure, words=given.case)}[part]
+        measure = measure if part != "patterns" else partial(measure, flex_names=given.flex.split(","))
         facts["parts"][part] = []
         try:
             for row in measure(scale, clock):

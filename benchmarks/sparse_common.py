@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twinflow.attention import (
     BigBirdSparsityConfig,
@@ -27,6 +29,7 @@ from twinflow.attention import (
     Layout,
     LocalSlidingWindowSparsityConfig,
     from_flat,
+    sparse_attention,
 )
 from twinflow.bench.machine import read_machine, version_of
 
@@ -63,13 +66,18 @@ class Scale:
     tune_length: int
     base: int  # the block of `patterns`
     blocks: tuple[int, ...]
+    others: tuple[Shape, ...]  # further widths of heads
+    short_length: int  # of a batch of short sequences
 
 
 FULL = Scale(
     "cuda", torch.bfloat16, (Shape(12, 64), Shape(16, 128)), (32768, 131072), 4096, 8192, 1 << 20, 32768, 128,
-    (128, 64, 32, 16),
+    (128, 64, 32, 16), (Shape(16, 80), Shape(16, 96), Shape(8, 256)), 2048,
 )  # fmt: skip
-TINY = Scale("cpu", torch.float32, (Shape(2, 16), Shape(1, 32)), (512, 1024), 256, 256, 2048, 128, 32, (32, 16))
+TINY = Scale(
+    "cpu", torch.float32, (Shape(2, 16), Shape(1, 32)), (512, 1024), 256, 256, 2048, 128, 32, (32, 16),
+    (Shape(2, 24),), 256,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -95,6 +103,18 @@ def layout_of(pattern: str, num_heads: int, block: int, length: int, base: int) 
     drawn = torch.rand(num, num, generator=torch.Generator().manual_seed(0)).topk(max(1, round(share * num))).indices
     flat = (torch.arange(num)[:, None] * num + drawn).reshape(-1)
     return from_flat([flat], num, num, block, head_to_pattern=[0] * num_heads)
+
+
+def ours(layout: Layout, **options: Tensor) -> Way:
+    return lambda q, k, v: sparse_attention(q, k, v, layout, **options)
+
+
+def dense(backend: SDPBackend, mask: Tensor | None = None, is_causal: bool = False) -> Way:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+
+    return run
 
 
 def inputs(scale: Scale, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,14 +175,45 @@ class Clock:
         return {"forward": self.ms(lambda: way(*data[:3])), "both": self.ms(lambda: run_once(way, data))}
 
 
-def warm(rest: list[str], num_jobs: int) -> None:
-    """Compile everything in processes of their own, side by side; what they leave on the disk is found again."""
+def try_passes(clock: Clock, name: str, way: Way, data: tuple[Tensor, ...]) -> dict[str, float]:
+    """The result of `clock.passes`. It is infinite if a pass fails, for example because a kernel does not exist."""
+    try:
+        return clock.passes(way, data)
+    except Exception as error:  # a kernel that does not compile or is not built has many names
+        print(f"{name}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
+        return dict.fromkeys(PASSES, math.inf)
+
+
+def best(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: min(times[name] for times in found) for name in PASSES}
+
+
+def measure_dense(scale: Scale, clock: Clock, data: tuple[Tensor, ...], is_causal: bool = False) -> dict[str, float]:
+    """The times of the faster of SDPA's flash and cuDNN kernels."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION] if scale.device == "cuda" else [SDPBackend.MATH]
+    ways = {backend.name: dense(backend, is_causal=is_causal) for backend in backends}
+    return best([try_passes(clock, name, way, data) for name, way in ways.items()])
+
+
+def warm(rest: list[str], num_jobs: int, limit_s: float = math.inf) -> bool:
+    """Compile everything in processes of their own, side by side; what they leave on the disk is found again. Processes
+    that take longer than `limit_s` are killed, because a kernel that waits for a wrong barrier never ends. Returns
+    whether all processes have ended by themselves.
+    """
+    stop = time.monotonic() + limit_s
     number = min(WORKERS, num_jobs, max(1, (os.cpu_count() or 2) - 2))
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     commands = [[sys.executable, sys.argv[0], *rest, "--warm", str(index), str(number)] for index in range(number)]
     workers = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
+    is_complete = True
     for worker in workers:
-        worker.wait()
+        try:
+            worker.wait(None if limit_s == math.inf else max(0.0, stop - time.monotonic()))
+        except subprocess.TimeoutExpired:  # noqa: PERF203
+            worker.kill()
+            worker.wait()
+            is_complete = False
+    return is_complete
 
 
 def run_jobs(given: list[Callable[[], object]], index: int, number: int) -> None:

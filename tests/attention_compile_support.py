@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of attention for an H100 or H200, which needs no GPU, the way a call on one would.
 
-`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-causal][-portable] ...` prints a line of JSON
-for each kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps,
-how many products on tensor cores and asynchronous copies it has, and whether it can be launched through the CUDA
-driver. It is a process of its own, since it gives Triton a driver that only knows the target.
+`python tests/attention_compile_support.py DIM-DTYPE-BLOCK-HEADS-KV_HEADS[-FLAG] ...` prints a line of JSON for each
+kernel of each call: what was called, the kernel's name, its registers, bytes spilled, shared memory, warps, how many
+products on tensor cores and asynchronous copies it has, whether it can be launched through the driver, stale numbers,
+and operands whose address may not be written. Flags: causal, odd (length), padding, softcap, window, heads (that
+differ), portable (not the kernels for Hopper). It is a process of its own, since it gives Triton a driver that only
+knows the target.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import re
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 import triton
+from machine_code import disassembled, unwritten_operands
 from triton.backends.compiler import GPUTarget
 
 from twinflow.attention import direct_launch, launch
@@ -105,6 +109,31 @@ class NoUtils:
     fill_tma_descriptor_tiled = fill_tma_descriptor
 
 
+def stale_numbers(text: str) -> list[str]:
+    """Lines in a loop over items that use a number that was loaded before this loop.
+
+    The kernels for Hopper load the numbers of an item before the loop over items, and those of the next item in it. If
+    such a number is only the bound of an inner loop, Triton 3.6 and 3.7 do not hand it on from item to item, so that
+    the bound is always that of the first item.
+    """
+    found, lines, stop = [], text.splitlines(), 0
+    for at, line in enumerate(lines):
+        start = re.match(r"( *)(%[\w:]+ = )?scf\.for ", line)
+        if start is None or at < stop:  # no loop, or one in a loop over items
+            continue
+        indent, stop = start[1], at + 1
+        while not lines[stop].startswith(indent + "}"):
+            stop += 1
+        names: set[str] = set()
+        for before in reversed(lines[:at]):
+            if not before.startswith(indent):
+                break
+            load = re.match(rf"{indent}(%\w+) = tt\.load .*: !tt\.ptr<i32>", before)
+            names |= {load[1]} if load is not None else set()
+        found += [one.strip() for one in lines[at + 1 : stop] if names & set(re.findall(r"%\w+", one))]
+    return found
+
+
 def is_direct(compiled: Any, args: tuple[Any, ...], given: Given) -> bool:
     """Whether a DirectLaunch has all parameters of the compiled code, and writes the addresses of all tensors."""
     driver = NoDriver(compiled.asm["ptx"])
@@ -135,6 +164,8 @@ def recorder(name: str) -> Callable[..., None]:
             "copies": text.count("async_copy_global_to_local"),
             "is_direct": is_direct(compiled, self.args, given),
             "descriptor_copies": text.count("async_tma_copy_global_to_local"),
+            "stale_numbers": stale_numbers(text),
+            "unwritten_operands": unwritten_operands(disassembled(compiled.asm["ptx"])),
         }
         print(json.dumps(found), flush=True)
 
@@ -144,21 +175,27 @@ def recorder(name: str) -> Callable[..., None]:
 def compile_call(name: str) -> None:
     """Forward and backward of a call."""
     dim, dtype, block, heads, kv_heads, *flags = name.split("-")
-    num_blocks = LENGTH // int(block)
+    length = LENGTH - 12 if "odd" in flags else LENGTH
+    num_blocks = -(-length // int(block))
     grid = torch.ones(num_blocks, num_blocks, dtype=torch.bool)
-    layout = from_dense(grid, int(block), is_causal="causal" in flags, num_heads=int(heads))
-    shape = (1, int(heads), LENGTH, int(dim))
+    grids = grid.expand(int(heads), -1, -1).clone()
+    if "heads" in flags:  # a pattern for each head
+        grids[1:, 0, 1:] = False
+    layout = from_dense(grids, int(block), is_causal="causal" in flags)
+    shape = (1, int(heads), length, int(dim))
     q = torch.zeros(shape, dtype=DTYPES[dtype])
     k = v = q[:, : int(kv_heads)]
-    extras = Extras()
+    padding = torch.ones(1, length, dtype=torch.bool) if "padding" in flags else None
+    extras = Extras(key_padding=padding, softcap=30.0 if "softcap" in flags else 0.0)
+    layout = layout.windowed(100) if "window" in flags else layout
     sizes = check_call(q, k, v, layout, extras)
     tunings = tunings_for(sizes.head_dim, q.dtype)
-    tunings = replace(tunings, hopper=tunings.hopper and "portable" not in flags)
+    tunings = replace(tunings, hopper="portable" not in flags, hopper_tokens=math.inf)
     call = Call(layout, extras, sizes, q.dtype, q.device, tunings)
     launch.Launch.__call__ = recorder(name)  # type: ignore[method-assign]
-    out, lse = ours.forward(q, k, v, call)
-    _, delta = ours.query_gradients(q, k, v, out, lse, out, call)
-    ours.key_gradients(q, k, v, lse, out, delta, call)
+    out, lse = ours.forward(q, k, v, call, extras)
+    _, delta = ours.query_gradients(q, k, v, out, lse, out, call, extras)
+    ours.key_gradients(q, k, v, lse, out, delta, call, extras)
 
 
 if __name__ == "__main__":

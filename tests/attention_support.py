@@ -92,6 +92,8 @@ MORE = [
     Case("random", 16, "fp32", True, "relative"),
     Case("random", 16, "fp32", False, "none", heads=(4, 2)),
     Case("random", 32, "fp32", False, "mask2d"),
+    Case("random", 32, "fp32", False, "documents", batch=2, cached=30),
+    Case("sliding", 16, "bf16", True, "documents", heads=(2, 1), batch=2),
     Case("random", 32, "fp32", False, "query bias"),
     Case("random", 32, "bf16", False, "shared relative", batch=2, cached=60),
     Case("random", 16, "fp16", True, "dropout"),
@@ -115,6 +117,10 @@ LARGE = [
     Case("random", 16, "bf16", False, "padding", head_dim=128),
     Case("random", 128, "fp16", False, "bias", head_dim=80),
     Case("longformer", 128, "bf16", False, "none", head_dim=256, heads=(4, 1)),
+    Case("sliding", 64, "bf16", True, "documents", head_dim=96, heads=(4, 2), batch=2),
+    Case("random", 128, "fp16", True, "softcap", head_dim=128),
+    Case("random", 128, "bf16", False, "sinks", head_dim=64, batch=2),
+    Case("dense", 64, "bf16", True, "window", head_dim=80),
 ]
 
 
@@ -218,6 +224,9 @@ def make_inputs(case: Case, length: int, head_dim: int, device: str) -> Inputs:
         "window": dict,
         "nothing kept": dict,
         "padding": lambda: {"key_padding": random_bool(batch, length)},
+        "documents": lambda: {
+            "documents": (torch.rand(batch, length, generator=generator) < 0.05).cumsum(1).to(device)
+        },
         "bias": lambda: {"bias": random(1, heads, num_queries, length)},
         "shared bias": lambda: {"bias": random(num_queries, length)},
         "key bias": lambda: {"bias": random(batch, 1, 1, length)},
@@ -232,6 +241,7 @@ def make_inputs(case: Case, length: int, head_dim: int, device: str) -> Inputs:
         "sinks": lambda: {"sinks": random(heads)},
         "everything": lambda: {
             "key_padding": random_bool(batch, length),
+            "documents": torch.arange(length, device=device).expand(batch, -1) // 40,
             "mask": random_bool(num_queries, length),
             "bias": random(1, heads, num_queries, length),
             "relative": random(heads, width),

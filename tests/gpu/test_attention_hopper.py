@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import hopper_emulator as emulator
 import pytest
 import torch
 
@@ -173,6 +174,17 @@ def test_against_the_truth(case: tuple[Any, ...], settings: Iterator[Tunings], l
     check(layout, tensors, grad, settings, launched)
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("width", [72, 80, 96, 120])
+def test_widths_that_fill_no_tile(width: int, is_fused: bool, settings: Iterator[Tunings], launched: list[str]) -> None:
+    """Heads one after the other, and side by side: a tile has columns of no head, or of the next one."""
+    layout = make_layout("bigbird", 4, 64, width == 96)
+    *tensors, grad = draw(torch.bfloat16, *((2, count, LENGTH, width) for count in (4, 2, 2, 4)))
+    if is_fused:
+        tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    check(layout, tensors, grad, settings, launched)
+
+
 @pytest.mark.parametrize("lengths", [(512, 1024), (1024, 384)], ids=str)
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["both", "causal"])
@@ -204,6 +216,13 @@ def test_heads_side_by_side(case: tuple[Any, ...], launched: list[str]) -> None:
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
     assert found[0].stride() == grad.stride()
+
+
+@pytest.mark.parametrize("case", emulator.CASES, ids=lambda case: case.name)
+def test_cases_of_the_emulator(case: emulator.Case) -> None:
+    """Other widths, padding, documents, patterns of heads, odd lengths, and heads side by side."""
+    emulator.run_case(case, "cuda")
+    emulator.run_case(replace(case, length=case.length * 3 + 5, keys=case.keys and case.keys * 3 + 5), "cuda")
 
 
 @pytest.mark.parametrize("width", [64, 128, 72])

@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinflow.attention import (
-    BigBirdSparsityConfig,
     Extras,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
     hopper,
 )
 from twinflow.attention.extras import check_call
-from twinflow.attention.launch import Call, rows_of
+from twinflow.attention.launch import Call
 from twinflow.attention.layout import Layout, from_dense
-from twinflow.attention.tiles import CELL, DIAGONAL, OWN, WHOLE, Span, TilePlan, Work, cell_plan
-from twinflow.attention.tuning import tunings_for
+from twinflow.attention.tiles import CELL, DIAGONAL, EDGE, OWN, WHOLE, Span, TilePlan, Work, cell_plan
+from twinflow.attention.tuning import HOPPER, tunings_for
 
 needs_language = pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
 
@@ -34,14 +33,17 @@ def kept_tokens(layout: Layout) -> torch.Tensor:
 
 def walk(plan: TilePlan, num_own: int, num_other: int) -> torch.Tensor:
     """How often each score is visited, bool and never twice, [own, other]."""
-    seen = torch.zeros(num_own, num_other, dtype=torch.int64)
-    for tile, start, _, stop, _ in plan.tables.items.tolist():
+    seen = torch.zeros(-(-num_own // OWN) * OWN, -(-num_other // OWN) * OWN, dtype=torch.int64)
+    for tile, start, mid, stop, _ in plan.tables.items.tolist():
         for place in range(start, stop):
+            if place < mid and plan.words is not None:
+                assert plan.words[place, 0] == WHOLE
             col = (int(plan.tables.codes[place]) >> 8) * plan.size.other
             for half in range(2):
                 row = tile * OWN + half * CELL
                 part = seen[row : row + CELL, col : col + plan.size.other]
                 part += bits_of(plan, place, half)
+    seen = seen[:num_own, :num_other]
     assert seen.max() <= 1
     return seen.bool()
 
@@ -58,8 +60,9 @@ def bits_of(plan: TilePlan, place: int, half: int) -> torch.Tensor:
     return bits
 
 
-def check(layout: Layout, by_keys: bool, other: int = 64) -> TilePlan | None:
-    num_queries, num_keys = layout.num_rows * layout.block, layout.num_cols * layout.block
+def check(layout: Layout, by_keys: bool, other: int = 64, cut: int = 0) -> TilePlan | None:
+    """`cut`: tokens of the last block that the call does not have."""
+    num_queries, num_keys = layout.num_rows * layout.block - cut, layout.num_cols * layout.block - cut
     span, work = Span((0, num_queries), (0, num_keys)), Work(layout.head_to_pattern, min_piece=2)
     plan = cell_plan(layout, span, other, by_keys, work)
     if plan is None:
@@ -68,7 +71,11 @@ def check(layout: Layout, by_keys: bool, other: int = 64) -> TilePlan | None:
     seen = seen.T if by_keys else seen
     if layout.is_causal:  # the triangles are the kernels'
         seen = seen.tril()
-    assert torch.equal(seen, kept_tokens(layout))
+    assert torch.equal(seen, kept_tokens(layout)[:num_queries, :num_keys])
+    if plan.words is not None and (num_queries if by_keys else num_keys) % CELL:
+        last = (plan.tables.codes >> 8) == (num_queries if by_keys else num_keys) // CELL
+        words = plan.words[last[: len(plan.words)]]
+        assert bool(((words == 0) | (words & EDGE != 0)).all())
     return plan
 
 
@@ -80,14 +87,15 @@ def check(layout: Layout, by_keys: bool, other: int = 64) -> TilePlan | None:
     density=st.floats(0.0, 1.0),
     seed=st.integers(0, 2**31),
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    cut=st.integers(0, 15),
 )
 def test_every_score_once(
-    block: int, is_causal: bool, by_keys: bool, density: float, seed: int, sizes: tuple[int, int]
+    block: int, is_causal: bool, by_keys: bool, density: float, seed: int, sizes: tuple[int, int], cut: int
 ) -> None:
     """Whatever the layout, empty rows and layouts included."""
     rows, cols = (size * OWN // block for size in sizes)
     grid = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) < density
-    check(from_dense(grid, block, is_causal=is_causal, num_heads=2), by_keys)
+    check(from_dense(grid, block, is_causal=is_causal, num_heads=2), by_keys, cut=cut)
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -114,7 +122,7 @@ def test_scattered_small_blocks_are_left_to_others() -> None:
 
 @needs_language
 def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 in half precision, whole tiles, one pattern, and nothing added to scores."""
+    """Heads of some widths in half precision, and nothing added to scores."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def has_plan(num_tokens: int = 512, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: object) -> bool:
@@ -130,12 +138,17 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert has_plan()
     assert has_plan(dtype=torch.float16, scale=0.3)
-    assert not has_plan(num_tokens=500)
-    assert not has_plan(dim=64)
+    assert has_plan(num_tokens=500)
+    assert all(has_plan(dim=dim) for dim in (*HOPPER, 40, 72, 136))
+    assert has_plan(key_padding=torch.ones(1, 512, dtype=torch.bool))
+    assert has_plan(documents=torch.zeros(1, 512, dtype=torch.int64))
+    assert not has_plan(dim=76)  # rows that are not multiples of 16 bytes
+    assert not has_plan(dim=32)
+    assert not has_plan(num_tokens=60)
+    assert has_plan(softcap=2.0)
     assert not has_plan(dtype=torch.float32)
     assert not has_plan(scale=-1.0)
     assert not has_plan(dropout=0.1)
-    assert not has_plan(key_padding=torch.ones(1, 512, dtype=torch.bool))
 
 
 def test_another_triton_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,34 +161,34 @@ def test_another_triton_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_language
-def test_heads_that_differ_have_no_plan() -> None:
-    layout = BigBirdSparsityConfig(2, 128, different_layout_per_head=True).layout(4096)
-    assert layout.num_patterns == 2
-    q = torch.zeros(1, 2, 4096, 128, dtype=torch.bfloat16)
-    tunings = tunings_for(128, q.dtype)
-    call = Call(layout, Extras(), check_call(q, q, q, layout, Extras()), q.dtype, q.device, tunings)
-    assert hopper.plan_for("forward", {"q": q}, call) is None
+def test_heads_that_differ_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All patterns have equally many items; what is missing comes after the last token. Heads that share keys must have
+    equal patterns for the gradients of these keys."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    grid = torch.ones(2, 8, 8, dtype=torch.bool).tril()
+    grid[1] = False
+    grid[1, :, :2] = True
+    layout = from_dense(grid, 128)
+    q = torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16)
+    for num_kv_heads in (2, 1):
+        k = q[:, :num_kv_heads]
+        tunings = replace(tunings_for(128, q.dtype), min_piece=1)
+        call = Call(layout, Extras(), check_call(q, k, k, layout, Extras()), q.dtype, q.device, tunings)
+        plan = hopper.plan_for("forward", {"q": q}, call)
+        assert plan is not None
+        assert plan.tables.items.shape == (2 * plan.max_items, 5)
+        is_filling = plan.tables.items[:, 0] == 8
+        assert bool(is_filling.any())
+        assert bool((plan.tables.items[is_filling, 1:4] == 0).all())
+        assert (hopper.plan_for("key_gradients", {"k": k}, call) is None) == (num_kv_heads == 1)
 
 
-def test_rows_of_heads_in_a_matrix() -> None:
-    """One after the other, side by side, side by side with those of other tensors; else there are none."""
-    whole = torch.randn(3, 4, 8, 16)
-    fused = torch.randn(3, 8, 6 * 16)
+def test_tensors_that_descriptors_can_describe() -> None:
+    """Heads one after the other, side by side, side by side with those of other tensors, and single ones."""
+    whole = torch.zeros(3, 4, 8, 16)
+    fused = torch.zeros(3, 8, 6 * 16)
     side_by_side = fused[..., 16:80].unflatten(2, (4, 16)).transpose(1, 2)
-    for tensor in (whole, whole.transpose(1, 2), side_by_side, whole[:1, :1], side_by_side[:1]):
-        rows = rows_of(tensor)
-        assert rows is not None
-        batch, heads, length, dim = tensor.shape
-        for number in range(batch * heads):
-            first, col = number // rows.fold * length, number % rows.fold * rows.step
-            part = rows.matrix[first : first + length, col : col + dim]
-            assert torch.equal(part, tensor[number // heads, number % heads])
-    for tensor in (
-        whole.transpose(2, 3),
-        whole[:, :, ::2],
-        whole[:, :1],
-        whole[:, :3],
-        whole[..., 1:],
-        fused[:, :, None, 1:17],
-    ):
-        assert rows_of(tensor) is None
+    for tensor in (whole, whole.transpose(1, 2), side_by_side, whole[:1, :1], side_by_side[:1], whole[:, ::2]):
+        assert hopper._is_described(tensor)
+    for tensor in (whole.transpose(2, 3), whole[..., 1:], fused[:, :, None, 1:17], whole[:, :1].expand(3, 4, 8, 16)):
+        assert not hopper._is_described(tensor)

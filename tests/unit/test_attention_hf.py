@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 DECODERS, ENCODERS = ("llama", "gpt2"), ("bert", "roberta")
 UNI = "unidirectional"
 WINDOW = att.LocalSlidingWindowSparsityConfig(HEADS)
+WINDOW_CAUSAL = att.LocalSlidingWindowSparsityConfig(HEADS, attention=UNI)
 BIGBIRD = att.BigBirdSparsityConfig(HEADS, 16, True, attention=UNI)
 
 
@@ -199,14 +200,55 @@ def test_a_static_cache_is_refused() -> None:
         model.generate(batch(8)["input_ids"], max_new_tokens=4, cache_implementation="static")
 
 
-def test_packed_sequences_stay_apart() -> None:
-    model = build("llama")
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_packed_sequences_stay_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask of all scores. A decoder gets the sequences from positions that start again."""
+    from twinflow.attention import function
+
+    model = build(name)
     ids = batch(40)["input_ids"]
     positions = torch.cat([torch.arange(24), torch.arange(16)])[None].expand(2, -1)
-    truth = model(ids, position_ids=positions).logits
+    truth = model(ids, position_ids=positions, use_cache=False).logits
     assert not torch.allclose(truth, model(ids).logits, atol=1e-4)
     att.sparsify(model, att.DenseSparsityConfig(HEADS))
-    torch.testing.assert_close(model(ids, position_ids=positions).logits, truth, rtol=1e-5, atol=1e-5)
+    seen: list[set[str]] = []
+    attend = function._attend
+
+    def record(*args: Any) -> Tensor:
+        seen.append({name for name, value in args[5].items() if isinstance(value, Tensor)})
+        return attend(*args)
+
+    monkeypatch.setattr(function, "_attend", record)
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, truth, rtol=1e-5, atol=1e-5)
+    assert seen == [{"documents"} if name == "llama" else set()] * 2
+
+
+def test_packed_sequences_with_a_sliding_window() -> None:
+    """A mask that is not known to be one of packed sequences is used as it is."""
+    config = {**SHAPE, "num_key_value_heads": 2, "sliding_window": 9, "vocab_size": VOCAB, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(attn_implementation="eager", **config))
+    ids = batch(40)["input_ids"]
+    positions = torch.cat([torch.arange(24), torch.arange(16)])[None].expand(2, -1)
+    truth = model(ids, position_ids=positions, use_cache=False).logits
+    att.sparsify(model, att.DenseSparsityConfig(HEADS))
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_by_their_starts() -> None:
+    """The arguments of flash attention, which the collators of transformers can return."""
+    model = att.sparsify(build("llama"), WINDOW_CAUSAL)
+    ids = torch.randint(2, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(24), torch.arange(16)])[None]
+    starts = torch.tensor([0, 24, 40], dtype=torch.int32)
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 24, "max_length_k": 24}
+    mask = torch.ones_like(ids)  # so that positions alone do not make packed sequences
+    truth = model(ids, position_ids=positions, use_cache=False).logits
+    assert not torch.allclose(
+        model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits, truth, atol=1e-4
+    )
+    found = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, **given).logits
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
 
 
 def causal(tokens: int) -> Tensor:

@@ -58,7 +58,7 @@ def check_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 def operator_args(tensors: list[Tensor], **options: Any) -> tuple[Any, ...]:
     extras = Extras(**options)
     seed = torch.tensor(5) if extras.dropout else None
-    more = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed)
+    more = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed, extras.documents)
     return (*tensors, *more, WINDOW.handle, "torch", extras.scale, extras.dropout, extras.softcap, 0)
 
 
@@ -68,7 +68,9 @@ def test_opcheck() -> None:
     padding = torch.ones(1, TOKENS, dtype=torch.bool)
     bias = torch.randn(HEADS, TOKENS, TOKENS, requires_grad=True)
     sinks = torch.randn(HEADS, requires_grad=True)
-    full = operator_args([q, k, v], key_padding=padding, bias=bias, dropout=0.2, sinks=sinks, softcap=2.0)
+    documents = torch.arange(TOKENS)[None] // 15
+    options = {"key_padding": padding, "bias": bias, "dropout": 0.2, "sinks": sinks, "softcap": 2.0}
+    full = operator_args([q, k, v], documents=documents, **options)
     torch.library.opcheck(torch.ops.twinflow.attention.default, full)
     out, lse = torch.ops.twinflow.attention(*(x.detach() if isinstance(x, Tensor) else x for x in full))
     tensors = [tensor.detach() for tensor in (out, q, k, v, out, lse)]
@@ -166,7 +168,7 @@ def test_a_handle_names_one_object() -> None:
 
 def test_a_graph_whose_pattern_is_gone_says_so() -> None:
     pattern = DenseSparsityConfig(HEADS, 32)
-    args = (*operator_args(inputs())[:9], pattern.handle, "torch", None, 0.0, 0.0, 0)
+    args = (*operator_args(inputs())[:10], pattern.handle, "torch", None, 0.0, 0.0, 0)
     torch.ops.twinflow.attention(*args)
     from twinflow.attention import patterns
 

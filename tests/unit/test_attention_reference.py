@@ -23,6 +23,7 @@ from twinflow.attention import (
     VariableSparsityConfig,
     block_attention,
     dense_attention,
+    documents_of,
     from_dense,
     reference,
 )
@@ -31,7 +32,7 @@ from twinflow.attention.extras import dropout_hash, dropout_keep, seed_word, thr
 pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS, BATCH, DIM = 4, 2, 8
 STRUCTURES = ["dense", "fixed", "variable", "bigbird", "bslongformer", "local", "scattered"]
-EXTRAS = ["none", "padding", "bias", "relative", "mask", "dropout", "cap and sinks", "all"]
+EXTRAS = ["none", "padding", "bias", "relative", "mask", "dropout", "cap and sinks", "documents", "all"]
 
 
 def layout_of(structure: str, seq_len: int, is_causal: bool, num_heads: int = HEADS) -> Layout:
@@ -71,6 +72,8 @@ def options_of(extra: str, nq: int, nk: int) -> dict[str, Any]:
         "dropout": {"dropout": 0.3, "seed": 5},
         "cap and sinks": {"softcap": 1.3, "sinks": randn(HEADS, seed=10).requires_grad_()},
     }
+    if extra == "documents":
+        return {"documents": (torch.rand(BATCH, nk, generator=coin) < 0.1).cumsum(1), **made["padding"]}
     if extra != "all":
         return made[extra]
     made["bias"] = {"bias": randn(BATCH, 1, 1, nk, seed=8).requires_grad_()}
@@ -111,6 +114,7 @@ def looped(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> T
                     kept &= not layout.is_causal or j <= place
                     kept &= layout.window is None or abs(j - place) < layout.window
                     kept &= extras.key_padding is None or bool(extras.key_padding[b, j])
+                    kept &= extras.documents is None or bool(extras.documents[b, j] == extras.documents[b, place])
                     kept &= extras.mask is None or bool(extras.mask.expand(batch, num_heads, nq, nk)[b, h, i, j])
                     if not kept:
                         continue
@@ -195,6 +199,22 @@ def test_queries_that_start_later(nq: int, q_start: int, nk: int, extra: str) ->
     for structure in ("scattered", "fixed"):
         layout = layout_of(structure, 80, True)
         check_equal(q, k, v, layout, **options_of(extra, nq, nk), q_start=q_start)
+
+
+def test_packed_sequences_equal_separate_ones() -> None:
+    """With a pattern that keeps the same keys at every position."""
+    lengths = [17, 1, 30]
+    q, k, v = (randn(1, HEADS, sum(lengths) + 3, DIM, seed=seed) for seed in range(3))
+    documents = documents_of(torch.tensor([0, 17, 18, 48], dtype=torch.int32), 51)
+    assert documents.tolist() == [[0] * 17 + [1] + [2] * 30 + [3] * 3]
+    layout = layout_of("dense", 64, True)
+    found = block_attention(q, k, v, layout, documents=documents)
+    start = 0
+    for length in (*lengths, 3):
+        own = slice(start, start + length)
+        truth = block_attention(q[:, :, own], k[:, :, own], v[:, :, own], layout)
+        torch.testing.assert_close(found[:, :, own], truth)
+        start += length
 
 
 def test_decoding_is_a_row_of_the_whole() -> None:
@@ -398,6 +418,9 @@ def test_dropout_drops_what_it_says_everywhere() -> None:
         ({"scale": math.inf}, "scale is inf"),
         ({"key_padding": torch.ones(BATCH, 40)}, "key_padding.dtype"),
         ({"key_padding": torch.ones(BATCH, 39).bool()}, "key_padding.shape"),
+        ({"documents": torch.ones(BATCH, 40)}, "documents.dtype"),
+        ({"documents": torch.ones(BATCH, 39, dtype=torch.int32)}, "documents.shape"),
+        ({"documents": torch.ones(BATCH, 40, dtype=torch.int32), "q_start": 5}, "at least 45"),
         ({"mask": torch.ones(39, 40).bool()}, "mask.shape"),
         ({"bias": torch.ones(1, 1, 1, 40, 40)}, "bias.shape"),
         ({"bias": torch.ones(40, 40, dtype=torch.int64)}, "bias.dtype"),

@@ -109,7 +109,8 @@ def test_tunings_are_chosen() -> None:
         for kernel in ("forward", "queries", "keys"):
             assert getattr(found, kernel).tma
             assert getattr(found, kernel).otherwise == getattr(table, kernel)
-    assert tunings_for(80, torch.bfloat16) is TUNING[128, False]  # rows that are not whole
+    assert tunings_for(80, torch.bfloat16).forward == TUNING[128, False].forward  # rows that are not whole
+    assert [dim for dim in range(1, 257) if tunings_for(dim, torch.bfloat16).hopper] == list(range(40, 257, 8))
     assert tunings_for(128, torch.float32) is TUNING[128, True]
 
 
@@ -122,7 +123,7 @@ def compiled(cache: Path, *names: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @needs_triton
 @pytest.mark.matrix  # the interpreter runs these kernels; those for Hopper, below, it cannot
-@pytest.mark.parametrize("call", ["64-bf16-128-2-2", "128-bf16-128-2-2-portable"])
+@pytest.mark.parametrize("call", ["64-bf16-128-2-2-portable", "128-bf16-128-2-2-portable"])
 def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, call: str) -> None:
     """In bf16 every product is on tensor cores, loads of a loop run ahead of it, and next to nothing is spilled."""
     products = {"forward": 2, "query_gradients": 3, "key_gradients": 4}
@@ -142,20 +143,43 @@ def test_compiled_they_use_what_the_gpu_has(tmp_path: Path, call: str) -> None:
 
 @pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
 @pytest.mark.matrix
-@pytest.mark.parametrize("call", ["128-bf16-128-2-2", "128-fp16-16-4-2-causal"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "128-bf16-128-2-2",
+        "128-fp16-16-4-2-causal",
+        "64-bf16-128-2-2",
+        "80-fp16-64-2-2-odd-heads",
+        "64-bf16-64-4-2-causal-softcap-window",
+        "96-bf16-128-2-2-causal-padding-odd",
+        "72-bf16-128-4-2-causal",
+        "192-bf16-64-2-2-padding",
+        "256-bf16-128-2-2",
+    ],
+)
 def test_compiled_those_for_hopper_fit(tmp_path: Path, call: str) -> None:
     """A program has a multiprocessor to itself: two warpgroups with products, each with its own half, and a loader."""
-    products = {"forward": 4 if "-128-2-2" in call else 2, "query_gradients": 3, "key_gradients": 4}
+    dim, _, _, heads, kv_heads, *_ = call.split("-")
+    num_parts, is_single = len(hopper.widths_of(int(dim))), heads == kv_heads
+    products = {"forward": 4, "query_gradients": 3, "key_gradients": 4}
+    copies = {"forward": 4, "query_gradients": 6, "key_gradients": 6}
     found = compiled(tmp_path, call)
     assert len(found) == 3
     for (_, kernel), figures in found.items():
-        assert figures["is_direct"], figures
-        assert figures["tensor_products"] == 2 * products[kernel], figures
-        assert figures["descriptor_copies"] == {"forward": 4, "query_gradients": 6, "key_gradients": 8}[kernel], figures
+        assert not figures["stale_numbers"], figures  # see the notes of the kernels
+        assert not figures["unwritten_operands"], figures
+        # Loops over tiles with a mask have their own products. For wide heads the last launch is that of values.
+        if call.endswith("128-2-2") and not call.startswith("256"):
+            assert figures["tensor_products"] == 2 * products[kernel] * num_parts, figures
+        assert figures["tensor_products"] > 0, figures
+        assert figures["descriptor_copies"] >= copies[kernel] * num_parts, figures
         assert figures["warps"] == 12, figures
         assert figures["registers"] * figures["warps"] * 32 <= REGISTERS, figures
         assert figures["shared_bytes"] <= SHARED_BYTES, figures
-        assert figures["spilled_bytes"] <= 320, figures  # between items, not in loops
+        # Between items, and with wide heads or query heads that share keys also in loops.
+        limit = 1000 if call.startswith(("192", "256")) else 340 if is_single else 560
+        assert figures["spilled_bytes"] <= limit, figures
+        assert figures["is_direct"], figures
 
 
 @needs_triton

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 import sparse_convergence as convergence  # noqa: E402
+import sparse_shapes as shapes  # noqa: E402
 
 from twinflow.loss import IGNORE_INDEX  # noqa: E402
 
@@ -74,3 +75,13 @@ def test_the_script_of_bert_measures_longest_sequences_and_longformer(tmp_path: 
     assert "sparse BERT, Fixed" in shown
     assert "gave no result" not in shown
     assert len(list(tmp_path.glob("*.md"))) == 1
+
+
+@pytest.mark.matrix
+def test_the_script_measures_every_shape_at_the_given_length() -> None:
+    shown = run("sparse_attention.py", "--only", "shapes", "--tokens", "512")
+    rows = [line for line in shown.splitlines() if line.startswith("| ") and "| 512 |" in line]
+    assert len(rows) == 2 * len(shapes.PATTERNS) + 2 + 2 * (len(shapes.KINDS) + 2)
+    assert "| bigbird, 8 sequences | 256 |" in shown
+    assert "| bigbird, odd length | 475 |" in shown
+    assert "failed" not in shown

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from twinflow.attention.extras import Extras
+from twinflow.attention.extras import Extras, documents_of
 from twinflow.attention.function import sparse_attention
 from twinflow.attention.layout import Layout, from_csr, from_dense, from_flat, from_function, from_rows
 from twinflow.attention.length import (
@@ -42,6 +42,7 @@ __all__ = [
     "VariableSparsityConfig",
     "block_attention",
     "dense_attention",
+    "documents_of",
     "extend_position_embedding",
     "from_csr",
     "from_dense",

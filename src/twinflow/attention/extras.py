@@ -39,6 +39,7 @@ class Extras:
 
     scale: float | None = None  # None: head_dim ** -0.5
     key_padding: Tensor | None = None  # bool [B, nk], True = the key is used
+    documents: Tensor | None = None  # int32 or int64 [B, nk], tokens of different documents do not see each other
     mask: Tensor | None = None  # bool, broadcasts to [B, H, nq, nk], True = kept
     bias: Tensor | None = None  # float, broadcasts to [B, H, nq, nk], added to scaled scores; may get a gradient
     relative: Tensor | None = None  # float [H or 1, nq + nk - 1], entry j - i + nq - 1; may get a gradient
@@ -73,6 +74,15 @@ class Sizes:
 
 def sizes_of(q: Tensor, k: Tensor) -> Sizes:
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+
+
+def documents_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """The `documents` [1, num_tokens] of packed sequences, from the positions at which they start and end, as flash
+    attention's varlen functions take them: [0, length of the first, length of the first two, ...]. Tokens after the
+    last sequence form a document of their own.
+    """
+    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(positions, cu_seqlens[1:], right=True, out_int32=True)[None]
 
 
 def scale_of(extras: Extras, head_dim: int) -> float:
@@ -169,6 +179,7 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
         if tensor.device != device:
             raise invalid_value(f"{name}.device", tensor.device, [device], f"Use {name}.to(q.device).")
     padding, relative, sinks = extras.key_padding, extras.relative, extras.sinks
+    _check_documents(sizes, extras, device)
     if sinks is not None and tuple(sinks.shape) != (sizes.num_heads,):
         raise invalid_value("sinks.shape", tuple(sinks.shape), f"{(sizes.num_heads,)}, which is (heads,)")
     if padding is not None and padding.shape != (sizes.batch, sizes.num_keys):
@@ -182,6 +193,25 @@ def _check_tensors(sizes: Sizes, extras: Extras, device: torch.device) -> None:
     if relative is not None and tuple(relative.shape) not in ((1, width), (sizes.num_heads, width)):
         allowed = f"{(sizes.num_heads, width)} or {(1, width)}, which is (heads or 1, queries + keys - 1)"
         raise invalid_value("relative.shape", tuple(relative.shape), allowed)
+
+
+def _check_documents(sizes: Sizes, extras: Extras, device: torch.device) -> None:
+    documents = extras.documents
+    if documents is None:
+        return
+    if documents.dtype not in (torch.int32, torch.int64):
+        raise invalid_value("documents.dtype", documents.dtype, [torch.int32, torch.int64])
+    if documents.device != device:
+        raise invalid_value("documents.device", documents.device, [device], "Use documents.to(q.device).")
+    if documents.shape != (sizes.batch, sizes.num_keys):
+        allowed = f"{(sizes.batch, sizes.num_keys)}, which is (batch, keys)"
+        raise invalid_value("documents.shape", tuple(documents.shape), allowed)
+    if extras.q_start + sizes.num_queries > sizes.num_keys:
+        last = extras.q_start + sizes.num_queries
+        allowed = (
+            f"at least {last}, the position after the last query, because a query has the document of its position"
+        )
+        raise invalid_value("The number of keys", sizes.num_keys, allowed)
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

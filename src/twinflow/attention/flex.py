@@ -93,8 +93,8 @@ def score_mod(extras: Extras, sizes: Sizes) -> Callable[..., Tensor] | None:
 
 def block_mask(layout: Layout, extras: Extras, sizes: Sizes, device: torch.device) -> BlockMask:
     """The BlockMask of flex_attention: the kept blocks, and a function for blocks that are partly masked."""
-    padding, mask = extras.key_padding, extras.mask
-    if padding is None and mask is None:
+    padding, mask, documents = extras.key_padding, extras.mask, extras.documents
+    if padding is None and mask is None and documents is None:
         return _plain_mask(layout, sizes.num_queries, sizes.num_keys, device)
     mask = as_4d(mask).expand(sizes.scores) if mask is not None else None
     is_causal = layout.is_causal
@@ -103,6 +103,8 @@ def block_mask(layout: Layout, extras: Extras, sizes: Sizes, device: torch.devic
         keep = query >= key if is_causal else query >= 0
         if padding is not None:
             keep = keep & padding[b, key]
+        if documents is not None:
+            keep = keep & (documents[b, query] == documents[b, key])
         if mask is not None:
             keep = keep & mask[b, h, query, key]
         return keep

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the kernels for Hopper. They support a head dimension of 128 in half precision, one pattern for all heads,
-whole tiles, and scores without bias, mask and dropout. For other calls, triton_attention.py launches the kernels of
-kernels.py, with the same results. A program computes its own tile of queries or keys and iterates over other tiles.
+"""Launches the kernels for Hopper. They support half precision and heads of the widths in tuning.HOPPER, also with
+padding, documents, windows and softcaps, and scores without bias, mask and dropout. For other calls,
+triton_attention.py launches the kernels of kernels.py, with the same results. A program computes its own tile of
+queries or keys and iterates over other tiles.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twinflow.attention.direct_launch import Box, Slot
+from twinflow.attention.direct_launch import Box, Given, Slot
 from twinflow.attention.extras import scale_of
-from twinflow.attention.launch import SCRATCH_SLOTS, Call, Launch, Rows, is_interpreting, rows_of
+from twinflow.attention.launch import SCRATCH_SLOTS, Call, Launch, is_interpreting
 from twinflow.attention.tiles import CELL, OWN, TilePlan, device_cells
+from twinflow.attention.tuning import HOPPER, hopper_limit, padded_dim
 
-HEAD_DIM = 128
 HALF = 64
-WHOLE_TILE = 128  # tokens of other tiles in forward if all tiles are whole
-STAGES = {64: 4, 128: 2}  # pipeline stages of other tiles in forward, by their tokens
-BACKWARD_STAGES = 3
+WHOLE_TILE = 128  # tokens of other tiles in forward if no tile has a mask
+SHARED_BYTES = 225 * 1024  # for tiles; some of the 227 KiB are for barriers and vectors
+MAX_STAGES = 4  # pipeline stages of other tiles
+ALIGNED = 4  # numbers of a vector in 16 bytes
+NO_ID = -(2**31)  # of keys that are padding
 MIN_SCALE = 1e-30  # smallest supported scale of scores; it is far from zero in fp32
 NUM_PROCESSORS = 132  # number of multiprocessors that is assumed if kernels are only compiled, without a GPU
 OPTIONS = {"num_warps": 4}
@@ -40,65 +43,212 @@ TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 class Shape(NamedTuple):
     """Constants for which a kernel is compiled."""
 
-    STAGES: int  # pipeline stages of other tiles
+    SLOTS: int  # own tiles in shared memory: 2 if the tile of the next item is loaded early
+    FIRST: int  # pipeline stages of the first tensor of other tiles
+    SECOND: int  # and of the second
+    OTHER: int  # tokens of an other tile
+    HEAD_DIM: int
+    NUM_PARTS: int
+    WIDTHS: tuple[int, ...]  # of the parts of a tile; together they may be wider than a head
+    PADDED: int  # width of rows in scratch memory
     GROUP: int  # query heads per head of keys
+    ONE_PATTERN: bool  # all heads have the same pattern
     HAS_CUTS: bool
-    HAS_CELLS: bool  # False: every tile is whole
+    HAS_MASKED: bool  # there are tiles with a mask
     CAUSAL: bool
+    EDGE: int  # tokens of the last cell if it is not full, else 0
+    HAS_WINDOW: bool
+    WINDOW_REST: int  # tokens of the window beyond whole cells
+    HAS_CAP: bool
+    HAS_IDS: bool  # tokens have ids, and those with different ids do not see each other
+    WANTS_K: bool  # key_gradients computes the gradients of keys
+    WANTS_V: bool
+    SCORES: Any  # layout in registers of scores, and of the sums of each part; Gluon has no types
+    SUMS: tuple[Any, ...]
 
 
 def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan | None:
     """The plan of a kernel, or None if the kernel does not support the call."""
-    if not _allows(call) or not all(rows_of(tensor) is not None for tensor in tensors.values() if tensor.dim() == 4):
-        return None
-    is_whole = name == "forward" and call.layout.block >= OWN and not call.layout.is_causal
-    other = WHOLE_TILE if is_whole else CELL
     by_keys = name == "key_gradients"
-    return device_cells(call.layout, call.span, other, by_keys, call.work(by_keys), call.device)
+    if not _allows(call) or (by_keys and call.in_program != call.sizes.group):
+        return None
+    if not all(_is_described(tensor) for tensor in tensors.values() if tensor.dim() == 4):
+        return None
+    if not _has_aligned_lines(name, call):
+        return None
+    is_wide = name == "forward" and call.layout.block >= OWN and call.sizes.head_dim <= 128
+    wide = WHOLE_TILE if is_wide and call.sizes.num_keys % WHOLE_TILE == 0 and not call.layout.is_causal else CELL
+    plan = device_cells(call.layout, call.span, wide, by_keys, call.work(by_keys), call.device)
+    is_long = plan is not None and _mean_tokens(plan) > call.tunings.hopper_tokens
+    return None if is_long else plan
 
 
-def launch_of(name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan) -> Launch:
-    """The launch of a kernel for Hopper, which computes results, or pieces of rows that are cut (see tiles.py)."""
-    from twinflow.attention import kernels_hopper
+def _has_aligned_lines(name: str, call: Call) -> bool:
+    """Whether every line of the vectors that TMA copies begins at a multiple of 16 bytes, as on an H200 it must. The
+    lines are those of each head (log-sum-exp and delta) or of each element of the batch (ids).
+    """
+    sizes = call.sizes
+    if name == "key_gradients":
+        return sizes.num_queries % ALIGNED == 0 or sizes.batch * sizes.num_heads == 1
+    return sizes.num_keys % ALIGNED == 0 or sizes.batch == 1 or not _has_ids(call)
 
+
+def _has_ids(call: Call) -> bool:
+    return call.extras.key_padding is not None or call.extras.documents is not None
+
+
+def _mean_tokens(plan: TilePlan) -> float:
+    """Mean number of other tokens of an item."""
+    rows = plan.tables.items
+    return float((rows[:, 3] - rows[:, 1]).double().mean()) * plan.size.other
+
+
+class HopperLaunch:
+    """The launches of a kernel for Hopper, which computes results, or pieces of rows that are cut (see tiles.py)."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan) -> None:
+        from twinflow.attention import kernels_hopper
+
+        self._call = call
+        self._has_ids = _has_ids(call)
+        num_heads = call.sizes.num_kv_heads if name == "key_gradients" else call.sizes.num_heads
+        num_programs = min(plan.max_items * call.sizes.batch * num_heads, _num_processors(call.device))
+        # The sums of wide heads for keys and values do not fit into registers together.
+        is_split = name == "key_gradients" and call.sizes.head_dim > 128
+        self._launches = [
+            Launch(getattr(kernels_hopper, name), num_programs, OPTIONS, _args(name, tensors, call, plan, wants))
+            for wants in (((True, False), (False, True)) if is_split else ((True, True),))
+        ]
+
+    def __call__(self, given: Given, device: torch.device) -> None:
+        if self._has_ids:
+            given = {**given, **_ids_of(given, self._call)}
+        for launch in self._launches:
+            launch(given, device)
+
+
+def _args(
+    name: str, tensors: Mapping[str, Tensor], call: Call, plan: TilePlan, wants: tuple[bool, bool]
+) -> tuple[object, ...]:
+    """The arguments of a kernel."""
     sizes, other, by_keys = call.sizes, plan.size.other, name == "key_gradients"
     own, others, results = TENSORS[name]
-    rows = {key: _rows(tensors[key]) for key in (*own, *others, *results)}
-    counts = [HALF] * len(own) + [other] * len(others) + [HALF] * len(results)
-    boxes = [_box(key, rows[key], count) for key, count in zip(rows, counts, strict=True)]
-    places = [number for one in rows.values() for number in (one.fold, one.step)]
-    more: tuple[Slot | Box, ...]
-    if name == "forward":
-        more = (Slot("lse"), SCRATCH_SLOTS.sums, SCRATCH_SLOTS.tops, SCRATCH_SLOTS.weights)
-    elif name == "query_gradients":
-        out = _rows(tensors["out"])
-        places += [out.fold, out.step, out.matrix.stride(0)]
-        more = (Slot("out"), Slot("lse"), Slot("delta"), SCRATCH_SLOTS.sums)
-    else:
-        num_rows = tensors["lse"].numel()
-        vectors = (_vector("lse", num_rows, other), _vector("delta", num_rows, other))
-        more = (*vectors, SCRATCH_SLOTS.sums, SCRATCH_SLOTS.second_sums)
-    num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
-    total = plan.max_items * sizes.batch * num_heads
     lengths = (sizes.num_keys, sizes.num_queries) if by_keys else (sizes.num_queries, sizes.num_keys)
-    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots // num_heads)
-    tables = (plan.tables.items, plan.tables.codes, plan.tables.items if plan.words is None else plan.words)
-    stages = STAGES[other] if name == "forward" else BACKWARD_STAGES
-    shape = Shape(stages, sizes.group, plan.num_slots > 0, plan.words is not None, call.layout.is_causal)
+    num_heads = sizes.num_kv_heads if by_keys else sizes.num_heads
+    has_ids = _has_ids(call)
+    counts = [HALF] * len(own) + [other] * len(others) + [HALF] * len(results)
+    boxes: list[object] = []
+    for key, count in zip((*own, *others, *results), counts, strict=True):
+        boxes += _boxes(key, tensors[key], count)
+    own_ids, other_ids = ("key_ids", "query_id_bits") if by_keys else ("query_ids", "key_id_bits")
+    ids = (_vector(other_ids, sizes.batch * lengths[1], other), Slot(own_ids)) if has_ids else (None, None)
+    total = plan.max_items * sizes.batch * num_heads
+    numbers = (total, plan.max_items, plan.num_long, *lengths, plan.num_slots, num_heads)
+    words = plan.tables.items if plan.words is None else plan.words
+    tables = (plan.tables.items, plan.tables.codes, words, plan.tables.heads)
+    out_steps = _steps(tensors["out"]) if "out" in tensors else ()
+    scratch, num_lines = SCRATCH_SLOTS, sizes.batch * sizes.num_heads * sizes.num_queries
+    more: dict[str, tuple[object, ...]] = {
+        "forward": (Slot("lse"), scratch.sums, scratch.tops, scratch.weights),
+        "query_gradients": (Slot("out"), out_steps, Slot("lse"), Slot("delta"), scratch.sums),
+        "key_gradients": (
+            _vector("lse", num_lines, other),
+            _vector("delta", num_lines, other),
+            scratch.sums,
+            scratch.second_sums,
+        ),
+    }
     scale = float(scale_of(call.extras, sizes.head_dim))
-    args = (*boxes, *more, tables, tuple(places), *numbers, scale, shape)
-    return Launch(getattr(kernels_hopper, name), min(total, _num_processors(call.device)), OPTIONS, args)
+    shape = _shape(name, call, plan, wants, lengths[1] % CELL)
+    return (*boxes, *ids, *more[name], tables, *numbers, scale, float(call.extras.softcap), shape)
+
+
+def _shape(name: str, call: Call, plan: TilePlan, wants: tuple[bool, bool], edge: int) -> Shape:
+    """The constants of a kernel. All of the shared memory is used for pipeline stages."""
+    widths, other = widths_of(call.sizes.head_dim), plan.size.other
+    dim = sum(widths)
+    num_own = len(TENSORS[name][0])
+    slots = 2 if dim <= 128 else 1
+    free = SHARED_BYTES - slots * num_own * OWN * dim * 2
+    num_tiles = free // (other * dim * 2)  # of both tensors
+    first = min(MAX_STAGES, -(-num_tiles // 2))
+    return Shape(
+        SLOTS=slots,
+        FIRST=first,
+        SECOND=min(MAX_STAGES, num_tiles - first),
+        OTHER=other,
+        HEAD_DIM=call.sizes.head_dim,
+        NUM_PARTS=len(widths),
+        WIDTHS=widths,
+        PADDED=padded_dim(call.sizes.head_dim),
+        GROUP=call.sizes.group,
+        ONE_PATTERN=call.layout.num_patterns == 1,
+        HAS_CUTS=plan.num_slots > 0,
+        HAS_MASKED=plan.words is not None,
+        CAUSAL=call.layout.is_causal,
+        EDGE=edge,
+        HAS_WINDOW=call.layout.window is not None,
+        WINDOW_REST=(call.layout.window or 0) % CELL,
+        HAS_CAP=call.extras.softcap > 0.0,
+        HAS_IDS=_has_ids(call),
+        WANTS_K=wants[0],
+        WANTS_V=wants[1],
+        SCORES=_registers(other),
+        SUMS=tuple(_registers(width) for width in widths),
+    )
 
 
 def _allows(call: Call) -> bool:
-    sizes = call.sizes
-    is_whole = call.extras.q_start == 0 and sizes.num_queries % OWN == 0 and sizes.num_keys % OWN == 0
+    sizes, extras = call.sizes, call.extras
+    has_scores = extras.bias is not None or extras.relative is not None or extras.mask is not None
     is_fit = (
-        sizes.head_dim == HEAD_DIM and call.layout.num_patterns == 1 and call.is_plain and call.layout.window is None
+        hopper_limit(sizes.head_dim) is not None
+        and call.dtype != torch.float32
+        and not has_scores
+        and extras.q_start == 0
     )
-    is_fit = is_fit and scale_of(call.extras, sizes.head_dim) >= MIN_SCALE
-    is_ours = call.tunings.hopper and is_whole and is_fit
-    return is_ours and not is_interpreting() and _is_hopper(call.device) and _has_language()
+    is_fit = is_fit and extras.dropout == 0.0
+    is_fit = is_fit and scale_of(extras, sizes.head_dim) >= MIN_SCALE and sizes.num_queries >= HALF <= sizes.num_keys
+    return is_fit and call.tunings.hopper and not is_interpreting() and _is_hopper(call.device) and _has_language()
+
+
+def widths_of(head_dim: int) -> tuple[int, ...]:
+    """The widths of the parts of a tile."""
+    limit = hopper_limit(head_dim)
+    assert limit is not None, head_dim
+    return HOPPER[limit][0]
+
+
+def _is_described(tensor: Tensor) -> bool:
+    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim]."""
+    are_aligned = all(step > 0 and step * tensor.element_size() % 16 == 0 for step in _steps(tensor))
+    return are_aligned and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor[..., 0].numel() < 2**31
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and tokens. Those of dimensions of size one, which may have any value, are replaced,
+    because a descriptor needs multiples of 16 bytes, and because Triton 3.6 confuses the numbers of a tuple if one of
+    them is 1.
+    """
+    whole = tensor.shape[2] * tensor.stride(2)
+    return tuple(tensor.stride(i) if tensor.shape[i] > 1 or i == 2 else whole for i in range(3))
+
+
+def _ids_of(given: Given, call: Call) -> dict[str, Tensor]:
+    """Ids of queries and of keys: the documents, and no query's id for keys that are padding."""
+    sizes = call.sizes
+    padding, documents = given.get("padding"), given.get("documents")
+    if isinstance(documents, Tensor):
+        queries = keys = documents
+    else:
+        assert isinstance(padding, Tensor)
+        keys = torch.zeros((), dtype=torch.int32, device=padding.device)
+        queries = keys.expand(sizes.batch, sizes.num_queries)
+    if isinstance(padding, Tensor):
+        keys = torch.where(padding.bool(), keys, NO_ID)
+    found = {"query_ids": queries[:, : sizes.num_queries].contiguous(), "key_ids": keys.contiguous()}
+    # Vectors that TMA copies are of fp32. Kernels read their bits as int32.
+    return found | {name.replace("_ids", "_id_bits"): ids.view(torch.float32) for name, ids in found.items()}
 
 
 @lru_cache
@@ -124,30 +274,32 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
 
 
-def _box(name: str, rows: Rows, count: int) -> Box:
-    """The TMA descriptor of a tensor that copies `count` rows of a head at once."""
-    matrix = rows.matrix
-    return Box(name, tuple(matrix.shape), matrix.stride(), (count, HEAD_DIM), _swizzled(count, matrix.dtype))
+def _boxes(name: str, tensor: Tensor, count: int) -> tuple[Box, Box | None]:
+    """TMA descriptors of a tensor that copy `count` rows of each part of a head at once."""
+    shape, steps, widths = tuple(tensor.shape), _steps(tensor), widths_of(tensor.shape[3])
+    boxes = [Box(name, shape, (*steps, 1), (1, 1, count, w), _swizzled(count, w, tensor.dtype)) for w in widths]
+    return boxes[0], boxes[1] if len(boxes) == 2 else None
 
 
 @lru_cache
-def _swizzled(count: int, dtype: torch.dtype) -> Any:
+def _swizzled(count: int, width: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for([count, HEAD_DIM], kinds[dtype])
+    return gl.NVMMASharedLayout.get_default_for([1, 1, count, width], kinds[dtype])
 
 
-def _rows(tensor: Tensor) -> Rows:
-    """The result of `rows_of`, which is not None because `plan_for` has checked the tensor."""
-    rows = rows_of(tensor)
-    assert rows is not None, (tensor.shape, tensor.stride())
-    return rows
+@lru_cache
+def _registers(width: int) -> Any:
+    """The layout in registers of the products of a warpgroup with `width` columns."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
-def _vector(name: str, num_rows: int, count: int) -> Box:
-    """The TMA descriptor of a tensor with a number for each row that copies `count` numbers at once."""
+def _vector(name: str, numel: int, count: int) -> Box:
+    """A TMA descriptor that copies `count` numbers at once."""
     from triton.experimental.gluon import language as gl
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return Box(name, (num_rows,), (1,), (count,), layout)
+    return Box(name, (numel,), (1,), (count,), layout)

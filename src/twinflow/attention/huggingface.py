@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from twinflow.attention.extras import documents_of
 from twinflow.attention.function import PatternAttention, check_causal
 from twinflow.attention.patterns import SparsityConfig
 from twinflow.errors import incompatible, invalid_value
@@ -187,6 +188,9 @@ class TransformersAttention:
             window = attention_mask.shape[3]
             attention_mask = attention_mask[:, 0, 0, 0]
         extras: dict[str, Any] = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
+        starts = kwargs.get("cu_seq_lens_k")
+        if starts is not None and not extras and query.shape[2] == key.shape[2]:
+            extras["documents"] = documents_of(starts, key.shape[2]).expand(key.shape[0], -1)
         if "mask" in extras:
             # A mask of scores includes causality, with exceptions in some models, whose image tokens see each other.
             causal = attend.pattern.is_causal
@@ -223,9 +227,10 @@ def padding_mask(
 
     With a sliding window the padding is [batch, 1, 1, window, keys], where dimension 3 has a stride of zero. Its size
     tells the attention of a layer which window its mask has, because not all models pass the window to the attention.
-    If the mask has more than causality, padding and window (for instance packed sequences), a square mask of
-    transformers is returned, [batch, 1, queries, keys]. If the cache of a sliding window has dropped the first keys,
-    the mask also has columns for these, and is [batch, queries, all keys].
+    Packed sequences (`position_ids` that start again) are returned as the number of the sequence of each token, int32
+    [batch, keys]. For any other mask a square mask of transformers is returned, [batch, 1, queries, keys]. If the cache
+    of a sliding window has dropped the first keys, the mask also has columns for these, and is [batch, queries, all
+    keys].
     """
     masking = sys.modules["transformers.masking_utils"]
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
@@ -235,6 +240,9 @@ def padding_mask(
             "Remove cache_implementation, because the default dynamic cache has this form."
         )
     plain = (masking.causal_mask_function, masking.bidirectional_mask_function)
+    documents = _packed(mask_function, plain) if attention_mask is None and not kv_offset else None
+    if documents is not None and q_length == kv_length:
+        return documents
     distance = None if kv_offset else _window(kwargs)
     if distance is not None and distance < kv_length:
         if attention_mask is None:
@@ -268,10 +276,35 @@ def _window(kwargs: dict[str, Any]) -> int | None:
     return int(size) + 1 if kwargs.get("allow_is_bidirectional_skip") else None
 
 
+def _packed(mask_function: Any, plain: tuple[Any, ...]) -> Tensor | None:
+    """The number of the sequence of each token, if the mask is one of `plain` and packed sequences. transformers makes
+    such a mask from `position_ids`. None for any other mask, and while a graph is compiled.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    parts = _free(mask_function, "and_masks").get("mask_functions")
+    if not isinstance(parts, tuple) or len(parts) != 2 or parts[0] not in plain:
+        return None
+    found = _free(parts[1], "packed_sequence_mask_function").get("packed_sequence_mask")
+    return found.to(torch.int32) if isinstance(found, Tensor) and found.dim() == 2 else None
+
+
+def _free(function: Any, maker: str) -> dict[str, Any]:
+    """The variables of a function that `maker` in transformers has returned."""
+    cells = getattr(function, "__closure__", None)
+    is_made = getattr(function, "__module__", "") == "transformers.masking_utils"
+    if not cells or not is_made or not function.__qualname__.startswith(f"{maker}.<locals>."):
+        return {}
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
 def mask_extras(mask: Tensor | None, is_causal: bool, num_queries: int, num_keys: int) -> dict[str, Tensor]:
-    """Convert a mask of transformers to fields of Extras. A mask of causality and padding becomes key_padding."""
+    """Convert a mask of transformers to fields of Extras. A mask of causality and padding becomes key_padding, and the
+    numbers of packed sequences from `padding_mask` become documents."""
     if mask is None:
         return {}
+    if mask.dim() == 2 and mask.dtype == torch.int32:
+        return {"documents": mask[:, :num_keys]}
     if mask.dim() == 2:
         return {"key_padding": mask[:, :num_keys] != 0}
     if mask.dim() != 4:

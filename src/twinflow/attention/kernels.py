@@ -212,10 +212,16 @@ def directed(query, key, sizes, S: tl.constexpr):
 
 @triton.jit
 def extra_mask(keep, query, key, batch, head, extras, sizes, S: tl.constexpr):
-    """`keep` without scores of padding keys and without scores that the mask removes."""
+    """`keep` without scores of padding keys, of keys of other documents, and without those that the mask removes."""
     if extras.padding is not None:
         has_key = key < sizes.num_keys
         keep = keep & (tl.load(extras.padding + batch * sizes.num_keys + key, mask=has_key, other=0) != 0)
+    if extras.documents is not None:
+        line = extras.documents + batch * sizes.num_keys
+        position = query + sizes.q_start
+        has_query = (query >= 0) & (query < sizes.num_queries)
+        own = tl.load(line + position, mask=has_query, other=0)
+        keep = keep & (tl.load(line + key, mask=key < sizes.num_keys, other=0) == own)
     if extras.mask is not None:
         at = batch * sizes.mask_batch + head * sizes.mask_head
         at += query.to(tl.int64) * sizes.mask_query + key * S.MASK_STEP

@@ -38,6 +38,7 @@ class ExtraArgs(NamedTuple):
     """
 
     padding: Slot | None
+    documents: Slot | None
     mask: Slot | None
     bias: Slot | None
     relative: Slot | None
@@ -151,7 +152,7 @@ class Call:
     @cached_property
     def has_no_tensors(self) -> bool:
         extras = self.extras
-        tensors = (extras.bias, extras.relative, extras.key_padding, extras.mask)
+        tensors = (extras.bias, extras.relative, extras.key_padding, extras.documents, extras.mask)
         return all(tensor is None for tensor in tensors)
 
     @property
@@ -209,7 +210,7 @@ class Call:
             HAS_PARTIAL=plan is None or plan.has_partial,
             HAS_BIAS=has_bias,
             HAS_CAP=extras.softcap > 0.0,
-            HAS_MASKS=extras.key_padding is not None or extras.mask is not None,
+            HAS_MASKS=any(x is not None for x in (extras.key_padding, extras.documents, extras.mask)),
             MASK_STEP=_expanded(extras.mask, sizes)[2],
             BIAS_STEP=_expanded(extras.bias, sizes)[2],
             DROPOUT=extras.dropout > 0.0,
@@ -241,7 +242,7 @@ class Call:
     def extra_args(self) -> ExtraArgs:
         """The slots of the tensors of `extras`."""
         extras = self.extras
-        given = (extras.key_padding, extras.mask, extras.bias, extras.relative)
+        given = (extras.key_padding, extras.documents, extras.mask, extras.bias, extras.relative)
         return ExtraArgs(*(Slot(n) if x is not None else None for n, x in zip(ExtraArgs._fields, given, strict=True)))
 
     @cached_property
@@ -257,6 +258,8 @@ class Call:
         found: dict[str, Tensor | int] = {"seed": _as_int32(seed_word(seed_of(extras))) if extras.dropout else 0}
         if extras.key_padding is not None:
             found["padding"] = extras.key_padding.contiguous().view(torch.uint8)
+        if extras.documents is not None:
+            found["documents"] = extras.documents.to(torch.int32).contiguous()
         mask, bias = _expanded(extras.mask, self.sizes)[0], _expanded(extras.bias, self.sizes)[0]
         if mask is not None:
             found["mask"] = mask.view(torch.uint8)
@@ -342,34 +345,6 @@ def current_stream(device: torch.device) -> int:
     """The handle of torch's current CUDA stream."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
-
-
-@dataclass(frozen=True)
-class Rows:
-    """All rows of a tensor [batch, heads, tokens, dim] as one matrix. Head h (over the whole batch) begins at row h //
-    fold * tokens and column h % fold * step.
-    """
-
-    matrix: Tensor
-    fold: int
-    step: int
-
-
-def rows_of(tensor: Tensor) -> Rows | None:
-    """The rows of a tensor for a TMA descriptor. None if its strides or its address do not allow one. Heads may follow
-    each other, or be adjacent in a row as in the output of a projection.
-    """
-    batch, heads, length, dim = tensor.shape
-    of_batch, of_head, of_token, of_element = tensor.stride()
-    if tensor.data_ptr() % 16 or batch * heads * length >= 2**31:
-        return None
-    if tensor.is_contiguous():
-        return Rows(tensor.view(-1, dim), 1, 0)
-    width = (heads - 1) * of_head + dim
-    is_matrix = of_element == 1 and of_token >= width and (batch == 1 or of_batch == length * of_token)
-    if not is_matrix or of_token * tensor.element_size() % 16 or of_head * tensor.element_size() % 16:
-        return None
-    return Rows(tensor.as_strided((batch * length, width), (of_token, 1)), heads, of_head)
 
 
 def is_rows(tensor: Tensor) -> bool:

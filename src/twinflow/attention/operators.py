@@ -27,7 +27,8 @@ from twinflow.attention.layout import Layout, LayoutSource, source_of
 from twinflow.attention.tuning import Tunings
 from twinflow.errors import incompatible
 
-_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? sinks, Tensor? seed"
+_TENSORS = "Tensor? key_padding, Tensor? mask, Tensor? bias, Tensor? relative, Tensor? sinks, "
+_TENSORS += "Tensor? seed, Tensor? documents"
 _NUMBERS = "str source, str backend, float? scale, float dropout, float softcap, SymInt q_start"
 _LIBRARY: Any = torch.library.Library("twinflow", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
@@ -35,7 +36,7 @@ _LIBRARY.define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TENSORS}, {_NUMBERS}, "
     "bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_NUM_INPUTS = 15  # arguments of the operator `attention`
+_NUM_INPUTS = 16  # arguments of the operator `attention`
 _GRADIENTS = (0, 1, 2, 5, 6, 7)  # positions of q, k, v, bias, relative and sinks among them
 
 
@@ -51,7 +52,7 @@ def attend(
     """Attention with a backend, "triton" or "torch". `tunings` is for benchmarks and tests of the Triton kernels."""
     if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter):
         seed = extras.seed if isinstance(extras.seed, Tensor) else _seed_tensor(extras)
-        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed)
+        tensors = (extras.key_padding, extras.mask, extras.bias, extras.relative, extras.sinks, seed, extras.documents)
         numbers = (source.handle, backend, extras.scale, float(extras.dropout), float(extras.softcap), extras.q_start)
         out: Tensor = torch.ops.twinflow.attention(q, k, v, *tensors, *numbers)[0]
         return out
@@ -85,7 +86,7 @@ def _layout_of(source: LayoutSource, q: Tensor, k: Tensor, extras: Extras) -> La
     return source.layout_for(num_tokens, q.shape[1], extras.q_start)
 
 
-_SAVED = ("bias", "relative", "sinks", "key_padding", "mask")  # fields of Extras
+_SAVED = ("bias", "relative", "sinks", "key_padding", "mask", "documents")  # fields of Extras
 
 
 class _Attention(torch.autograd.Function):
@@ -106,7 +107,7 @@ class _Attention(torch.autograd.Function):
         tunings: Tunings | None,
     ) -> Tensor:
         out, lse = _forward(q, k, v, layout, extras, backend, tunings)
-        tensors = (bias, relative, sinks, extras.key_padding, extras.mask)
+        tensors = (bias, relative, sinks, extras.key_padding, extras.mask, extras.documents)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         has_tensors = any(tensor is not None for tensor in tensors)
         nothing: dict[str, Any] = dict.fromkeys(_SAVED)
@@ -151,11 +152,12 @@ def _backward(
 
 
 def _extras(tensors: Sequence[Tensor | None], scale: float | None, *numbers: Any) -> Extras:
-    key_padding, mask, bias, relative, sinks, seed = tensors
+    key_padding, mask, bias, relative, sinks, seed, documents = tensors
     dropout, softcap, q_start = numbers
     return Extras(
-        scale, key_padding, mask, bias, relative, dropout, 0 if seed is None else seed, q_start, softcap, sinks
-    )
+        scale, key_padding, documents, mask, bias, relative, dropout, 0 if seed is None else seed, q_start, softcap,
+        sinks,
+    )  # fmt: skip
 
 
 def _operator(*args: Any) -> tuple[Tensor, Tensor]:
@@ -166,7 +168,7 @@ def _operator(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _operator_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    q, backend = args[0], args[10]
+    q, backend = args[0], args[11]
     if backend == "torch":
         return q.new_empty(q.shape), q.new_empty(0, dtype=torch.float32)
     return torch.empty_like(with_dense_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -184,7 +186,7 @@ def _backward_operator(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    _, q, k, v, _, _, _, _, bias, relative, sinks, _, _, backend, *_, wants = args
+    _, q, k, v, _, _, _, _, bias, relative, sinks, _, _, _, backend, *_, wants = args
     found: list[Tensor] = []
     for tensor, is_wanted in zip((q, k, v, bias, relative, sinks), wants, strict=True):
         if not is_wanted:
@@ -197,8 +199,8 @@ def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:9])
-    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
+    ctx.numbers = inputs[10:]
 
 
 def _operator_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:

@@ -41,6 +41,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: 
         keep = keep & ((keys - queries).abs() < layout.window)
     if extras.key_padding is not None:
         keep = keep & extras.key_padding[:, None, None, :]
+    if extras.documents is not None:
+        keep = keep & (extras.documents[:, queries] == extras.documents[:, None, :])[:, None]
     if extras.mask is not None:
         keep = keep & as_4d(extras.mask)
     k, v = (tensor.to(dtype).repeat_interleave(sizes.group, dim=1) for tensor in (k, v))
@@ -319,6 +321,10 @@ def _probs(
         keep = keep & ((piece.keys - piece.queries).abs() < layout.window)
     if extras.key_padding is not None:
         keep = keep & extras.key_padding[_lanes(piece.batch), piece.keys.clamp(max=sizes.num_keys - 1)]
+    if extras.documents is not None:
+        ids, last = extras.documents, sizes.num_keys - 1
+        own = ids[_lanes(piece.batch), piece.queries.clamp(max=last)]
+        keep = keep & (ids[_lanes(piece.batch), piece.keys.clamp(max=last)] == own)
     if extras.mask is not None:
         mask = as_4d(extras.mask)
         keep = keep & mask[piece.index(mask, extras)]

@@ -20,6 +20,7 @@ The kernels for Hopper have plans of their own, see `cell_plan`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from twinflow.attention.layout import Layout, from_flat
+from twinflow.attention.layout import Layout
 
 BITS = 8  # bits of a code for sub-rows
 _ALL = (1 << BITS) - 1
@@ -44,6 +45,8 @@ CELL = 64  # tokens of a half, and of an other tile
 SUB = 16  # tokens per bit of a word, on each side of a cell
 WHOLE = 0xFFFF
 DIAGONAL = 1 << 16
+EDGE = 1 << 17
+WINDOW = 1 << 18  # the first of four bits
 MIN_FILL = 0.6  # smallest kept share of computed cells; below it, kernels that gather small blocks are faster
 _PER_CELL = CELL // SUB
 
@@ -101,7 +104,7 @@ class TilePlan:
     num_slots: int  # slots of all heads, for one element of the batch
     has_full: bool  # there is a tile without a mask
     has_partial: bool  # there is a tile with a mask
-    words: Tensor | None = None  # of `cell_plan`: int32 [codes, 2 halves]; None if every tile is whole
+    words: Tensor | None = None  # of `cell_plan`: int32 [codes, 2 halves]; None if no tile has a mask
 
     @property
     def num_bytes(self) -> int:
@@ -147,6 +150,11 @@ def tile_plan(layout: Layout, span: Span, size: TileSize, by_keys: bool, work: W
     """The plan for programs whose own tiles are queries, or keys if `by_keys`."""
     starts, others = layout.transposed() if by_keys else (layout.row_starts, layout.cols)
     lists = [_pattern_tiles(layout, starts[i], others, span, size, by_keys) for i in range(layout.num_patterns)]
+    return _plan_of(lists, size, work)
+
+
+def _plan_of(lists: Sequence[_Tiles], size: TileSize, work: Work) -> TilePlan:
+    """The plan for the tiles of each pattern."""
     piece = _piece_length([int(tiles.total.sum()) for tiles in lists], work)
     items, cuts, slots = [], [], []
     offset = 0
@@ -315,32 +323,41 @@ def device_cells(
 
 
 def cell_plan(layout: Layout, span: Span, other: int, by_keys: bool, work: Work) -> TilePlan | None:
-    """The plan of the kernels for Hopper, for a layout with one pattern and for whole own tiles of 128 tokens, in two
-    halves. Returns None if too few of the computed scores would be kept.
+    """The plan of the kernels for Hopper, with own tiles of 128 tokens in two halves. Returns None if too few of the
+    computed scores would be kept.
 
-    If blocks have 128 tokens and the layout is not causal, both halves keep whole blocks, and the plan is that of
-    `tile_plan` with other tiles of `other` tokens. Otherwise the other tiles have 64 tokens, and each half has an int32
-    word for each other tile. The scores of one half and one other tile are a cell. The word is 0 if the cell is
-    skipped, and WHOLE if all of it is kept. Otherwise the word has a bit for each square of 16 x 16 scores. Bit 4 * i +
-    j is for the i-th 16 own tokens and the j-th 16 other tokens. In a causal layout, the word of a cell on the diagonal
-    also has the bit DIAGONAL. The kernel then masks every score of this cell whose key comes after its query.
+    If blocks have at least `other` tokens and no tile needs a mask, the plan is that of `tile_plan`. Otherwise other
+    tiles have 64 tokens, and each half has an int32 word for each other tile. The scores of one half and one other tile
+    are a cell. The word is 0 if the cell is skipped, and WHOLE if all of it is kept. Otherwise the word has a bit for
+    each square of 16 x 16 scores. Bit 4 * i + j is for the i-th 16 own tokens and the j-th 16 other tokens. In a causal
+    layout, the word of a cell on the diagonal also has the bit DIAGONAL. The kernel then masks every score of this cell
+    whose key comes after its query. The word of a cell at the end of the other tokens has the bit EDGE if the cell is
+    not full. The words of cells at the ends of a window have some of four more bits, see `_windowed`.
 
-    A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent.
+    A cell is always computed as a whole, so these plans are fast only if kept blocks are adjacent. Tiles that both
+    halves keep whole come first. All patterns get equally many items: some have an own tile after the last token.
     """
-    assert layout.num_patterns == 1
-    if layout.block >= OWN and not layout.is_causal:
-        return tile_plan(layout, span, TileSize(OWN, other), by_keys, work)
-    num_own, num_other = (-(-stop // CELL) for _, stop in _turned(span.queries, span.keys, by_keys))
-    places, words = _words(layout, span, by_keys, num_other)
-    if float(_counts(words & WHOLE).sum()) < MIN_FILL * len(words) * _PER_CELL**2:
-        return None
-    own, others = places // num_other, places % num_other
-    rows, cols = _turned(own, others, by_keys)
-    num_rows, num_cols = _turned(num_own, num_other, by_keys)
-    heads = [0] * layout.num_heads
-    coarse = from_flat([rows * num_cols + cols], num_rows, num_cols, CELL, head_to_pattern=heads)
-    plan = tile_plan(coarse, span, TileSize(OWN, CELL), by_keys, work)
-    return replace(plan, words=_halves(plan, places, words, num_other))
+    plan = tile_plan(layout, span, TileSize(OWN, other), by_keys, work) if layout.block >= other else None
+    if plan is None or plan.has_partial:
+        found = [_cells_of_pattern(layout, pattern, span, by_keys) for pattern in range(layout.num_patterns)]
+        num_kept = sum(float(_counts(words & WHOLE).sum()) for _, words in found)
+        if num_kept < MIN_FILL * sum(len(words) for _, words in found) * _PER_CELL**2:
+            return None
+        own, others = _turned(span.queries, span.keys, by_keys)
+        lists = [_cell_tiles(*cells_of, own[1], others[1]) for cells_of in found]
+        plan = _plan_of([tiles for tiles, _ in lists], TileSize(OWN, CELL), work)
+        halves = torch.cat([*(words for _, words in lists), torch.zeros(CELL, 2, dtype=torch.int64)])
+        plan = replace(plan, words=halves.to(torch.int32))
+    if layout.num_patterns == 1:
+        return plan
+    own_stop = _turned(span.queries, span.keys, by_keys)[0][1]
+    rows, starts = plan.tables.items, plan.tables.item_starts.tolist()
+    items = torch.zeros(layout.num_patterns, plan.max_items, rows.shape[1], dtype=torch.int32)
+    items[:, :, 0] = -(-own_stop // OWN)
+    items[:, :, -1] = -1
+    for pattern, (start, stop) in enumerate(itertools.pairwise(starts)):
+        items[pattern, : stop - start] = rows[start:stop]
+    return replace(plan, tables=plan.tables._replace(items=items.flatten(0, 1)))
 
 
 def _turned(queries: T, keys: T, by_keys: bool) -> tuple[T, T]:
@@ -348,10 +365,12 @@ def _turned(queries: T, keys: T, by_keys: bool) -> tuple[T, T]:
     return (keys, queries) if by_keys else (queries, keys)
 
 
-def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[Tensor, Tensor]:
-    """Positions own * num_other + other of all cells with scores, in ascending order, and their words."""
+def _cells_of_pattern(layout: Layout, pattern: int, span: Span, by_keys: bool) -> tuple[Tensor, Tensor]:
+    """Positions own * (cells of other tokens) + other of all cells with scores, in ascending order, and their words."""
     width = min(layout.block, CELL)
-    own, other = _turned(*cells(layout, 0, span, width), by_keys)
+    own, other = _turned(*cells(layout, pattern, span, width), by_keys)
+    other_stop = _turned(span.queries, span.keys, by_keys)[1][1]
+    num_other = -(-other_stop // CELL)
     per_cell, subs = CELL // width, width // SUB
     square = sum(1 << (row * _PER_CELL + col) for row in range(subs) for col in range(subs))
     shift = (own % per_cell) * (subs * _PER_CELL) + (other % per_cell) * subs
@@ -360,7 +379,42 @@ def _words(layout: Layout, span: Span, by_keys: bool, num_other: int) -> tuple[T
     if layout.is_causal:
         is_diagonal = places // num_other == places % num_other
         words = torch.where(is_diagonal, words & _below(by_keys) | DIAGONAL, words)
+    if layout.window is not None:
+        words = _windowed(words, places // num_other - places % num_other, layout.window)
+        places, words = places[words != 0], words[words != 0]
+    if other_stop % CELL:
+        words = torch.where(places % num_other == num_other - 1, words | EDGE, words)
     return places, words
+
+
+def _windowed(words: Tensor, distance: Tensor, window: int) -> Tensor:
+    """Words with the bits of cells through which an end of the window passes. `distance` counts cells, own - other.
+
+    A score at row i and column j of a cell is kept if 64 * distance + i - j is less than the window, and so is its
+    negative. Words are 0 for cells without such scores. The four bits are: i - j < r, i - j < r - 64, j - i < r, and
+    j - i < r - 64, with r = window % 64.
+    """
+    last = window // CELL
+    for bit, far in enumerate((distance - last, distance - last - 1, -distance - last, -distance - last - 1)):
+        words = torch.where(far == 0, words | WINDOW << bit, words)
+    least = (distance.abs() - 1).clamp(min=-1) * CELL + 1  # the smallest distance of a score of a cell
+    return torch.where((least >= window) & (distance != 0), 0, words)
+
+
+def _cell_tiles(places: Tensor, words: Tensor, own_stop: int, other_stop: int) -> tuple[_Tiles, Tensor]:
+    """The tiles of a pattern from its cells, and for each code of them the words of both halves."""
+    num_other = -(-other_stop // CELL)
+    halves = places // num_other
+    flat, inverse = torch.unique(halves // 2 * num_other + places % num_other, return_inverse=True)
+    found = torch.zeros(len(flat), 2, dtype=torch.int64)
+    found[inverse, halves % 2] = words
+    tile, other = flat // num_other, flat % num_other
+    has_second = (tile * OWN + CELL) < own_stop  # the second half of the last tile may have no tokens
+    is_full = (found[:, 0] == WHOLE) & ((found[:, 1] == WHOLE) | ~has_second)
+    bits = (found != 0).long() @ torch.tensor([1, 2])
+    tiles = _packed(tile, other, bits, is_full, -(-own_stop // OWN), 0, 1)
+    order = torch.argsort(tile * 2 + (~is_full).long(), stable=True)  # the order of codes
+    return tiles, found[order]
 
 
 def _below(by_keys: bool) -> int:
@@ -373,17 +427,3 @@ def _below(by_keys: bool) -> int:
 def _counts(words: Tensor) -> Tensor:
     """Number of bits that are set in each word."""
     return sum((((words >> bit) & 1) for bit in range(_PER_CELL**2)), torch.zeros_like(words))
-
-
-def _halves(plan: TilePlan, places: Tensor, words: Tensor, num_other: int) -> Tensor:
-    """For each code of a plan: the words of both halves of its own tile."""
-    items = plan.tables.items.long()
-    items = items[torch.argsort(items[:, 1], stable=True)]
-    own = torch.repeat_interleave(items[:, 0], items[:, 3] - items[:, 1])
-    other = plan.tables.codes[: len(own)].long() >> BITS
-    found = torch.zeros(len(plan.tables.codes), 2, dtype=torch.int32)
-    for half in range(2):
-        wanted = (own * 2 + half) * num_other + other
-        at = torch.searchsorted(places, wanted).clamp(max=len(places) - 1)
-        found[: len(own), half] = torch.where(places[at] == wanted, words[at], 0).to(torch.int32)
-    return found

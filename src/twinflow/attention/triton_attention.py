@@ -125,6 +125,7 @@ def call_for(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, tu
         _form(k),
         _form(v),
         _form(extras.key_padding),
+        _form(extras.documents),
         _form(extras.mask),
         _form(extras.bias),
         _form(extras.relative),
@@ -157,7 +158,7 @@ def _new_call(q: Tensor, k: Tensor, v: Tensor, layout: Layout, extras: Extras, t
         raise invalid_value(
             "q.device", str(q.device), "a CUDA device", 'Move q, k and v to a GPU, or use backend="torch".'
         )
-    names = ("key_padding", "mask", "bias", "relative")
+    names = ("key_padding", "documents", "mask", "bias", "relative")
     # A cached call must not keep the memory of tensors.
     forms: dict[str, Any] = {name: _without_memory(getattr(extras, name)) for name in names}
     tunings = tunings or tunings_for(sizes.head_dim, q.dtype)
@@ -230,7 +231,7 @@ class Kernel:
         num_heads = call.sizes.num_heads // (call.in_program if by_keys else 1)
         plan = hopper.plan_for(name, tensors, call)
         if plan is not None:
-            self._launch = hopper.launch_of(name, tensors, call, plan)
+            self._launch: Launch | hopper.HopperLaunch = hopper.HopperLaunch(name, tensors, call, plan)
         else:
             self._launch, plan = _triton_launch(name, tensors, call, num_heads)
         self._plan: TilePlan = plan

@@ -5,6 +5,7 @@ registers. Tests compile the kernels and check this. A program computes its own 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +45,7 @@ class Tunings:
     keys: Tuning  # gradients of keys and values
     min_piece: int = MIN_PIECE  # smallest number of tiles of a piece if long rows are cut
     hopper: bool = False  # use the kernels for Hopper if the call allows it
+    hopper_tokens: float = math.inf  # but not if an item has more other tokens than this on average
 
 
 # By head dimension, padded to a power of two, and whether the dtype is fp32. Half precision uses tensor cores.
@@ -63,13 +65,22 @@ TUNING: dict[tuple[int, bool], Tunings] = {
 # By head dimension: tunings with TMA descriptors, for half precision.
 WITH_DESCRIPTORS: dict[int, Tunings] = {
     64: Tunings(Tuning(64, 128, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 128, 4, 2, tma=True)),
-    128: Tunings(
-        Tuning(64, 128, 4, 1, 168, tma=True),
-        Tuning(64, 64, 4, 2, tma=True),
-        Tuning(64, 64, 4, 2, tma=True),
-        hopper=True,
-    ),
+    128: Tunings(Tuning(64, 128, 4, 1, 168, tma=True), Tuning(64, 64, 4, 2, tma=True), Tuning(64, 64, 4, 2, tma=True)),
 }
+
+# The kernels for Hopper: by the largest head dimension, the widths of the parts of a tile, which must be powers of two,
+# and the largest mean number of other tokens of an item. The persistent programs of these kernels hide the latency at
+# the start and at the end of short rows. For long rows of narrow heads, several programs of the other kernels on a
+# multiprocessor are faster.
+HOPPER: dict[int, tuple[tuple[int, ...], float]] = {
+    64: ((64,), 1024),
+    80: ((64, 16), math.inf),
+    96: ((64, 32), math.inf),
+    128: ((128,), math.inf),
+    192: ((128, 64), math.inf),
+    256: ((128, 128), math.inf),
+}
+LEAST_HOPPER = 40  # smallest head dimension of these kernels; most columns of a tile would be zeros with narrower heads
 
 
 def padded_dim(head_dim: int) -> int:
@@ -79,12 +90,22 @@ def padded_dim(head_dim: int) -> int:
 
 def tunings_for(head_dim: int, dtype: torch.dtype) -> Tunings:
     found = TUNING[padded_dim(head_dim), dtype == torch.float32]
-    fast = WITH_DESCRIPTORS.get(head_dim)
-    if fast is None or dtype == torch.float32:
+    if dtype == torch.float32:
         return found
-    return Tunings(
-        replace(fast.forward, otherwise=found.forward),
-        replace(fast.queries, otherwise=found.queries),
-        replace(fast.keys, otherwise=found.keys),
-        hopper=fast.hopper,
-    )
+    fast = WITH_DESCRIPTORS.get(head_dim)
+    if fast is not None:
+        found = Tunings(
+            replace(fast.forward, otherwise=found.forward),
+            replace(fast.queries, otherwise=found.queries),
+            replace(fast.keys, otherwise=found.keys),
+        )
+    limit = hopper_limit(head_dim)
+    return found if limit is None else replace(found, hopper=True, hopper_tokens=HOPPER[limit][1])
+
+
+def hopper_limit(head_dim: int) -> int | None:
+    """The key of HOPPER for a head dimension, or None if the kernels for Hopper do not support it: the rows of a TMA
+    descriptor are multiples of 16 bytes."""
+    if head_dim % 8 or head_dim < LEAST_HOPPER:
+        return None
+    return next((limit for limit in HOPPER if head_dim <= limit), None)
