@@ -11,7 +11,6 @@ from zero_cases import SHAPE, config_of, digest, tokens
 
 import twinflow
 from twinflow.models.gpt import GPT
-from twinflow.optim.twin_state import _pieces
 
 
 def engine_of(world: int, stage: int, offload: dict[str, Any] | None, seed: int, is_background: bool = False) -> Any:
@@ -42,7 +41,7 @@ def state_of(engine: Any) -> dict[str, Any]:
     engine.optimizer.wait()
     found: dict[str, Any] = {}
     for param in engine.optimizer.runtime.params:
-        for bucket, i in _pieces(param):
+        for bucket, i in param.own_slices():
             piece = bucket.slices[i]
             name = f"{param.name} {param.first + piece.start}"
             found[name] = [piece.numel, bucket.steps[i]]
