@@ -192,3 +192,26 @@ def test_tensors_that_descriptors_can_describe() -> None:
         assert hopper._is_described(tensor)
     for tensor in (whole.transpose(2, 3), whole[..., 1:], fused[:, :, None, 1:17], whole[:, :1].expand(3, 4, 8, 16)):
         assert not hopper._is_described(tensor)
+    lse = torch.zeros(3, 4, 12)
+    assert hopper._is_described(lse)
+    assert hopper._is_described(lse.flatten()[4:].view(1, 4, 35))
+    for tensor in (lse.flatten()[1:-3].view(1, 4, 35), lse[..., ::2]):
+        assert not hopper._is_described(tensor)
+
+
+def test_ids_are_copied_if_their_address_is_odd() -> None:
+    """The documents of a user may be a slice, which begins anywhere."""
+    layout = from_dense(torch.ones(4, 4, dtype=torch.bool), 64)
+    q = torch.zeros(1, 1, 200, 64, dtype=torch.bfloat16)
+    for first in range(5):
+        documents = torch.arange(210, dtype=torch.int32)[None, first : first + 200]
+        padding = torch.arange(200)[None] < 190
+        extras = Extras(documents=documents)
+        call = Call(layout, extras, check_call(q, q, q, layout, extras), q.dtype, q.device, tunings_for(64, q.dtype))
+        for given in ({"documents": documents}, {"documents": documents, "padding": padding.view(torch.uint8)}):
+            found = hopper._ids_of(given, call)
+            assert all(hopper._is_described(ids.flatten()) for ids in found.values())
+            assert torch.equal(found["query_ids"], documents)
+            hidden = torch.where(padding, documents, hopper.NO_ID) if "padding" in given else documents
+            assert torch.equal(found["key_ids"], hidden)
+            assert torch.equal(found["key_id_bits"].view(torch.int32), hidden)

@@ -72,7 +72,7 @@ def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan |
     by_keys = name == "key_gradients"
     if not _allows(call) or (by_keys and call.in_program != call.sizes.group):
         return None
-    if not all(_is_described(tensor) for tensor in tensors.values() if tensor.dim() == 4):
+    if not all(_is_described(tensor) for tensor in tensors.values()):
         return None
     if not _has_aligned_lines(name, call):
         return None
@@ -220,9 +220,13 @@ def widths_of(head_dim: int) -> tuple[int, ...]:
 
 
 def _is_described(tensor: Tensor) -> bool:
-    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim]."""
+    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim], or a vector."""
+    if tensor.data_ptr() % 16:
+        return False
+    if tensor.dim() != 4:
+        return tensor.is_contiguous()
     are_aligned = all(step > 0 and step * tensor.element_size() % 16 == 0 for step in _steps(tensor))
-    return are_aligned and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor[..., 0].numel() < 2**31
+    return are_aligned and tensor.stride(3) == 1 and tensor[..., 0].numel() < 2**31
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:
@@ -245,10 +249,16 @@ def _ids_of(given: Given, call: Call) -> dict[str, Tensor]:
         keys = torch.zeros((), dtype=torch.int32, device=padding.device)
         queries = keys.expand(sizes.batch, sizes.num_queries)
     if isinstance(padding, Tensor):
-        keys = torch.where(padding.bool(), keys, NO_ID)
-    found = {"query_ids": queries[:, : sizes.num_queries].contiguous(), "key_ids": keys.contiguous()}
+        keys = torch.where(padding.view(torch.bool), keys, NO_ID)
+    found = {"query_ids": _aligned(queries[:, : sizes.num_queries]), "key_ids": _aligned(keys)}
     # Vectors that TMA copies are of fp32. Kernels read their bits as int32.
     return found | {name.replace("_ids", "_id_bits"): ids.view(torch.float32) for name, ids in found.items()}
+
+
+def _aligned(ids: Tensor) -> Tensor:
+    """Contiguous ids that begin at a multiple of 16 bytes, as TMA requires. A slice of the user's documents may not."""
+    ids = ids.contiguous()
+    return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
 @lru_cache
