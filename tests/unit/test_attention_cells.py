@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ from twinflow.attention.tiles import CELL, DIAGONAL, EDGE, OWN, WHOLE, Span, Til
 from twinflow.attention.tuning import HOPPER, tunings_for
 
 needs_language = pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
+
+
+def call_of(q: torch.Tensor, layout: Layout, **options: Any) -> Call:
+    """A call with the same queries, keys and values."""
+    extras = Extras(**options)
+    return Call(
+        layout, extras, check_call(q, q, q, layout, extras), q.dtype, q.device, tunings_for(q.shape[3], q.dtype)
+    )
 
 
 def kept_tokens(layout: Layout) -> torch.Tensor:
@@ -128,11 +137,9 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_plan(num_tokens: int = 512, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: object) -> bool:
         layout = LocalSlidingWindowSparsityConfig(2, 128, num_sliding_window_blocks=3).layout(512)
         q = torch.zeros(1, 2, num_tokens, dim, dtype=dtype)
-        extras = Extras(**options)  # type: ignore[arg-type]
-        tunings = tunings_for(dim, dtype)
-        call = Call(layout, extras, check_call(q, q, q, layout, extras), dtype, q.device, tunings)
+        call = call_of(q, layout, **options)
         found = hopper.plan_for("forward", {"q": q}, call)
-        assert hopper.plan_for("forward", {"q": q}, replace(call, tunings=replace(tunings, hopper=False))) is None
+        assert hopper.plan_for("forward", {"q": q}, replace(call, tunings=replace(call.tunings, hopper=False))) is None
         assert hopper.plan_for("forward", {"q": q.transpose(2, 3)}, call) is None
         return found is not None
 
@@ -149,6 +156,17 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_plan(dtype=torch.float32)
     assert not has_plan(scale=-1.0)
     assert not has_plan(dropout=0.1)
+
+
+@needs_language
+def test_long_rows_of_narrow_heads_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host decides from the plan, and does not wait for the GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for num_tokens, dim, has_plan in ((1024, 64, True), (2048, 64, False), (2048, 128, True)):
+        layout = from_dense(torch.ones(num_tokens // 128, num_tokens // 128, dtype=torch.bool), 128)
+        q = torch.zeros(1, 1, num_tokens, dim, dtype=torch.bfloat16, device="meta")  # values cannot be read
+        call = call_of(q, layout)
+        assert (hopper.plan_for("forward", {"q": q}, call) is not None) == has_plan
 
 
 def test_another_triton_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +198,8 @@ def test_heads_that_differ_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         is_filling = plan.tables.items[:, 0] == 8
         assert bool(is_filling.any())
         assert bool((plan.tables.items[is_filling, 1:4] == 0).all())
+        rows = plan.tables.items[~is_filling]
+        assert plan.mean_tiles == float((rows[:, 3] - rows[:, 1]).double().mean())
         assert (hopper.plan_for("key_gradients", {"k": k}, call) is None) == (num_kv_heads == 1)
 
 
@@ -206,12 +226,11 @@ def test_ids_are_copied_if_their_address_is_odd() -> None:
     for first in range(5):
         documents = torch.arange(210, dtype=torch.int32)[None, first : first + 200]
         padding = torch.arange(200)[None] < 190
-        extras = Extras(documents=documents)
-        call = Call(layout, extras, check_call(q, q, q, layout, extras), q.dtype, q.device, tunings_for(64, q.dtype))
-        for given in ({"documents": documents}, {"documents": documents, "padding": padding.view(torch.uint8)}):
-            found = hopper._ids_of(given, call)
+        call = call_of(q, layout, documents=documents)
+        for more in ({}, {"padding": padding.view(torch.uint8)}):
+            found = hopper._ids_of({"documents": documents, **more}, call)
             assert all(hopper._is_described(ids.flatten()) for ids in found.values())
             assert torch.equal(found["query_ids"], documents)
-            hidden = torch.where(padding, documents, hopper.NO_ID) if "padding" in given else documents
+            hidden = torch.where(padding, documents, hopper.NO_ID) if more else documents
             assert torch.equal(found["key_ids"], hidden)
             assert torch.equal(found["key_id_bits"].view(torch.int32), hidden)

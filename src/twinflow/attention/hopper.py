@@ -79,7 +79,7 @@ def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan |
     is_wide = name == "forward" and call.layout.block >= OWN and call.sizes.head_dim <= 128
     wide = WHOLE_TILE if is_wide and call.sizes.num_keys % WHOLE_TILE == 0 and not call.layout.is_causal else CELL
     plan = device_cells(call.layout, call.span, wide, by_keys, call.work(by_keys), call.device)
-    is_long = plan is not None and _mean_tokens(plan) > call.tunings.hopper_tokens
+    is_long = plan is not None and plan.mean_tiles * plan.size.other > call.tunings.hopper_tokens
     return None if is_long else plan
 
 
@@ -95,12 +95,6 @@ def _has_aligned_lines(name: str, call: Call) -> bool:
 
 def _has_ids(call: Call) -> bool:
     return call.extras.key_padding is not None or call.extras.documents is not None
-
-
-def _mean_tokens(plan: TilePlan) -> float:
-    """Mean number of other tokens of an item."""
-    rows = plan.tables.items
-    return float((rows[:, 3] - rows[:, 1]).double().mean()) * plan.size.other
 
 
 class HopperLaunch:
