@@ -251,7 +251,8 @@ def test_packed_sequences_by_their_starts() -> None:
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
 
 
-def test_starts_count_the_tokens_of_all_rows() -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_starts_count_the_tokens_of_all_rows(is_compiled: bool) -> None:
     """As for flash attention, which takes the rows of a batch as one sequence."""
     model = build("llama")
     ids = batch(40)["input_ids"]
@@ -260,7 +261,8 @@ def test_starts_count_the_tokens_of_all_rows() -> None:
     att.sparsify(model, att.DenseSparsityConfig(HEADS))
     starts = torch.tensor([0, 24, 40, 50, 80], dtype=torch.int32)
     mask = torch.ones_like(ids)
-    found = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, cu_seq_lens_k=starts).logits
+    run: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    found = run(ids, position_ids=positions, attention_mask=mask, use_cache=False, cu_seq_lens_k=starts).logits
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
 
 

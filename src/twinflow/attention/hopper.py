@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the kernels for Hopper. They support half precision and heads of the widths in tuning.HOPPER, also with
-padding, documents, windows and softcaps, and scores without bias, mask and dropout. For other calls,
-triton_attention.py launches the kernels of kernels.py, with the same results. A program computes its own tile of
+"""Launches the kernels for Hopper. They support half precision, heads of 40 to 256 columns (see tuning.HOPPER),
+padding, documents, windows and softcaps, but no bias, mask, dropout or cached keys. For other calls,
+triton_attention.py launches the kernels of kernels.py, which compute the same. A program computes its own tile of
 queries or keys and iterates over other tiles.
 """
 
@@ -32,7 +32,7 @@ OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
 
-# By kernel: the tensors of its own tiles, of other tiles, and of results.
+# By kernel, also for those of kernels.py: the tensors of its own tiles, of other tiles, and of results.
 TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "forward": (("q",), ("k", "v"), ("out",)),
     "query_gradients": (("q", "grad"), ("k", "v"), ("dq",)),
