@@ -26,12 +26,11 @@ from twinflow.attention.tuning import HOPPER, tunings_for
 needs_language = pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
 
 
-def call_of(q: torch.Tensor, layout: Layout, **options: Any) -> Call:
-    """A call with the same queries, keys and values."""
-    extras = Extras(**options)
-    return Call(
-        layout, extras, check_call(q, q, q, layout, extras), q.dtype, q.device, tunings_for(q.shape[3], q.dtype)
-    )
+def call_of(q: torch.Tensor, layout: Layout, k: torch.Tensor | None = None, **options: Any) -> Call:
+    """A call with the same keys and values, which are the queries without `k`."""
+    k, extras = q if k is None else k, Extras(**options)
+    sizes = check_call(q, k, k, layout, extras)
+    return Call(layout, extras, sizes, q.dtype, q.device, tunings_for(sizes.head_dim, q.dtype))
 
 
 def kept_tokens(layout: Layout) -> torch.Tensor:
@@ -201,6 +200,19 @@ def test_heads_that_differ_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = plan.tables.items[~is_filling]
         assert plan.mean_tiles == float((rows[:, 3] - rows[:, 1]).double().mean())
         assert (hopper.plan_for("key_gradients", {"k": k}, call) is None) == (num_kv_heads == 1)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(70, 90), (90, 70), (80, 80)])
+def test_ids_of_padding_alone(num_queries: int, num_keys: int) -> None:
+    """Every query has the same id, and so have all keys but padding."""
+    layout = from_dense(torch.ones(2, 2, dtype=torch.bool), 64)
+    q, k = (torch.zeros(2, 1, num_tokens, 64, dtype=torch.bfloat16) for num_tokens in (num_queries, num_keys))
+    padding = torch.rand(2, num_keys) < 0.7
+    call = call_of(q, layout, k, key_padding=padding)
+    found = hopper._ids_of(call.given(call.extras), call)
+    assert all(hopper._is_described(ids.flatten()) and ids.is_contiguous() for ids in found.values())
+    assert torch.equal(found["query_ids"], torch.zeros(2, num_queries, dtype=torch.int32))
+    assert torch.equal(found["key_ids"] == 0, padding)
 
 
 def test_tensors_that_descriptors_can_describe() -> None:

@@ -236,15 +236,13 @@ def _ids_of(given: Given, call: Call) -> dict[str, Tensor]:
     """Ids of queries and of keys: the documents, and no query's id for keys that are padding."""
     sizes = call.sizes
     padding, documents = given.get("padding"), given.get("documents")
-    if isinstance(documents, Tensor):
-        queries = keys = documents
-    else:
-        assert isinstance(padding, Tensor)
-        keys = torch.zeros((), dtype=torch.int32, device=padding.device)
-        queries = keys.expand(sizes.batch, sizes.num_queries)
+    if not isinstance(documents, Tensor):
+        shape = (sizes.batch, max(sizes.num_queries, sizes.num_keys))
+        documents = torch.zeros(shape, dtype=torch.int32, device=call.device)
+    queries, keys = documents[:, : sizes.num_queries], documents[:, : sizes.num_keys]
     if isinstance(padding, Tensor):
         keys = torch.where(padding.view(torch.bool), keys, NO_ID)
-    found = {"query_ids": _aligned(queries[:, : sizes.num_queries]), "key_ids": _aligned(keys)}
+    found = {"query_ids": _aligned(queries), "key_ids": _aligned(keys)}
     # Vectors that TMA copies are of fp32. Kernels read their bits as int32.
     return found | {name.replace("_ids", "_id_bits"): ids.view(torch.float32) for name, ids in found.items()}
 
