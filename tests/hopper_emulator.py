@@ -113,9 +113,6 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        return Shared(self.data.view(shape))
-
     def load(self, layout: object) -> Any:
         return self.data.clone().as_subclass(Value)
 
@@ -395,6 +392,7 @@ def launch_args(args: Any, given: Any) -> Any:
     if isinstance(args, Box):
         memory = given[args.name]
         assert isinstance(memory, Tensor)
+        assert memory.data_ptr() % 16 == 0, "the driver makes no descriptor of this address"
         return Descriptor(torch.as_strided(memory.detach(), args.shape, args.strides), args.block)
     if isinstance(args, Tensor):
         return Pointer(_memory(args))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,13 @@ from twinflow.attention.tiles import CELL, DIAGONAL, EDGE, OWN, WHOLE, Span, Til
 from twinflow.attention.tuning import HOPPER, tunings_for
 
 needs_language = pytest.mark.skipif(not hopper._has_language(), reason="needs a Triton that the kernels know")
+
+
+def call_of(q: torch.Tensor, layout: Layout, k: torch.Tensor | None = None, **options: Any) -> Call:
+    """A call with the same keys and values, which are the queries without `k`."""
+    k, extras = q if k is None else k, Extras(**options)
+    sizes = check_call(q, k, k, layout, extras)
+    return Call(layout, extras, sizes, q.dtype, q.device, tunings_for(sizes.head_dim, q.dtype))
 
 
 def kept_tokens(layout: Layout) -> torch.Tensor:
@@ -128,11 +136,9 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_plan(num_tokens: int = 512, dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: object) -> bool:
         layout = LocalSlidingWindowSparsityConfig(2, 128, num_sliding_window_blocks=3).layout(512)
         q = torch.zeros(1, 2, num_tokens, dim, dtype=dtype)
-        extras = Extras(**options)  # type: ignore[arg-type]
-        tunings = tunings_for(dim, dtype)
-        call = Call(layout, extras, check_call(q, q, q, layout, extras), dtype, q.device, tunings)
+        call = call_of(q, layout, **options)
         found = hopper.plan_for("forward", {"q": q}, call)
-        assert hopper.plan_for("forward", {"q": q}, replace(call, tunings=replace(tunings, hopper=False))) is None
+        assert hopper.plan_for("forward", {"q": q}, replace(call, tunings=replace(call.tunings, hopper=False))) is None
         assert hopper.plan_for("forward", {"q": q.transpose(2, 3)}, call) is None
         return found is not None
 
@@ -149,6 +155,17 @@ def test_which_calls_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_plan(dtype=torch.float32)
     assert not has_plan(scale=-1.0)
     assert not has_plan(dropout=0.1)
+
+
+@needs_language
+def test_long_rows_of_narrow_heads_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host decides from the plan, and does not wait for the GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for num_tokens, dim, has_plan in ((1024, 64, True), (2048, 64, False), (2048, 128, True)):
+        layout = from_dense(torch.ones(num_tokens // 128, num_tokens // 128, dtype=torch.bool), 128)
+        q = torch.zeros(1, 1, num_tokens, dim, dtype=torch.bfloat16, device="meta")  # values cannot be read
+        call = call_of(q, layout)
+        assert (hopper.plan_for("forward", {"q": q}, call) is not None) == has_plan
 
 
 def test_another_triton_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +197,22 @@ def test_heads_that_differ_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         is_filling = plan.tables.items[:, 0] == 8
         assert bool(is_filling.any())
         assert bool((plan.tables.items[is_filling, 1:4] == 0).all())
+        rows = plan.tables.items[~is_filling]
+        assert plan.mean_tiles == float((rows[:, 3] - rows[:, 1]).double().mean())
         assert (hopper.plan_for("key_gradients", {"k": k}, call) is None) == (num_kv_heads == 1)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(70, 90), (90, 70), (80, 80)])
+def test_ids_of_padding_alone(num_queries: int, num_keys: int) -> None:
+    """Every query has the same id, and so have all keys but padding."""
+    layout = from_dense(torch.ones(2, 2, dtype=torch.bool), 64)
+    q, k = (torch.zeros(2, 1, num_tokens, 64, dtype=torch.bfloat16) for num_tokens in (num_queries, num_keys))
+    padding = torch.rand(2, num_keys) < 0.7
+    call = call_of(q, layout, k, key_padding=padding)
+    found = hopper._ids_of(call.given(call.extras), call)
+    assert all(hopper._is_described(ids.flatten()) and ids.is_contiguous() for ids in found.values())
+    assert torch.equal(found["query_ids"], torch.zeros(2, num_queries, dtype=torch.int32))
+    assert torch.equal(found["key_ids"] == 0, padding)
 
 
 def test_tensors_that_descriptors_can_describe() -> None:
@@ -192,3 +224,25 @@ def test_tensors_that_descriptors_can_describe() -> None:
         assert hopper._is_described(tensor)
     for tensor in (whole.transpose(2, 3), whole[..., 1:], fused[:, :, None, 1:17], whole[:, :1].expand(3, 4, 8, 16)):
         assert not hopper._is_described(tensor)
+    lse = torch.zeros(3, 4, 12)
+    assert hopper._is_described(lse)
+    assert hopper._is_described(lse.flatten()[4:].view(1, 4, 35))
+    for tensor in (lse.flatten()[1:-3].view(1, 4, 35), lse[..., ::2]):
+        assert not hopper._is_described(tensor)
+
+
+def test_ids_are_copied_if_their_address_is_odd() -> None:
+    """The documents of a user may be a slice, which begins anywhere."""
+    layout = from_dense(torch.ones(4, 4, dtype=torch.bool), 64)
+    q = torch.zeros(1, 1, 200, 64, dtype=torch.bfloat16)
+    for first in range(5):
+        documents = torch.arange(210, dtype=torch.int32)[None, first : first + 200]
+        padding = torch.arange(200)[None] < 190
+        call = call_of(q, layout, documents=documents)
+        for more in ({}, {"padding": padding.view(torch.uint8)}):
+            found = hopper._ids_of({"documents": documents, **more}, call)
+            assert all(hopper._is_described(ids.flatten()) for ids in found.values())
+            assert torch.equal(found["query_ids"], documents)
+            hidden = torch.where(padding, documents, hopper.NO_ID) if more else documents
+            assert torch.equal(found["key_ids"], hidden)
+            assert torch.equal(found["key_id_bits"].view(torch.int32), hidden)

@@ -251,6 +251,38 @@ def test_packed_sequences_by_their_starts() -> None:
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_starts_count_the_tokens_of_all_rows(is_compiled: bool) -> None:
+    """As for flash attention, which takes the rows of a batch as one sequence."""
+    model = build("llama")
+    ids = batch(40)["input_ids"]
+    positions = torch.stack([torch.cat([torch.arange(n), torch.arange(40 - n)]) for n in (24, 10)])
+    truth = model(ids, position_ids=positions, use_cache=False).logits
+    att.sparsify(model, att.DenseSparsityConfig(HEADS))
+    starts = torch.tensor([0, 24, 40, 50, 80], dtype=torch.int32)
+    mask = torch.ones_like(ids)
+    run: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    found = run(ids, position_ids=positions, attention_mask=mask, use_cache=False, cu_seq_lens_k=starts).logits
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_padding", [0, 7])
+def test_starts_count_in_layers_with_a_sliding_window_and_with_padding(num_padding: int) -> None:
+    config = {**SHAPE, "num_key_value_heads": 2, "sliding_window": 9, "vocab_size": VOCAB, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(attn_implementation="eager", **config))
+    ids = batch(40)["input_ids"][:1]
+    positions = torch.cat([torch.arange(24), torch.arange(16)])[None]
+    truth = model(ids, position_ids=positions, use_cache=False).logits
+    att.sparsify(model, att.DenseSparsityConfig(HEADS))
+    starts = torch.tensor([0, 24, 40], dtype=torch.int32)
+    mask = torch.ones_like(ids)
+    mask[:, 40 - num_padding :] = 0
+    found = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, cu_seq_lens_k=starts).logits
+    used = mask[0] == 1  # padding at the end changes no other token
+    torch.testing.assert_close(found[:, used], truth[:, used], rtol=1e-5, atol=1e-5)
+
+
 def causal(tokens: int) -> Tensor:
     return torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
 

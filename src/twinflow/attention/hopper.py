@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the kernels for Hopper. They support half precision and heads of the widths in tuning.HOPPER, also with
-padding, documents, windows and softcaps, and scores without bias, mask and dropout. For other calls,
-triton_attention.py launches the kernels of kernels.py, with the same results. A program computes its own tile of
+"""Launches the kernels for Hopper. They support half precision, heads of 40 to 256 columns (see tuning.HOPPER),
+padding, documents, windows and softcaps, but no bias, mask, dropout or cached keys. For other calls,
+triton_attention.py launches the kernels of kernels.py, which compute the same. A program computes its own tile of
 queries or keys and iterates over other tiles.
 """
 
@@ -32,7 +32,7 @@ OPTIONS = {"num_warps": 4}
 TRITONS = (("3", "6"), ("3", "7"))  # versions of Triton whose machine code for the kernels was checked
 
 
-# By kernel: the tensors of its own tiles, of other tiles, and of results.
+# By kernel, also for those of kernels.py: the tensors of its own tiles, of other tiles, and of results.
 TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "forward": (("q",), ("k", "v"), ("out",)),
     "query_gradients": (("q", "grad"), ("k", "v"), ("dq",)),
@@ -72,14 +72,14 @@ def plan_for(name: str, tensors: Mapping[str, Tensor], call: Call) -> TilePlan |
     by_keys = name == "key_gradients"
     if not _allows(call) or (by_keys and call.in_program != call.sizes.group):
         return None
-    if not all(_is_described(tensor) for tensor in tensors.values() if tensor.dim() == 4):
+    if not all(_is_described(tensor) for tensor in tensors.values()):
         return None
     if not _has_aligned_lines(name, call):
         return None
     is_wide = name == "forward" and call.layout.block >= OWN and call.sizes.head_dim <= 128
     wide = WHOLE_TILE if is_wide and call.sizes.num_keys % WHOLE_TILE == 0 and not call.layout.is_causal else CELL
     plan = device_cells(call.layout, call.span, wide, by_keys, call.work(by_keys), call.device)
-    is_long = plan is not None and _mean_tokens(plan) > call.tunings.hopper_tokens
+    is_long = plan is not None and plan.mean_tiles * plan.size.other > call.tunings.hopper_tokens
     return None if is_long else plan
 
 
@@ -95,12 +95,6 @@ def _has_aligned_lines(name: str, call: Call) -> bool:
 
 def _has_ids(call: Call) -> bool:
     return call.extras.key_padding is not None or call.extras.documents is not None
-
-
-def _mean_tokens(plan: TilePlan) -> float:
-    """Mean number of other tokens of an item."""
-    rows = plan.tables.items
-    return float((rows[:, 3] - rows[:, 1]).double().mean()) * plan.size.other
 
 
 class HopperLaunch:
@@ -220,9 +214,13 @@ def widths_of(head_dim: int) -> tuple[int, ...]:
 
 
 def _is_described(tensor: Tensor) -> bool:
-    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim]."""
+    """Whether a TMA descriptor can describe a tensor [batch, heads, tokens, dim], or a vector."""
+    if tensor.data_ptr() % 16:
+        return False
+    if tensor.dim() != 4:
+        return tensor.is_contiguous()
     are_aligned = all(step > 0 and step * tensor.element_size() % 16 == 0 for step in _steps(tensor))
-    return are_aligned and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0 and tensor[..., 0].numel() < 2**31
+    return are_aligned and tensor.stride(3) == 1 and tensor[..., 0].numel() < 2**31
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:
@@ -238,17 +236,21 @@ def _ids_of(given: Given, call: Call) -> dict[str, Tensor]:
     """Ids of queries and of keys: the documents, and no query's id for keys that are padding."""
     sizes = call.sizes
     padding, documents = given.get("padding"), given.get("documents")
-    if isinstance(documents, Tensor):
-        queries = keys = documents
-    else:
-        assert isinstance(padding, Tensor)
-        keys = torch.zeros((), dtype=torch.int32, device=padding.device)
-        queries = keys.expand(sizes.batch, sizes.num_queries)
+    if not isinstance(documents, Tensor):
+        shape = (sizes.batch, max(sizes.num_queries, sizes.num_keys))
+        documents = torch.zeros(shape, dtype=torch.int32, device=call.device)
+    queries, keys = documents[:, : sizes.num_queries], documents[:, : sizes.num_keys]
     if isinstance(padding, Tensor):
-        keys = torch.where(padding.bool(), keys, NO_ID)
-    found = {"query_ids": queries[:, : sizes.num_queries].contiguous(), "key_ids": keys.contiguous()}
+        keys = torch.where(padding.view(torch.bool), keys, NO_ID)
+    found = {"query_ids": _aligned(queries), "key_ids": _aligned(keys)}
     # Vectors that TMA copies are of fp32. Kernels read their bits as int32.
     return found | {name.replace("_ids", "_id_bits"): ids.view(torch.float32) for name, ids in found.items()}
+
+
+def _aligned(ids: Tensor) -> Tensor:
+    """Contiguous ids that begin at a multiple of 16 bytes, as TMA requires. A slice of the user's documents may not."""
+    ids = ids.contiguous()
+    return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
 @lru_cache

@@ -188,9 +188,11 @@ class TransformersAttention:
             window = attention_mask.shape[3]
             attention_mask = attention_mask[:, 0, 0, 0]
         extras: dict[str, Any] = mask_extras(attention_mask, causal, query.shape[2], key.shape[2])
-        starts = kwargs.get("cu_seq_lens_k")
-        if starts is not None and not extras and query.shape[2] == key.shape[2]:
-            extras["documents"] = documents_of(starts, key.shape[2]).expand(key.shape[0], -1)
+        starts, has_own = kwargs.get("cu_seq_lens_k"), "mask" in extras or "documents" in extras
+        if starts is not None and not has_own and query.shape[2] == key.shape[2]:
+            # Positions in all rows of the batch, one after the other, as transformers passes them to flash attention.
+            shape = (key.shape[0], key.shape[2])
+            extras["documents"] = documents_of(starts, shape[0] * shape[1]).view(shape)
         if "mask" in extras:
             # A mask of scores includes causality, with exceptions in some models, whose image tokens see each other.
             causal = attend.pattern.is_causal

@@ -104,6 +104,7 @@ class TilePlan:
     num_slots: int  # slots of all heads, for one element of the batch
     has_full: bool  # there is a tile without a mask
     has_partial: bool  # there is a tile with a mask
+    mean_tiles: float  # mean number of other tiles of an item
     words: Tensor | None = None  # of `cell_plan`: int32 [codes, 2 halves]; None if no tile has a mask
 
     @property
@@ -184,12 +185,17 @@ def _plan_of(lists: Sequence[_Tiles], size: TileSize, work: Work) -> TilePlan:
         num_slots,
         any(bool(tiles.full.any()) for tiles in lists),
         any(bool((tiles.total > tiles.full).any()) for tiles in lists),
+        float(_lengths(torch.cat(items)).mean()),
     )
 
 
 def _num_long(items: Sequence[Tensor]) -> int:
-    lengths = [(own[:, 3] - own[:, 1]).double() for own in items]
-    return max(int((own > LONG * own.mean()).sum()) for own in lengths)
+    return max(int((own > LONG * own.mean()).sum()) for own in map(_lengths, items))
+
+
+def _lengths(items: Tensor) -> Tensor:
+    """Number of other tiles of each item."""
+    return (items[:, 3] - items[:, 1]).double()
 
 
 def _piece_length(totals: Sequence[int], work: Work) -> int:

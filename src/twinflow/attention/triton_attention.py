@@ -47,9 +47,7 @@ MAX_HEAD_DIM = 256
 CACHED_CALLS = 64
 LOG2E = 1.4426950408889634
 
-# By kernel: the tensors whose rows it reads as other tiles, and the field of Tunings.
-OTHERS = {"forward": ("k", "v"), "query_gradients": ("k", "v"), "key_gradients": ("q", "grad")}
-TUNED = {"forward": "forward", "query_gradients": "queries", "key_gradients": "keys"}
+TUNED = {"forward": "forward", "query_gradients": "queries", "key_gradients": "keys"}  # by kernel: field of Tunings
 
 _CALLS: dict[Hashable, Call] = {}
 _LOCK = threading.Lock()  # for changes of _CALLS
@@ -264,7 +262,7 @@ def _triton_launch(name: str, tensors: Mapping[str, Tensor], call: Call, num_hea
     """The launch of a kernel of kernels.py, and its plan."""
     from twinflow.attention import kernels
 
-    others = OTHERS[name]
+    others = hopper.TENSORS[name][1]
     tuning = getattr(call.tunings, TUNED[name])
     tuning, plan, shape = call.prepare(tuning, [tensors[other] for other in others], name == "key_gradients")
     args = (
