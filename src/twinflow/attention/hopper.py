@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     HAS_CUTS: bool
     HAS_MASKED: bool  # there are tiles with a mask
     CAUSAL: bool
-    EDGE: int  # tokens of the last cell if it is not full, else 0
+    HAS_EDGE: bool  # the last cell is not full
     HAS_WINDOW: bool
     WINDOW_REST: int  # tokens of the window beyond whole cells
     HAS_CAP: bool
@@ -180,7 +180,7 @@ def _shape(name: str, call: Call, plan: TilePlan, wants: tuple[bool, bool], edge
         HAS_CUTS=plan.num_slots > 0,
         HAS_MASKED=plan.words is not None,
         CAUSAL=call.layout.is_causal,
-        EDGE=edge,
+        HAS_EDGE=edge > 0,
         HAS_WINDOW=call.layout.window is not None,
         WINDOW_REST=(call.layout.window or 0) % CELL,
         HAS_CAP=call.extras.softcap > 0.0,

@@ -262,6 +262,7 @@ def process_items(PART: gl.constexpr, KIND: gl.constexpr, own_bufs, other_bufs, 
                   own_ids, factors, S: gl.constexpr):  # fmt: skip
     """The work of one warpgroup, which computes one half of each own tile."""
     SLOTS: gl.constexpr = own_bufs[0][0].shape[0] // 2
+    factors = (factors[0], factors[1], sizes[4] % HALF)  # with the number of tokens of the last cell
     count = 0
     turn = 0
     is_held = 0  # whether the previous item still uses its own tile
@@ -348,16 +349,16 @@ def hidden(scores, ids, vector_bufs, stage, S: gl.constexpr):
 
 
 @gluon.jit
-def masked(scores, word, BY_KEYS: gl.constexpr, S: gl.constexpr):
-    """The scores of a cell, with minus infinity for scores that are not kept."""
+def masked(scores, word, edge, BY_KEYS: gl.constexpr, S: gl.constexpr):
+    """The scores of a cell, with minus infinity for scores that are not kept. `edge`: tokens of the last cell."""
     rows = gl.arange(0, HALF, gl.SliceLayout(1, S.SCORES))[:, None]
     cols = gl.arange(0, HALF, gl.SliceLayout(0, S.SCORES))[None, :]
     keep = ((word >> (rows // SUB * (HALF // SUB) + cols // SUB)) & 1) != 0
     if S.CAUSAL:
         is_seen = (cols >= rows) if BY_KEYS else (cols <= rows)
         keep = keep & (is_seen | (((word >> DIAGONAL_BIT) & 1) == 0))
-    if S.EDGE > 0:
-        keep = keep & ((cols < S.EDGE) | (((word >> EDGE_BIT) & 1) == 0))
+    if S.HAS_EDGE:
+        keep = keep & ((cols < edge) | (((word >> EDGE_BIT) & 1) == 0))
     if S.HAS_WINDOW:
         for i in gl.static_range(4):
             distance = (rows - cols) if i < 2 else (cols - rows)
@@ -541,7 +542,7 @@ def forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 scores = capped(scores, factors, S)
                 if word != WHOLE:
-                    scores = masked(scores, word, False, S)
+                    scores = masked(scores, word, factors[2], False, S)
                 scores = hidden(scores, ids, vector_bufs, stage, S)
                 p, top, fade, weight = weigh(scores, top, weight, factor)
                 acc = row_scaled(acc, fade, S)
@@ -697,7 +698,7 @@ def add_to_queries(dq, own, lines, other_bufs, vector_bufs, bars, number, ids, f
     scores = capped(scores, factors, S)
     p = scores
     if MASKED and word != WHOLE:
-        p = masked(p, word, False, S)
+        p = masked(p, word, factors[2], False, S)
     p = hidden(p, ids, vector_bufs, stage, S)
     p = gl.exp2(p * (factors[0] * LOG2E) - lines[0][:, None])
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -766,7 +767,7 @@ def add_to_keys(dk, dv, own, other_bufs, vector_bufs, bars, number, ids, factors
     scores = capped(scores, factors, S)
     p = scores
     if MASKED and word != WHOLE:
-        p = masked(p, word, True, S)
+        p = masked(p, word, factors[2], True, S)
     p = hidden(p, ids, vector_bufs, stage, S)
     p = gl.exp2(p * (factors[0] * LOG2E) - row_lse[None, :])
     if S.WANTS_V:
