@@ -251,7 +251,7 @@ def test_packed_sequences_by_their_starts() -> None:
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_starts_count_the_tokens_of_all_rows(is_compiled: bool) -> None:
     """As for flash attention, which takes the rows of a batch as one sequence."""
     model = build("llama")
