@@ -97,34 +97,23 @@ def read_item(plan, number, sizes, ONE_PATTERN: gl.constexpr):
 
 
 @gluon.jit
-def row_buffers(descriptors, NUM: gl.constexpr):
-    """For each descriptor of rows, shared memory for NUM of the blocks that it copies."""
+def buffers(descriptors, NUM: gl.constexpr):
+    """For each descriptor, shared memory for NUM of the blocks that it copies."""
     found = ()
     for i in gl.static_range(len(descriptors)):
-        found = found + (_row_buffer(descriptors[i], NUM),)  # noqa: RUF005
+        found = found + (_buffer(descriptors[i], NUM),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def _row_buffer(rows, NUM: gl.constexpr):
-    """Blocks have the two dimensions of operands. Their memory is that of the descriptor's four dimensions."""
-    SHAPE: gl.constexpr = [rows.block_type.shape[2], rows.block_type.shape[3]]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, rows.dtype)
-    return gl.allocate_shared_memory(rows.dtype, [NUM, SHAPE[0], SHAPE[1]], LAYOUT)
-
-
-@gluon.jit
-def vector_buffers(descriptors, NUM: gl.constexpr):
-    """For each descriptor of numbers, shared memory for NUM of the blocks that it copies."""
-    found = ()
-    for i in gl.static_range(len(descriptors)):
-        found = found + (_vector_buffer(descriptors[i], NUM),)  # noqa: RUF005
-    return found
-
-
-@gluon.jit
-def _vector_buffer(numbers, NUM: gl.constexpr):
-    return gl.allocate_shared_memory(numbers.dtype, [NUM, numbers.block_type.shape[0]], numbers.layout)
+def _buffer(copied, NUM: gl.constexpr):
+    """Blocks of rows have the two dimensions of operands. Their memory is that of the descriptor's four dimensions."""
+    SHAPE: gl.constexpr = copied.block_type.shape
+    if len(SHAPE) == 1:  # a vector
+        return gl.allocate_shared_memory(copied.dtype, [NUM, SHAPE[0]], copied.layout)
+    else:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SHAPE[2], SHAPE[3]], copied.dtype)
+        return gl.allocate_shared_memory(copied.dtype, [NUM, SHAPE[2], SHAPE[3]], LAYOUT)
 
 
 @gluon.jit
@@ -177,11 +166,11 @@ def _bars(NUM: gl.constexpr, ARRIVALS: gl.constexpr):
 def run(KIND: gl.constexpr, own, others, vectors, results, own_ids, plan, sizes, factors, S: gl.constexpr,
         GROUP: gl.constexpr, MEMBERS: gl.constexpr, LINES: gl.constexpr):  # fmt: skip
     """A program: two warpgroups that compute, and a warp that loads."""
-    own_bufs = (row_buffers(own[0], 2 * S.SLOTS),)
+    own_bufs = (buffers(own[0], 2 * S.SLOTS),)
     if len(own) == 2:
-        own_bufs = own_bufs + (row_buffers(own[1], 2 * S.SLOTS),)  # noqa: RUF005
-    other_bufs = (row_buffers(others[0], S.FIRST), row_buffers(others[1], S.SECOND))
-    vector_bufs = vector_buffers(vectors, S.FIRST)
+        own_bufs = own_bufs + (buffers(own[1], 2 * S.SLOTS),)  # noqa: RUF005
+    other_bufs = (buffers(others[0], S.FIRST), buffers(others[1], S.SECOND))
+    vector_bufs = buffers(vectors, S.FIRST)
     bars = make_bars(S.SLOTS, S.FIRST, S.SECOND)
     # fmt: off
     gl.warp_specialize(
@@ -281,8 +270,8 @@ def process_items(PART: gl.constexpr, KIND: gl.constexpr, own_bufs, other_bufs, 
         again = slot * 2 + PART + (item[4] >> 31)  # the same number, see above
         if KIND == FORWARD:
             own = matrices(own_bufs[0], slot * 2 + PART)
-            twice = (own, matrices(own_bufs[0], again))
-            acc, top, weight, is_held = forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            both_tiles = (own, matrices(own_bufs[0], again))
+            acc, top, weight, is_held = forward_sums(both_tiles, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             acc = store_weights(results, acc, top, weight, item, at, sizes, PART, S)
             store_rows(results[0], own, own_bufs[0], slot * 2 + PART, acc, results[2], item, at, sizes, PART, S)
@@ -292,15 +281,15 @@ def process_items(PART: gl.constexpr, KIND: gl.constexpr, own_bufs, other_bufs, 
             lines = read_lines(results, own[1], outs, item[0] * sizes[3] + at, sizes[3] - at, S)
             if SLOTS == 2:
                 early = read_early(KIND, True, results, following, sizes, PART, S)
-            twice = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
-            dq, is_held = query_sums(twice, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            both_tiles = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
+            dq, is_held = query_sums(both_tiles, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             dq = scaled(dq, factors[0])
             store_rows(results[0], own[0], own_bufs[0], slot * 2 + PART, dq, results[4], item, at, sizes, PART, S)
         else:
             own = (matrices(own_bufs[0], slot * 2 + PART), matrices(own_bufs[1], slot * 2 + PART))
-            twice = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
-            dk, dv, is_held = key_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S)
+            both_tiles = (own, (matrices(own_bufs[0], again), matrices(own_bufs[1], again)))
+            dk, dv, is_held = key_sums(both_tiles, other_bufs, vector_bufs, bars, loop, ids, factors, S)
             is_held = release_own(bars, (slot + 1) % SLOTS, is_held)
             if S.WANTS_K:
                 dk = scaled(dk, factors[0])
@@ -440,7 +429,7 @@ def finish_sums(sums, weights):
 
 @gluon.jit
 def scaled(sums, factor):
-    """Sums times a number."""
+    """The sums of all parts, each element times the same number."""
     if len(sums) == 1:
         return (sums[0] * factor,)
     else:
@@ -449,7 +438,7 @@ def scaled(sums, factor):
 
 @gluon.jit
 def row_scaled(sums, factor, S: gl.constexpr):
-    """Sums times a number for each row."""
+    """The sums of all parts, each row times its own number of `factor`."""
     first = sums[0] * gl.convert_layout(factor, gl.SliceLayout(1, S.SUMS[0]))[:, None]
     if len(sums) == 1:
         return (first,)
@@ -486,11 +475,12 @@ def store_piece(pieces, place, sums, PART: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+def forward_sums(both_tiles, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
     """Sums of weighted values, maxima in base 2, and sums of weights. The product of weights and values of a tile that
-    has no mask overlaps with the next tile's scores. `twice`: the own tile for tiles without and with a mask.
+    has no mask overlaps with the next tile's scores. `both_tiles`: the own tile for the
+    loops over other tiles without and with a mask.
     """
-    own, again = twice
+    own, own_masked = both_tiles
     k_bufs, v_bufs = other_bufs
     count, num_whole, num_masked, words, other_slot, is_held = loop
     factor = factors[0] * LOG2E
@@ -538,7 +528,7 @@ def forward_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl
             v_stage = number % SECOND
             mbarrier.wait(bars[2].index(stage), (number // FIRST) & 1)
             if word != 0:
-                scores = start_scores(again, matrices(k_bufs, stage), S)
+                scores = start_scores(own_masked, matrices(k_bufs, stage), S)
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 scores = capped(scores, factors, S)
                 if word != WHOLE:
@@ -644,9 +634,9 @@ def product_sum(out, grad, S: gl.constexpr):
 
 
 @gluon.jit
-def query_sums(twice, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
-    """The gradients of queries, without the factor `scale`. `twice`: as in `forward_sums`."""
-    own, again = twice
+def query_sums(both_tiles, lines, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+    """The gradients of queries, without the factor `scale`. `both_tiles`: as in `forward_sums`."""
+    own, own_masked = both_tiles
     count, num_whole, num_masked, words, other_slot, is_held = loop
     FIRST: gl.constexpr = other_bufs[0][0].shape[0]
     SECOND: gl.constexpr = other_bufs[1][0].shape[0]
@@ -664,8 +654,8 @@ def query_sums(twice, lines, other_bufs, vector_bufs, bars, loop, ids, factors, 
             number = count + num_whole + t
             wait_for_tile(bars, number, FIRST, SECOND)
             if word != 0:
-                dq = add_to_queries(dq, again, lines, other_bufs, vector_bufs, bars, number, ids, factors, word, False,
-                                    True, S)  # fmt: skip
+                dq = add_to_queries(dq, own_masked, lines, other_bufs, vector_bufs, bars, number, ids, factors, word,
+                                    False, True, S)  # fmt: skip
             mbarrier.arrive(bars[3].index(number % FIRST), count=1)
             mbarrier.arrive(bars[5].index(number % SECOND), count=1)
             word = next_word
@@ -709,11 +699,11 @@ def add_to_queries(dq, own, lines, other_bufs, vector_bufs, bars, number, ids, f
 
 
 @gluon.jit
-def key_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
-    """The gradients of keys, without the factor `scale`, and of values. Scores are [keys, queries]. `twice`: as in
+def key_sums(both_tiles, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.constexpr):
+    """The gradients of keys, without the factor `scale`, and of values. Scores are [keys, queries]. `both_tiles`: as in
     `forward_sums`.
     """
-    own, again = twice
+    own, own_masked = both_tiles
     count, num_whole, num_masked, words, other_slot, is_held = loop
     FIRST: gl.constexpr = other_bufs[0][0].shape[0]
     SECOND: gl.constexpr = other_bufs[1][0].shape[0]
@@ -735,7 +725,7 @@ def key_sums(twice, other_bufs, vector_bufs, bars, loop, ids, factors, S: gl.con
                 number = count + num_whole + t
                 wait_for_tile(bars, number, FIRST, SECOND)
                 if word != 0:
-                    dk, dv = add_to_keys(dk, dv, again, other_bufs, vector_bufs, bars, number, ids, factors, word,
+                    dk, dv = add_to_keys(dk, dv, own_masked, other_bufs, vector_bufs, bars, number, ids, factors, word,
                                          False, True, S)  # fmt: skip
                 mbarrier.arrive(bars[3].index(number % FIRST), count=1)
                 mbarrier.arrive(bars[5].index(number % SECOND), count=1)

@@ -247,7 +247,9 @@ class Call:
 
     @cached_property
     def drop_args(self) -> Drop:
-        """The arguments of dropout."""
+        """What kernels need for dropout: the slot of the seed, the threshold below which the random word of a score
+        drops it, and the factor of the kept ones.
+        """
         p = self.extras.dropout
         return Drop(Slot("seed"), _as_int32(threshold(p)), 1.0 / (1.0 - p)) if p else NO_DROP
 
