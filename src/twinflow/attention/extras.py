@@ -39,7 +39,9 @@ class Extras:
 
     scale: float | None = None  # None: head_dim ** -0.5
     key_padding: Tensor | None = None  # bool [B, nk], True = the key is used
-    documents: Tensor | None = None  # int32 or int64 [B, nk], tokens of different documents do not see each other
+    # int32 or int64 [B, nk], numbers from 1 - 2**31 to 2**31 - 1: tokens of different documents do not see each other.
+    # Reading the numbers to check them would wait for the GPU.
+    documents: Tensor | None = None
     mask: Tensor | None = None  # bool, broadcasts to [B, H, nq, nk], True = kept
     bias: Tensor | None = None  # float, broadcasts to [B, H, nq, nk], added to scaled scores; may get a gradient
     relative: Tensor | None = None  # float [H or 1, nq + nk - 1], entry j - i + nq - 1; may get a gradient
